@@ -1,0 +1,62 @@
+"""ParamLayout: what tensor parallelism tells the sharding engine about one parameter.
+
+It is the only thing ``fsdp`` and ``tp`` both know. A style of ours replaces a parameter by a DTensor
+on the ``tp`` axis and attaches a ``ParamLayout``; the engine reads it when it takes the parameter.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+__all__ = ["ParamLayout", "get_param_layout", "local_chunk", "set_param_layout"]
+
+_ATTRIBUTE = "_parallel3d_layout"
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """How a tensor-parallel parameter is seen while computing, and what its gradient is.
+
+    Attributes:
+        compute: ``"local"``: the module's forward sees this rank's local tensor. ``"dtensor"``:
+            it sees a DTensor on the ``tp`` axis, as torch's own parallel styles need.
+        tp_grad: ``"whole"``: each tp rank's gradient is complete for what it holds.
+            ``"partial"``: it is a part, which the engine sums over ``tp`` once per bucket.
+    """
+
+    compute: Literal["local", "dtensor"] = "dtensor"
+    tp_grad: Literal["whole", "partial"] = "whole"
+
+
+def set_param_layout(param: nn.Parameter, layout: ParamLayout) -> None:
+    """Attaches ``layout`` to ``param``."""
+    setattr(param, _ATTRIBUTE, layout)
+
+
+def get_param_layout(param: nn.Parameter) -> ParamLayout:
+    """The layout attached to ``param``; one without a mark computes as a DTensor, gradient whole."""
+    return getattr(param, _ATTRIBUTE, ParamLayout())
+
+
+def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
+    """The ``index``-th of ``parts`` chunks of ``tensor`` along ``dim``, as ``torch.chunk`` cuts: all of
+    ``ceil(size / parts)`` rows but the last ones, which may be shorter or empty.
+
+    Args:
+        index: a rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
+
+    Returns:
+        A contiguous tensor with storage of its own, on ``tensor``'s device.
+    """
+    size = tensor.shape[dim]
+    chunk = -(-size // parts)
+    start = torch.sym_min(index * chunk, size)
+    length = torch.sym_min(size - start, chunk)
+    if isinstance(start, torch.SymInt):
+        # A factory call makes a tensor of simulated ranks; a plain tensor can't be narrowed by a
+        # SymInt that differs by rank.
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        tensor = whole.copy_(tensor)
+    return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)

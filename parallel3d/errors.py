@@ -1,0 +1,23 @@
+"""The exceptions parallel3d raises for user mistakes: one family, all of them ``ValueError``."""
+
+__all__ = ["AgreementError", "MeshError", "Parallel3dError", "PlanError", "StateError"]
+
+
+class Parallel3dError(ValueError):
+    """Base of every error parallel3d raises; its message names the value, the rule and a way out."""
+
+
+class MeshError(Parallel3dError):
+    """A layout or mesh that cannot be: sizes, names, axis order, world size."""
+
+
+class PlanError(Parallel3dError):
+    """A tensor-parallel plan that does not fit the model."""
+
+
+class AgreementError(Parallel3dError):
+    """The ranks of one job were launched with different settings. Raised alike on every rank."""
+
+
+class StateError(Parallel3dError):
+    """A call that is not allowed in the present state, such as clipping half-reduced gradients."""
