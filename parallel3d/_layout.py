@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["ParamLayout", "get_param_layout", "local_chunk", "set_param_layout"]
 
@@ -36,8 +37,9 @@ def set_param_layout(param: nn.Parameter, layout: ParamLayout) -> None:
 
 
 def get_param_layout(param: nn.Parameter) -> ParamLayout:
-    """The layout attached to ``param``; one without a mark computes as a DTensor, gradient whole."""
-    return getattr(param, _ATTRIBUTE, ParamLayout())
+    """The layout attached to ``param``. Without one, a DTensor computes as a DTensor, others locally."""
+    default = ParamLayout("dtensor" if isinstance(param, DTensor) else "local")
+    return getattr(param, _ATTRIBUTE, default)
 
 
 def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:

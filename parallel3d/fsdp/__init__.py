@@ -1,1 +1,7 @@
-"""fsdp"""
+"""The sharding engine: ``fully_shard`` and what comes with it."""
+
+from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.fully_shard import fully_shard
+from parallel3d.fsdp.module import FSDPModule, UnshardHandle
+
+__all__ = ["FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"]

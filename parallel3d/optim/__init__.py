@@ -1,1 +1,6 @@
-"""optim"""
+"""What surrounds the optimizer step: clipping and accumulation."""
+
+from parallel3d.optim.accumulate import accumulate
+from parallel3d.optim.clip import clip_grad_norm_
+
+__all__ = ["accumulate", "clip_grad_norm_"]

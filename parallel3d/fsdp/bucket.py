@@ -1,0 +1,211 @@
+"""Bucket: parameters of one unit with one dtype, one requires_grad and one mesh, in contiguous buffers.
+
+Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots):
+
+- ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors are views of it, so
+  the all-gather needs no packing and a cast is one kernel.
+- ``gathered`` (n * S): what the all-gather writes, one row of S per rank. Alive during the gather.
+- ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
+  and no cast it is ``flat`` itself.
+- ``reduce_input`` (n * S): gradients, laid out as ``gathered``. Alive from the first gradient's arrival to
+  the end of the reduce-scatter.
+
+The last three keep their tensors and views for the model's life; only their storage comes and goes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from parallel3d._compat import foreach_copy_, inner_tensors, make_dtensor
+from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.axes import DataAxes
+from parallel3d.fsdp.grads import GradientSlots
+from parallel3d.fsdp.param import ShardedParam
+
+__all__ = ["Bucket", "allocate", "make_buckets", "release"]
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""
+    for inner in inner_tensors(tensor):
+        inner.untyped_storage().resize_(0)
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Gives a released ``tensor`` storage again, with undefined content."""
+    for inner in inner_tensors(tensor):
+        inner.untyped_storage().resize_(inner.numel() * inner.element_size())
+
+
+class Bucket:
+    """See the module's docstring.
+
+    Attributes:
+        shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
+        replicate_groups: (axis name, group) pairs that gradients are all-reduced over.
+        tp_group: group that partial gradients are summed over, None where there are none.
+        grads: what the parameters' ``.grad`` hold and how reduced values get there.
+    """
+
+    def __init__(
+        self, unit: str, params: list[ShardedParam], axes: DataAxes, policy: MixedPrecisionPolicy
+    ) -> None:
+        self.unit = unit
+        # Partial gradients last: their sum over tp is then one collective on the buffer's tail.
+        self.params = sorted(params, key=lambda p: p.layout.tp_grad == "partial")
+        self.axes = axes
+        self.policy = policy
+        self.parts = self.params[0].parts
+        self._find_groups()
+        self.waiting_for = 0  # gradients that this backward may still bring
+        self.build(self._device())
+
+    def _find_groups(self) -> None:
+        axes = self.axes
+        names = axes.mesh.mesh_dim_names or tuple(str(i) for i in range(axes.mesh.ndim))
+        self.shard_group: ProcessGroup | None = None
+        self.shard_axis = ""
+        self.replicate_groups: list[tuple[str, ProcessGroup]] = []
+        for axis in (axes.shard, axes.replicate):
+            if axis is None or axes.size(axis) == 1:
+                continue
+            if axis == axes.shard and self.parts > 1:
+                self.shard_axis, self.shard_group = names[axis], axes.group(axis)
+            else:
+                self.replicate_groups.append((names[axis], axes.group(axis)))
+        partial = [p for p in self.params if p.layout.tp_grad == "partial" and p.tp_size > 1]
+        self.tp_group: ProcessGroup | None = None
+        if partial and partial[0].tp_mesh is not None:
+            self.tp_group = partial[0].tp_mesh.get_group()
+
+    def _device(self) -> torch.device:
+        initial = self.params[0].initial
+        assert initial is not None
+        if initial.device.type == "meta" or initial.device.type == self.axes.mesh.device_type:
+            return initial.device
+        return torch.device(self.axes.mesh.device_type)
+
+    # -- storage -----------------------------------------------------------------------------------
+
+    def build(self, device: torch.device) -> None:
+        """Makes buffers, views and Parameters on ``device``, with the parameters' initial values."""
+        params = self.params
+        self.dtype = params[0].dtype
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = (self.policy.param_dtype if floating else None) or self.dtype
+        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
+        self.slot_sizes = [p.slot_numel for p in params]
+        self.numel = sum(self.slot_sizes)
+        self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
+        # Zeros: padding must stay finite, norms and casts run over whole buffers.
+        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=device)
+        self.local_views = self.local_parts(self.flat)
+        for param, view in zip(params, self.local_views, strict=True):
+            if param.initial is not None:
+                view.copy_(param.shard_of(param.initial.to(device), tp_local=True))
+                param.initial = None
+            param.place(view)
+        self._build_unsharded(device)
+        self.grads = GradientSlots(self)
+
+    def _build_unsharded(self, device: torch.device) -> None:
+        params, n = self.params, self.parts
+        self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype
+        if self.has_own_unsharded:
+            self.unsharded = torch.empty(n * self.numel, dtype=self.compute_dtype, device=device)
+        else:
+            self.unsharded = self.flat
+        regions = self.unsharded.split([n * size for size in self.slot_sizes])
+        self.region_views = [p.by_rank(r) for p, r in zip(params, regions, strict=True)]
+        # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
+        self.gathers_in_place = n > 1 and len(params) == 1 and params[0].dim == 0
+        self.gathered = self.unsharded
+        if n > 1 and not self.gathers_in_place:
+            self.gathered = torch.empty_like(self.unsharded)
+        columns = self.gathered.view(n, self.numel).split(self.slot_sizes, dim=1)
+        self.gathered_views = [p.slots_by_rank(c) for p, c in zip(params, columns, strict=True)]
+        self.compute_params = [
+            # .data: a version counter of its own, so that gathering again in backward is not taken
+            # for an in-place change of a saved tensor.
+            nn.Parameter(p.as_compute(p.compute_view(r).data), requires_grad=p.requires_grad)
+            for p, r in zip(params, regions, strict=True)
+        ]
+        if self.gathered is not self.unsharded:
+            release(self.gathered)
+        if self.has_own_unsharded:
+            release(self.unsharded)
+
+    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' real rows in a sharded buffer (S,)."""
+        slots = flat.split(self.slot_sizes)
+        return [p.local_view(s) for p, s in zip(self.params, slots, strict=True)]
+
+    def adopt(self) -> bool:
+        """Takes back values that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
+
+        Returns:
+            Whether anything had moved.
+        """
+        locals_ = [p.local for p in self.params]
+        if all(a is b for a, b in zip(locals_, self.local_views, strict=True)):
+            return False
+        for param, local in zip(self.params, locals_, strict=True):
+            param.set_dtype(local.dtype)
+        self.build(locals_[0].device)
+        for view, local in zip(self.local_views, locals_, strict=True):
+            view.copy_(local)
+        return True
+
+    def requires_grad_from_sharded(self) -> None:
+        """Lets the computing parameters follow ``requires_grad_`` on the sharded ones."""
+        for param, compute in zip(self.params, self.compute_params, strict=True):
+            if compute.requires_grad != param.sharded.requires_grad:
+                compute.requires_grad_(param.sharded.requires_grad)
+
+    # -- unshard -----------------------------------------------------------------------------------
+
+    def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocates and returns (output, input) of the all-gather; the input is in compute dtype."""
+        allocate(self.gathered)
+        return self.gathered, self.flat.to(self.compute_dtype)
+
+    def copy_out(self) -> None:
+        """After the all-gather: the gathered rows into the parameters' places."""
+        if self.gathered is self.unsharded:
+            return
+        allocate(self.unsharded)
+        foreach_copy_(self.region_views, self.gathered_views)
+
+    def cast_whole(self) -> None:
+        """Unshard without a shard axis: the cast copy, or nothing."""
+        if self.has_own_unsharded:
+            allocate(self.unsharded)
+            self.unsharded.copy_(self.flat)
+
+    def free_gathered(self) -> None:
+        """After ``copy_out`` has run on the device."""
+        if self.gathered is not self.unsharded:
+            release(self.gathered)
+
+    def free_unsharded(self) -> None:
+        """Frees what the unsharded parameters live in."""
+        if self.has_own_unsharded:
+            release(self.unsharded)
+
+    def make_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor like sharded parameter ``index``, around ``local``."""
+        return make_dtensor(local, self.params[index].spec)
+
+
+def make_buckets(
+    unit: str, params: Sequence[ShardedParam], axes: DataAxes, policy: MixedPrecisionPolicy
+) -> list[Bucket]:
+    """Sorts a unit's parameters into buckets, in order of their first parameter."""
+    grouped: dict[object, list[ShardedParam]] = {}
+    for param in params:
+        tp = None if param.tp_mesh is None else param.tp_mesh.get_group().group_name
+        grouped.setdefault((param.dtype, param.requires_grad, param.parts, tp), []).append(param)
+    return [Bucket(unit, members, axes, policy) for members in grouped.values()]

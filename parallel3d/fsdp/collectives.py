@@ -1,0 +1,58 @@
+"""The three collectives of the engine, each one asynchronous call on one bucket's buffer."""
+
+import torch
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+
+from parallel3d._compat import backend_name
+from parallel3d._trace import issuing
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+
+class ScatterWork:
+    """A reduce-scatter under way; ``wait`` returns this rank's part of the sum."""
+
+    def __init__(self, work: dist.Work | None, output: torch.Tensor, *, rows_to_sum: bool) -> None:
+        self.work = work
+        self.output = output
+        self.rows_to_sum = rows_to_sum
+
+    def wait(self) -> torch.Tensor:
+        """Waits (on an accelerator: lets the current stream wait) and finishes the sum."""
+        if self.work is not None:
+            self.work.wait()
+        return self.output.sum(dim=0) if self.rows_to_sum else self.output
+
+
+def all_gather(
+    output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str
+) -> dist.Work | None:
+    """(S,) of every rank -> (n * S,) on every rank, in rank order."""
+    issuing.unit = unit
+    return dist.all_gather_into_tensor(output, part, group=group, async_op=True)
+
+
+def reduce_scatter(
+    whole: torch.Tensor, group: ProcessGroup, *, unit: str, device_type: str
+) -> ScatterWork:
+    """(n * S,) of every rank -> (S,) of the sum on every rank.
+
+    gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
+    rank order, is the same number on every run.
+    """
+    issuing.unit = unit
+    n = group.size()
+    if device_type == "cpu" and backend_name(group, device_type) == "gloo":
+        rows = torch.empty_like(whole)
+        work = dist.all_to_all_single(rows, whole, group=group, async_op=True)
+        return ScatterWork(work, rows.view(n, -1), rows_to_sum=True)
+    output = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
+    work = dist.reduce_scatter_tensor(output, whole, group=group, async_op=True)
+    return ScatterWork(work, output, rows_to_sum=False)
+
+
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
+    """Sums ``tensor`` over ``group`` in place."""
+    issuing.unit = unit
+    return dist.all_reduce(tensor, group=group, async_op=True)

@@ -1,0 +1,302 @@
+"""ShardedParam: one parameter's layouts, from the whole tensor to this rank's shard and back.
+
+Three shapes matter. The *global* shape is the plain model's. The *compute* shape is what forward
+sees: the tp chunk of it. The *padded* shape is the largest compute shape over tp ranks with the sharded
+dim rounded up to a multiple of the shard axis: the same on every rank, so that collectives have equal
+sizes everywhere. Padding exists in the engine's buffers only; at rest a rank's local tensor is the
+part of its slot that holds real rows.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from parallel3d._compat import (
+    DTensorSpec,
+    StridedShard,
+    concatenate_meshes,
+    dtensor_shard_box,
+    get_local_tensor,
+    make_dtensor,
+    make_spec,
+    set_local_tensor,
+)
+from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp.axes import DataAxes
+
+__all__ = ["ShardedParam"]
+
+
+class ShardedParam:
+    """One parameter under the engine.
+
+    Attributes:
+        name: name within the unit's modules, for messages.
+        slots: the ``(module._parameters, name)`` places that hold it; more than one where it is tied.
+        dim: the dim the engine shards; None where the parameter is whole on the shard axis.
+        sharded: the Parameter the user sees at rest; the same object for the model's life.
+        spec: its DTensor description.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        slots: list[tuple[nn.Module, str]],
+        axes: DataAxes,
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.axes = axes
+        self.layout: ParamLayout = get_param_layout(param)
+        self.tp_mesh, self.tp_placement, whole = _split_tp(name, param, axes)
+        self.tp_dim = self.tp_placement.dim if isinstance(self.tp_placement, Shard) else None
+        self.tp_size = self.tp_mesh.size() if self.tp_mesh is not None else 1
+        self.global_shape = param.shape
+        self.dtype = param.dtype
+        self.requires_grad = param.requires_grad
+        self.dim = _choose_dim(self.global_shape, self.tp_dim, self.tp_size, axes.size(axes.shard))
+        self.parts = 1 if self.dim is None else axes.size(axes.shard)
+        self._set_shapes()
+        self.initial: torch.Tensor | None = whole  # tp-local data, until the bucket has taken it
+        self.spec = self._make_spec()
+        self.sharded: nn.Parameter = param  # the user's, until ``place``
+        self.placed = False
+
+    # -- shapes ------------------------------------------------------------------------------------
+
+    def _set_shapes(self) -> None:
+        largest = list(self.global_shape)
+        if self.tp_dim is not None:
+            largest[self.tp_dim] = -(-largest[self.tp_dim] // self.tp_size)
+        padded = list(largest)
+        if self.dim is not None:
+            padded[self.dim] = -(-largest[self.dim] // self.parts) * self.parts
+        chunk = list(padded)
+        if self.dim is not None:
+            chunk[self.dim] //= self.parts
+        self.padded_shape = tuple(padded)
+        self.chunk_shape = tuple(chunk)
+        self.slot_numel = _product(chunk)
+        tp_even = self.tp_dim is None or self.global_shape[self.tp_dim] % self.tp_size == 0
+        self.even = tp_even and self.padded_shape == tuple(largest)
+        # Sizes below may be SymInts under simulated ranks.
+        compute = list(largest)
+        if self.tp_dim is not None and self.tp_mesh is not None:
+            coordinate = self.tp_mesh.get_local_rank()
+            compute[self.tp_dim] = _chunk_length(
+                self.global_shape[self.tp_dim], self.tp_size, coordinate
+            )
+        local = list(compute)
+        if self.dim is not None:
+            coordinate = self.axes.coordinate(self.axes.shard)
+            local[self.dim] = _chunk_length(compute[self.dim], self.parts, coordinate)
+        self.compute_shape = tuple(compute)
+        self.local_shape = tuple(local)
+
+    def _make_spec(self) -> DTensorSpec:
+        placements: list[Placement] = [Replicate() for _ in range(self.axes.mesh.ndim)]
+        if self.dim is not None and self.axes.shard is not None:
+            strided = self.tp_dim == self.dim and self.tp_size > 1
+            placements[self.axes.shard] = (
+                StridedShard(self.dim, split_factor=self.tp_size) if strided else Shard(self.dim)
+            )
+        mesh = self.axes.mesh
+        if self.tp_mesh is not None:
+            if self.axes.tp is None:
+                mesh = concatenate_meshes([mesh, self.tp_mesh])
+                placements.append(self.tp_placement)
+            else:
+                placements[self.axes.tp] = self.tp_placement
+        return make_spec(mesh, placements, self.global_shape, self.dtype)
+
+    def unreduced_spec(self, *, over_shard: bool) -> DTensorSpec:
+        """The description of a gradient not yet summed over replicate (and, if so said, shard)."""
+        placements = list(self.spec.placements)
+        if self.axes.replicate is not None:
+            placements[self.axes.replicate] = Partial()
+        if self.axes.shard is not None and (over_shard or self.dim is None):
+            placements[self.axes.shard] = Partial()
+        if over_shard and self.tp_mesh is not None and self.layout.tp_grad == "partial":
+            placements[-1] = Partial()
+        return make_spec(self.spec.mesh, placements, self.global_shape, self.dtype)
+
+    # -- views of the bucket's buffers -------------------------------------------------------------
+
+    def local_view(self, slot: torch.Tensor) -> torch.Tensor:
+        """This rank's real rows in its slot of a sharded buffer, (slot_numel,) -> local_shape."""
+        return self._trim(slot.view(self.chunk_shape), self.local_shape)
+
+    def compute_view(self, region: torch.Tensor) -> torch.Tensor:
+        """The unsharded parameter in its region, (parts * slot_numel,) -> compute_shape."""
+        return self._trim(region.view(self.padded_shape), self.compute_shape)
+
+    def by_rank(self, region: torch.Tensor) -> torch.Tensor:
+        """The same region as (parts, *chunk_shape): entry i is what shard rank i holds."""
+        return self._split(region.view(self.padded_shape))
+
+    def slots_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
+        """(parts, slot_numel) columns of a gathered buffer, shaped as ``by_rank`` shapes a region."""
+        if self.dim in (None, 0):
+            return columns
+        return columns.unflatten(1, self.chunk_shape)
+
+    def grad_by_rank(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient of compute_shape, padded with zeros if need be, shaped as ``by_rank``."""
+        if not self.even:
+            padded = torch.zeros(self.padded_shape, dtype=grad.dtype, device=grad.device)
+            self._trim(padded, self.compute_shape).copy_(grad)
+            grad = padded
+        return self._split(grad)
+
+    def _split(self, padded: torch.Tensor) -> torch.Tensor:
+        if self.dim in (None, 0):
+            return padded.reshape(self.parts, self.slot_numel)
+        return padded.unflatten(self.dim, (self.parts, -1)).movedim(self.dim, 0)
+
+    def _trim(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        if self.even:
+            return tensor
+        for dim in {self.dim, self.tp_dim} - {None}:
+            tensor = tensor.narrow(dim, 0, shape[dim])
+        return tensor
+
+    # -- the Parameter at rest ---------------------------------------------------------------------
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The sharded Parameter's local tensor, the object itself."""
+        return get_local_tensor(self.sharded)
+
+    def place(self, local: torch.Tensor) -> None:
+        """Makes ``local``, a view of the bucket's buffer, the sharded Parameter's local tensor.
+
+        The first call creates the Parameter and puts it in the module; later ones keep the object.
+        """
+        placed = nn.Parameter(make_dtensor(local, self.spec), requires_grad=self.requires_grad)
+        if not self.placed:
+            vars(placed).update(vars(self.sharded))
+            self.sharded = placed
+            self.placed = True
+            for module, attribute in self.slots:
+                module._parameters[attribute] = placed
+            return
+        old = self.local
+        if (old.device, old.dtype) == (local.device, local.dtype):
+            set_local_tensor(self.sharded, local)
+            return
+        attributes = dict(vars(self.sharded))
+        torch.utils.swap_tensors(self.sharded, placed)  # device and dtype are fixed at construction
+        vars(self.sharded).update(attributes)
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Follows a change of the sharded Parameter's dtype."""
+        if dtype != self.dtype:
+            self.dtype = dtype
+            self.spec = make_spec(
+                self.spec.mesh, self.spec.placements, self.global_shape, self.dtype
+            )
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def shard_of(self, whole: torch.Tensor, *, tp_local: bool) -> torch.Tensor:
+        """This rank's shard of ``whole``, which has the compute shape (tp_local) or the global one."""
+        if not tp_local and self.tp_dim is not None and self.tp_mesh is not None:
+            coordinate = self.tp_mesh.get_local_rank()
+            whole = local_chunk(whole, self.tp_dim, self.tp_size, coordinate)
+        if self.dim is None or self.parts == 1:
+            return whole
+        coordinate = self.axes.coordinate(self.axes.shard)
+        return local_chunk(whole, self.dim, self.parts, coordinate)
+
+    def as_compute(self, local: torch.Tensor) -> torch.Tensor:
+        """What forward sees: ``local`` itself, or a DTensor on the tp axis around it."""
+        if self.tp_mesh is None or self.layout.compute == "local":
+            return local
+        spec = make_spec(self.tp_mesh, (self.tp_placement,), self.global_shape, local.dtype)
+        return make_dtensor(local, spec)
+
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient as a plain tensor of compute_shape, whatever forward computed with."""
+        if not isinstance(grad, DTensor):
+            return grad
+        if grad.placements != (self.tp_placement,):
+            grad = grad.redistribute(placements=(self.tp_placement,))
+        return grad.to_local()
+
+
+def _split_tp(
+    name: str, param: nn.Parameter, axes: DataAxes
+) -> tuple[DeviceMesh | None, Placement, torch.Tensor]:
+    """(tp mesh, tp placement, tp-local data) of a parameter that may be a DTensor on ``tp``."""
+    mesh = axes.mesh
+    if not isinstance(param, DTensor):
+        tp_mesh = None if axes.tp is None else mesh[(mesh.mesh_dim_names or ())[axes.tp]]
+        return tp_mesh, Replicate(), param.detach()
+    if param.device_mesh.ndim != 1:
+        raise MeshError(
+            f"parameter {name} is already a DTensor on the {param.device_mesh.ndim}-axis mesh "
+            f"{param.device_mesh}; the engine takes plain parameters and DTensors on one tp axis"
+        )
+    if isinstance(param.placements[0], Partial) or isinstance(param.placements[0], StridedShard):
+        raise Parallel3dError(
+            f"parameter {name} has placement {param.placements[0]} on tp; "
+            "the engine takes Shard(dim) and Replicate()"
+        )
+    if axes.tp is not None and param.device_mesh.size() != mesh.size(axes.tp):
+        raise MeshError(
+            f"parameter {name} is a DTensor on {param.device_mesh}, which is not the tp axis of {mesh}"
+        )
+    return param.device_mesh, param.placements[0], param.detach().to_local()
+
+
+def _choose_dim(shape: torch.Size, tp_dim: int | None, tp: int, parts: int) -> int | None:
+    """The dim to shard: 0, as torch does, unless tp has cut it in a way that DTensor can't express."""
+    if len(shape) == 0:
+        return None
+    if tp_dim != 0 or tp == 1 or _strided_shard_is_exact(shape[0], parts, tp):
+        return 0
+    return 1 if len(shape) > 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _strided_shard_is_exact(size: int, parts: int, tp: int) -> bool:
+    """Whether "tp first, then shard" can be cut alike on all tp ranks and told to DTensor.
+
+    Alike: the shard chunk has the same number of rows on every tp rank, so that slots agree. Told:
+    DTensor's (_StridedShard(0, tp), Shard(0)) puts every rank's rows where we do.
+    """
+    if size % (parts * tp) == 0:
+        return True
+    chunk = -(-(-(-size // tp)) // parts)
+    placements = (StridedShard(0, split_factor=tp), Shard(0))
+    for tp_rank in range(tp):
+        tp_rows = _chunk_length(size, tp, tp_rank)
+        if tp_rows and -(-tp_rows // parts) != chunk:
+            return False
+        tp_start = min(tp_rank * -(-size // tp), size)
+        for rank in range(parts):
+            rows = _chunk_length(tp_rows, parts, rank)
+            start = tp_start + min(rank * chunk, tp_rows)
+            box = dtensor_shard_box((size,), (parts, tp), (rank, tp_rank), placements)
+            if box[0][0] != rows or (rows and box[1][0] != start):
+                return False
+    return True
+
+
+def _chunk_length(size: int, parts: int, index: int) -> int:
+    """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
+    chunk = -(-size // parts)
+    return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result

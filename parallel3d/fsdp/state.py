@@ -1,0 +1,315 @@
+"""Unit and RunContext: the hooks that move a unit's parameters through forward and backward.
+
+Forward: unshard, show, compute, hide, reshard. Backward: a hook on the outputs unshards and shows; gradients
+are taken as they arrive; when all have, and the gradients of the unit's inputs are done, the unit is
+hidden and resharded and its reduction issued. What remains (parameters without a gradient) is settled in
+one callback at the end of the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel3d._compat import queue_backward_callback
+from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.comm import Comm, make_comm
+from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.tree import map_tensors, tensors_in
+
+__all__ = ["RunContext", "Unit", "unit_of"]
+
+_ATTRIBUTE = "_parallel3d_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module (or one of whose modules) ``module`` is."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+class RunContext:
+    """What the units under one root share.
+
+    Attributes:
+        order: units in the order of their forwards, this iteration.
+        last_order: the same of the iteration before, for forward prefetch.
+        in_backward: whether the end-of-backward callback is queued.
+    """
+
+    def __init__(self, root: Unit, device_type: str) -> None:
+        self.root = root
+        self.comm: Comm = make_comm(device_type)
+        self.units: list[Unit] = []
+        self.order: list[Unit] = []
+        self.last_order: list[Unit] = []
+        self.in_backward = False
+
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        if self.order:
+            self.last_order, self.order = self.order, []
+
+    def prefetch_forward(self, position: int) -> None:
+        """Issues the all-gather of the unit that came after ``position`` in the last iteration."""
+        order = self.last_order
+        if position + 1 < len(order) and order[position] is self.order[position]:
+            order[position + 1].group.issue_unshard(self.comm)
+
+    def prefetch_backward(self, position: int) -> None:
+        """Issues the all-gather of the unit whose backward comes after that of ``position``."""
+        for unit in reversed(self.order[:position]):
+            if unit.group.buckets and not unit.backward_begun:
+                if unit.unshard_in_backward:
+                    unit.group.issue_unshard(self.comm)
+                return
+
+    def enter_backward(self) -> None:
+        """Called by every pre-backward hook; queues the callback once."""
+        if not self.in_backward:
+            self.in_backward = True
+            queue_backward_callback(self.finish_backward)
+
+    def finish_backward(self) -> None:
+        """Settles what the backward has left, in the same order on every rank."""
+        for unit in reversed(self.units):
+            unit.reduce_rest()
+        self.comm.finish()
+        for unit in self.units:
+            unit.end_backward()
+        self.in_backward = False
+
+
+class Unit:
+    """One module (or list of modules) given to ``fully_shard``.
+
+    Attributes:
+        group: its parameters.
+        reshard_after_forward: True, False, or None: True unless the unit is the root.
+        unshard_in_backward: False where backward doesn't read the parameters (an embedding).
+        sync, all_reduce: whether backward reduces over all data axes, and over replicate.
+        live_calls: forward calls whose inputs' gradients are still to come.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        group: ParamGroup,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        device_type: str,
+    ) -> None:
+        self.modules = modules
+        self.group = group
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.device_type = device_type
+        self.unshard_in_backward = True
+        self.sync = True
+        self.all_reduce = True
+        self.context: RunContext | None = None
+        self.to_run: set[nn.Module] = set()
+        self.position = -1
+        self.live_calls = 0
+        self.arrived = 0
+        self.backward_begun = False
+        group.watch_gradients(self.on_grad)
+        for module in modules:
+            setattr(module, _ATTRIBUTE, self)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+            module.register_load_state_dict_post_hook(self.after_load)
+
+    # -- context -------------------------------------------------------------------------------------
+
+    def ready_context(self) -> RunContext:
+        """The shared context; made here if this unit is the first to run, as the root of those below."""
+        if self.context is not None:
+            return self.context
+        context = RunContext(self, self.device_type)
+        seen: set[int] = set()
+        for root_module in self.modules:
+            for name, module in root_module.named_modules():
+                unit = unit_of(module)
+                if unit is None or id(unit) in seen:
+                    continue
+                seen.add(id(unit))
+                unit.group.reshard(context.comm)
+                unit.context = context
+                unit.name(name or type(root_module).__name__)
+                context.units.append(unit)
+        return context
+
+    def name(self, name: str) -> None:
+        """Names the unit in messages and records."""
+        for bucket in self.group.buckets:
+            bucket.unit = name
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the unit is the outermost of those that have run together."""
+        return self.context is not None and self.context.root is self
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Hook before each module's forward."""
+        context = self.ready_context()
+        if not self.to_run or not self.group.shown:
+            self._begin_forward(context)
+            if torch.is_grad_enabled() and not (context.in_backward and self.live_calls > 0):
+                args, kwargs = self._watch_inputs(args, kwargs)
+            if len(self.modules) > 1:
+                self.to_run = set(self.modules)
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
+        return args, kwargs
+
+    def _begin_forward(self, context: RunContext) -> None:
+        if self.is_root and not context.in_backward:
+            context.begin_forward()
+        group = self.group
+        if group.state is GroupState.SHARDED and not group.shown and not context.in_backward:
+            group.adopt()
+            group.count_trainable()
+        group.unshard(context.comm)
+        group.show()
+        if not context.in_backward:
+            self.position = len(context.order)
+            context.order.append(self)
+            context.prefetch_forward(self.position)
+
+    def _watch_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Passes aliases of the inputs on; their gradients are this call's share alone.
+
+        A hook on an input itself would wait for everything else that uses the input.
+        """
+        remaining = 0
+
+        def fired(_: torch.Tensor) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if remaining == 0:
+                self.live_calls -= 1
+                self._maybe_end_backward()
+
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal remaining
+            if not tensor.requires_grad:
+                return tensor
+            view = tensor.view_as(tensor)
+            view.register_hook(fired)
+            remaining += 1
+            return view
+
+        args, kwargs = map_tensors(alias, (args, kwargs))
+        if remaining:
+            self.live_calls += 1
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Hook after each module's forward."""
+        context = self.context
+        assert context is not None
+        dtype = self.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(lambda t: _cast(t, dtype), output)
+        grad = torch.is_grad_enabled()
+        if grad:
+            position = self.position
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.pre_backward(position))
+        self.to_run.discard(module)
+        if self.to_run or context.in_backward:  # recomputed for a backward that comes next
+            return output
+        self.group.hide()
+        reshard = self.reshard_after_forward
+        if not grad or reshard or (reshard is None and not self.is_root):
+            self.group.reshard(context.comm)
+        if self.is_root and not grad:
+            self._settle(context)
+        return output
+
+    def _settle(self, context: RunContext) -> None:
+        """After a forward without a backward to come: nothing stays gathered."""
+        for unit in context.units:
+            unit.to_run.clear()
+            unit.group.hide()
+            unit.group.reshard(context.comm)
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def pre_backward(self, position: int) -> None:
+        """Hook on every output: the first gradient to reach the unit."""
+        context = self.context
+        assert context is not None
+        context.enter_backward()
+        if self.backward_begun:
+            return
+        self.backward_begun = True
+        if self.unshard_in_backward:
+            self.group.unshard(context.comm)
+        self.group.show()
+        context.prefetch_backward(position)
+
+    def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
+        """Hook on every gradient's arrival."""
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        fresh = index not in bucket.grads.arrived
+        bucket.grads.accept(index, grad, sync=self.sync)
+        if fresh:
+            self.arrived += 1
+            self._maybe_end_backward()
+
+    def _maybe_end_backward(self) -> None:
+        """Ends the unit's backward once nothing in it will read the parameters again."""
+        if self.live_calls > 0 or self.arrived < self.group.trainable:
+            return
+        context = self.context
+        assert context is not None
+        context.enter_backward()
+        self.group.hide()
+        self.group.reshard(context.comm)
+        if self.sync:
+            for bucket in self.group.buckets:
+                if bucket.grads.arrived:
+                    context.comm.reduce(bucket, all_reduce=self.all_reduce)
+        self.arrived = 0
+        self.backward_begun = False
+
+    def reduce_rest(self) -> None:
+        """At the end of the backward: reduces what ``_maybe_end_backward`` never saw complete."""
+        context = self.context
+        assert context is not None
+        for bucket in self.group.buckets:
+            if bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce):
+                context.comm.reduce(bucket, all_reduce=self.all_reduce)
+
+    def end_backward(self) -> None:
+        """After the reductions: back to rest."""
+        context = self.context
+        assert context is not None
+        self.to_run.clear()
+        self.group.hide()
+        self.group.reshard(context.comm)
+        for bucket in self.group.buckets:
+            bucket.grads.arrived.clear()
+        self.live_calls = 0
+        self.arrived = 0
+        self.backward_begun = False
+
+    # -- state dict ----------------------------------------------------------------------------------
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
+        if not self.group.shown:
+            self.group.adopt()
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,57 @@
+"""Applying a function to the tensors of a module's inputs or outputs."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with ``fn`` applied to each tensor in tuples, lists, mappings and dataclasses.
+
+    Containers keep their type; one without a changed tensor is returned as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(fn, item) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        changed = {k: map_tensors(fn, v) for k, v in value.items()}
+        if all(changed[k] is v for k, v in value.items()):
+            return value
+        result: Any = copy.copy(value)
+        for key, item in changed.items():
+            result[key] = item
+        return result
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        changed = {k: map_tensors(fn, v) for k, v in fields.items()}
+        if all(changed[k] is v for k, v in fields.items()):
+            return value
+        result = copy.copy(value)
+        for key, item in changed.items():
+            object.__setattr__(result, key, item)
+        return result
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``, found as ``map_tensors`` finds them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

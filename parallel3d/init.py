@@ -1,0 +1,166 @@
+"""materialize: initialises a model built on the meta device, the same on every mesh.
+
+One module at a time is made whole, initialised by its own method under a random generator seeded by
+(seed, module name), and cut to this rank's shard: the weights depend on the seed and the names alone,
+and peak memory is the shards plus one module.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.state import unit_of
+
+__all__ = ["materialize"]
+
+
+def materialize(
+    model: nn.Module, *, device: torch.device | str | None = None, seed: int = 0
+) -> nn.Module:
+    """Gives every parameter and buffer of ``model`` that is on meta real values.
+
+    A module with parameters or buffers of its own is initialised by ``model._init_weights(module)`` if the
+    model has that method (Hugging Face's convention), else by ``module.reset_parameters()``. A parameter
+    that several modules share gets the values of the first.
+
+    Args:
+        model: plain or parallel.
+        device: where to; by default the current accelerator, or the CPU.
+        seed: the same seed gives the same weights on every mesh and on the plain model.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        Parallel3dError: nothing is on meta, or a module has no way to initialise itself; the model is
+            then as before.
+    """
+    target = _target_device(device)
+    modules = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
+    if not modules:
+        raise Parallel3dError(
+            "materialize: no parameter or buffer of the model is on the meta device; build the model "
+            "under torch.device('meta') first"
+        )
+    _check_initialisers(model, modules)
+    shards = _build_shards(model, target)
+    done: set[int] = set()
+    plain: dict[int, nn.Parameter] = {}
+    for name, module in modules:
+        _initialise(model, name, module, shards, done, plain, target, seed)
+    return model
+
+
+def _target_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        target = torch.device(device)
+    elif torch.accelerator.is_available():
+        target = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    else:
+        target = torch.device("cpu")
+    if target.type == "meta":
+        raise Parallel3dError("materialize: device is meta; give a device that holds values")
+    return target
+
+
+def _has_meta(module: nn.Module) -> bool:
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(t is not None and t.device.type == "meta" for t in own)
+
+
+def _check_initialisers(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+    if hasattr(model, "_init_weights"):
+        return
+    lacking = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in modules
+        if not hasattr(module, "reset_parameters")
+    ]
+    if lacking:
+        raise Parallel3dError(
+            f"materialize: {', '.join(lacking)} hold parameters or buffers on meta but have no "
+            "reset_parameters(); give them one, or give the model an _init_weights(module)"
+        )
+
+
+def _build_shards(
+    model: nn.Module, device: torch.device
+) -> dict[int, tuple[Bucket, torch.Tensor, ShardedParam]]:
+    """Real buffers for the units; sharded Parameter's id -> (bucket, its local view, description)."""
+    shards = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        unit = unit_of(module)
+        if unit is None or id(unit) in seen:
+            continue
+        seen.add(id(unit))
+        for bucket in unit.group.buckets:
+            if bucket.flat.device.type == "meta":
+                bucket.build(device)
+            for param, view in zip(bucket.params, bucket.local_views, strict=True):
+                shards[id(param.sharded)] = (bucket, view, param)
+        unit.group.refresh()
+    return shards
+
+
+def _initialise(
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    shards: dict[int, tuple[Bucket, torch.Tensor, ShardedParam]],
+    done: set[int],
+    plain: dict[int, nn.Parameter],
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Runs one module's initialiser on whole tensors and keeps the shards."""
+    before = dict(module._parameters)
+    for key, param in before.items():
+        if param is not None:
+            whole = torch.empty(param.shape, dtype=param.dtype, device=device)
+            module._parameters[key] = nn.Parameter(whole, requires_grad=param.requires_grad)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    with _generator(f"{seed}:{name}", device), torch.no_grad():
+        if hasattr(model, "_init_weights"):
+            model._init_weights(module)
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+        for key, param in before.items():
+            made = module._parameters[key]
+            if param is None or made is None:
+                continue
+            if id(param) in shards:
+                module._parameters[key] = param
+                if id(param) not in done:
+                    _, view, sharded = shards[id(param)]
+                    view.copy_(sharded.shard_of(made.detach(), tp_local=False))
+                    done.add(id(param))
+            elif param.device.type == "meta":
+                module._parameters[key] = plain.setdefault(id(param), made)
+            else:
+                module._parameters[key] = param
+
+
+class _generator:
+    """Seeds the default generators from a text, and puts their states back."""
+
+    def __init__(self, text: str, device: torch.device) -> None:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        self.seed = int.from_bytes(digest, "little") >> 1
+        devices = [] if device.type == "cpu" else [device]
+        kind = "cuda" if device.type == "cpu" else device.type
+        self.fork = torch.random.fork_rng(devices=devices, device_type=kind)
+
+    def __enter__(self) -> None:
+        self.fork.__enter__()
+        torch.manual_seed(self.seed)
+
+    def __exit__(self, *exc: object) -> None:
+        self.fork.__exit__(*exc)  # type: ignore[arg-type]
