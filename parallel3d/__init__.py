@@ -1,3 +1,33 @@
 """parallel3d: FSDP, HSDP and tensor parallelism on a (replicate, shard, tp) mesh, in one call."""
 
+from parallel3d import fsdp, optim, tp
+from parallel3d.errors import (
+    AgreementError,
+    MeshError,
+    Parallel3dError,
+    PlanError,
+    StateError,
+)
+from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
+from parallel3d.init import materialize
+from parallel3d.mesh import MeshLayout, build_mesh
+from parallel3d.parallelize import parallelize
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "MeshError",
+    "MeshLayout",
+    "MixedPrecisionPolicy",
+    "Parallel3dError",
+    "PlanError",
+    "StateError",
+    "build_mesh",
+    "fsdp",
+    "fully_shard",
+    "materialize",
+    "optim",
+    "parallelize",
+    "tp",
+]

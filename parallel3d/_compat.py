@@ -36,14 +36,25 @@ __all__ = [
     "reduce_scatter_single",
     "root_mesh",
     "set_local_tensor",
+    "simulation_paused",
 ]
 
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, local_tensor_mode
+from torch.distributed._local_tensor import (
+    LocalIntNode,
+    LocalTensor,
+    LocalTensorMode,
+    local_tensor_mode,
+)
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if not hasattr(LocalIntNode, "str"):
+    # rms_norm and others prepare an error message with the sizes, and ask each for its text; on
+    # 2.13 a size that differs by simulated rank has none under the name they use.
+    LocalIntNode.str = LocalIntNode._str  # type: ignore[attr-defined]
 
 
 def ranks_are_simulated() -> bool:
@@ -52,9 +63,10 @@ def ranks_are_simulated() -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The real tensors behind ``tensor``: itself, or one per simulated rank."""
+    """The real tensors behind ``tensor``: itself, or one per simulated rank, in their order."""
     if isinstance(tensor, LocalTensor):
-        yield from tensor._local_tensors.values()
+        by_rank = tensor._local_tensors
+        yield from (by_rank[rank] for rank in sorted(by_rank))
     else:
         yield tensor
 
@@ -127,6 +139,11 @@ def init_fake_group(rank: int, world_size: int) -> None:
     # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+def simulation_paused(mode: LocalTensorMode) -> bool:
+    """Whether ``mode`` is active but suspended by its ``disable()``."""
+    return mode._disable
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:

@@ -1,1 +1,47 @@
-"""tp"""
+"""Tensor parallelism on local tensors: styles, plans, and the collectives under them."""
+
+from .collectives import (
+    TpAxis,
+    copy_to_tp,
+    gather_from_tp,
+    gather_sequence,
+    reduce_from_tp,
+    reduce_scatter_sequence,
+    scatter_sequence,
+    split_to_tp,
+)
+from .names import STYLE_NAMES, parse_style
+from .plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
+from .styles import (
+    Colwise,
+    PrepareInput,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    Style,
+    VocabParallel,
+)
+
+__all__ = [
+    "STYLE_NAMES",
+    "Colwise",
+    "PlannedModule",
+    "PlannedParam",
+    "PrepareInput",
+    "Replicated",
+    "ResolvedPlan",
+    "Rowwise",
+    "SequenceParallel",
+    "Style",
+    "TpAxis",
+    "VocabParallel",
+    "copy_to_tp",
+    "gather_from_tp",
+    "gather_sequence",
+    "parse_style",
+    "reduce_from_tp",
+    "reduce_scatter_sequence",
+    "resolve_plan",
+    "scatter_sequence",
+    "split_to_tp",
+]

@@ -1,0 +1,113 @@
+"""Which modules of a model become units of the sharding engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from parallel3d.errors import Parallel3dError
+
+__all__ = ["Units", "find_units"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a model, apart from the root.
+
+    Attributes:
+        blocks: (name, module) of the repeated blocks, in order.
+        embeddings: (name, module) of token tables of their own, looked up before the blocks.
+        tail: (name, module) of what comes after the blocks (final norm and head), one unit together.
+    """
+
+    blocks: list[tuple[str, nn.Module]]
+    embeddings: list[tuple[str, nn.Module]]
+    tail: list[tuple[str, nn.Module]]
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
+    """Finds the units; pure.
+
+    Blocks are the members of the outermost ``nn.ModuleList`` s, or the modules whose names match
+    ``patterns`` (shell wildcards within a dotted segment). A module that shares a parameter with
+    another stays with the root, so that tied parameters are in one group.
+
+    Raises:
+        Parallel3dError: a pattern that matches nothing, or one match inside another.
+    """
+    blocks = _matching(model, patterns) if patterns is not None else _listed(model)
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    shared = _modules_with_shared_params(model)
+    embeddings, tail = [], []
+    past_blocks = False
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            past_blocks = True
+            continue
+        if not name or id(module) in shared or not _has_own_params(module):
+            continue
+        if any(True for _ in module.children()):
+            continue  # parameters beside submodules: the root's
+        if past_blocks:
+            tail.append((name, module))
+        elif isinstance(module, nn.Embedding):
+            embeddings.append((name, module))
+    return Units(blocks, embeddings, tail)
+
+
+def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    blocks: list[tuple[str, nn.Module]] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside or not isinstance(module, nn.ModuleList):
+            continue
+        for child_name, child in module.named_children():
+            if any(True for _ in child.parameters()) and id(child) not in inside:
+                blocks.append((f"{name}.{child_name}" if name else child_name, child))
+        inside.update(id(m) for m in module.modules())
+    return blocks
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    if isinstance(patterns, str):
+        raise Parallel3dError(
+            f"units is the string {patterns!r}; give a list of name patterns, such as [{patterns!r}]"
+        )
+    named = [(name, module) for name, module in model.named_modules() if name]
+    blocks: list[tuple[str, nn.Module]] = []
+    for pattern in patterns:
+        matches = [(n, m) for n, m in named if _fits(n, pattern)]
+        if not matches:
+            nearest = ", ".join(n for n, _ in named[:8])
+            raise Parallel3dError(
+                f"units: the pattern {pattern!r} matches no module; there are {nearest}, ..."
+            )
+        blocks += [pair for pair in matches if all(pair[1] is not m for _, m in blocks)]
+    names = [n for n, _ in blocks]
+    for name in names:
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise Parallel3dError(
+                f"units: {name} lies inside {outer}, which is a unit as well; "
+                "match only one of the two levels"
+            )
+    return blocks
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _has_own_params(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values())
+
+
+def _modules_with_shared_params(model: nn.Module) -> set[int]:
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users.setdefault(id(param), set()).add(id(module))
+    return {module for modules in users.values() if len(modules) > 1 for module in modules}

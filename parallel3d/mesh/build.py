@@ -1,0 +1,262 @@
+"""build_mesh: from a MeshLayout to torch's DeviceMesh, after all ranks have agreed on it."""
+
+import os
+import platform
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d.errors import MeshError
+from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
+from parallel3d.mesh.layout import AXES, MeshLayout
+
+__all__ = ["build_mesh", "read_layout"]
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Variables that steer communication. A difference between ranks is legitimate (nodes with other
+# network interfaces) or the cause of a hang that is hard to find: hence the warning.
+_COMPARED_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
+# Where a rank writes or caches things; these differ by design.
+_NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_TRACE")
+
+# Names by which torch's own examples call the axes.
+_ALIASES = {"dp_replicate": "replicate", "dp_shard": "shard"}
+
+
+def build_mesh(
+    layout: MeshLayout,
+    *,
+    device_type: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> DeviceMesh:
+    """The DeviceMesh of ``layout``, with the axes ``("replicate", "shard", "tp")``, tp innermost.
+
+    Before any group is made, all ranks compare layout, device type and the versions of torch,
+    parallel3d and Python; and, for a warning only, their ``NCCL_*``, ``TORCH_*`` and ``GLOO_*``
+    variables. Without a default process group, one is started: from ``torchrun``'s environment, or
+    in a plain single process a group of one rank. The caller ends it, as any other, by
+    ``torch.distributed.destroy_process_group()``.
+
+    Args:
+        layout: the sizes of the axes; a -1 is resolved from the world size.
+        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one that
+            torch.distributed has a backend for, else ``"cpu"``.
+        timeout: how long ranks wait for each other's report. Collectives keep torch's timeout.
+
+    Raises:
+        MeshError: the layout does not fit the world, there is no way to start a process group, or
+            the device type is not one of this machine or of the process group.
+        AgreementError: the ranks were started with different settings, or some did not report in
+            time. The same error on every rank.
+    """
+    if not isinstance(layout, MeshLayout):
+        raise MeshError(
+            f"build_mesh needs a MeshLayout, not {layout!r}: "
+            f"for example MeshLayout(replicate=2, shard=-1, tp=4)."
+        )
+    if device_type is None:
+        device_type = _default_device_type()
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
+        _check_launch(layout, device_type, world_size, timeout)
+        resolved = layout.resolve(world_size)
+        _check_backend(device_type)
+        return _init_mesh(resolved, device_type)
+    resolved = _start_group(layout, device_type, timeout)
+    try:
+        return _init_mesh(resolved, device_type)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+
+
+def read_layout(mesh: DeviceMesh) -> MeshLayout:
+    """The sizes of ``mesh``'s axes by name; an axis it does not have counts as 1.
+
+    Args:
+        mesh: has some of the axes ``replicate``, ``shard`` and ``tp``, in this order. The names
+            ``dp_replicate`` and ``dp_shard`` are understood as well.
+
+    Raises:
+        MeshError: the axes have no names, others, or another order.
+    """
+    rule = f"An axis is named {AXES[0]!r}, {AXES[1]!r} or {AXES[2]!r}, in this order"
+    if not mesh.mesh_dim_names:
+        raise MeshError(
+            f"a mesh of shape {tuple(mesh.shape)} without names. {rule}: "
+            f"make it with build_mesh, or pass mesh_dim_names= to init_device_mesh."
+        )
+    names = [_ALIASES.get(name, name) for name in mesh.mesh_dim_names]
+    unknown = [name for name in names if name not in AXES]
+    if unknown:
+        raise MeshError(
+            f"a mesh with the axes {mesh.mesh_dim_names}: {unknown[0]!r} is unknown. {rule}. "
+            f"Slice the mesh first, for example mesh['shard', 'tp']."
+        )
+    if names != sorted(set(names), key=AXES.index):
+        raise MeshError(f"a mesh with the axes {mesh.mesh_dim_names}. {rule}, once each.")
+    return MeshLayout(**dict(zip(names, mesh.shape, strict=True)))
+
+
+def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+
+
+def _default_device_type() -> str:
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        # torch names gloo for devices without a backend of their own (mps), which it can't carry.
+        if accelerator is not None and _backend_for(accelerator.type) not in (None, "gloo"):
+            return accelerator.type
+    return "cpu"
+
+
+def _backend_for(device_type: str) -> str | None:
+    """The backend torch.distributed uses for this kind of device; ``None`` if it has none."""
+    try:
+        return dist.get_default_backend_for_device(device_type)
+    except (RuntimeError, ValueError):
+        return None
+
+
+# What ranks compare
+
+
+def _check_launch(
+    layout: MeshLayout,
+    device_type: str,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+) -> None:
+    settings = {
+        "layout": _layout_text(layout, world_size),
+        "world size": str(world_size),
+        "device type": device_type,
+        **_versions(),
+    }
+    variables = {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name.startswith(_COMPARED_PREFIXES) and name not in _NOT_COMPARED
+    }
+    check_agreement(
+        "mesh",
+        settings | variables,
+        timeout=timeout,
+        warn_only=variables.keys(),
+        store=store,
+        rank=rank,
+        world_size=None if store is None else world_size,
+    )
+
+
+def _layout_text(layout: MeshLayout, world_size: int) -> str:
+    """The layout in words. A rank whose layout does not fit reports it all the same: if it raised
+    at once, the others would wait for it."""
+    try:
+        return str(layout.resolve(world_size))
+    except MeshError:
+        return str(layout)
+
+
+def _versions() -> dict[str, str]:
+    import parallel3d  # here, because parallel3d imports this module
+
+    # A Python patch release changes nothing that ranks could disagree about.
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"torch": torch.__version__, "parallel3d": parallel3d.__version__, "python": python}
+
+
+# Process groups
+
+
+def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> MeshLayout:
+    """Starts the default process group and returns the layout resolved for its world."""
+    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    if not missing:
+        # The ranks meet at the store; the process group, which could hang, comes after the check.
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        _check_launch(layout, device_type, world_size, timeout, store=store, rank=rank)
+    elif {"RANK", "WORLD_SIZE"} <= set(missing):
+        store, rank, world_size = dist.HashStore(), 0, 1
+    else:
+        raise MeshError(
+            f"this process is a rank of a job, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: to meet, ranks need "
+            f"{', '.join(_RENDEZVOUS)}. Start the script with torchrun, which sets them."
+        )
+    try:
+        resolved = layout.resolve(world_size)
+    except MeshError as error:
+        if world_size > 1:
+            raise
+        ranks = layout.world_size if layout.is_resolved else "N"
+        raise MeshError(
+            f"{error} This is a single process: to run several, start the script with "
+            f"torchrun --nproc-per-node {ranks} SCRIPT."
+        ) from None
+    backend = _backend_string(device_type)
+    _set_device(device_type, rank)
+    # The prefix is what torch itself uses, so that its keys stay apart from ours. No timeout is
+    # passed: for collectives torch's own, minutes long, is right.
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=world_size,
+    )
+    return resolved
+
+
+def _backend_string(device_type: str) -> str:
+    """gloo for tensors on the CPU, and beside it the device's own backend."""
+    own = _backend_for(device_type)
+    if own is None:
+        raise MeshError(
+            f"device_type={device_type!r}: torch.distributed has no backend for it. "
+            f"On this machine it is {_device_types()}."
+        )
+    return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
+
+
+def _set_device(device_type: str, rank: int) -> None:
+    """Makes this rank's device the current one: LOCAL_RANK's, or the only one visible."""
+    if device_type == "cpu":
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        raise MeshError(
+            f"device_type={device_type!r}: this machine has none. Here it is {_device_types()}."
+        )
+    count = torch.accelerator.device_count()
+    # Some launchers show each process its own device only.
+    index = 0 if count == 1 else int(os.environ.get("LOCAL_RANK", rank % count))
+    if not 0 <= index < count:
+        raise MeshError(
+            f"LOCAL_RANK={index}, but this machine shows {count} {device_type} devices: "
+            f"start at most {count} ranks per machine (torchrun --nproc-per-node {count})."
+        )
+    torch.accelerator.set_device_index(index)
+
+
+def _device_types() -> str:
+    default = _default_device_type()
+    return "'cpu'" if default == "cpu" else f"'cpu' or {default!r}"
+
+
+def _check_backend(device_type: str) -> None:
+    """A process group that is already there must be able to carry the mesh's tensors."""
+    carried = dict(part.partition(":")[::2] for part in dist.get_backend_config().split(","))
+    if device_type not in carried:
+        raise MeshError(
+            f"device_type={device_type!r}, but the process group carries "
+            f"{', '.join(sorted(carried))} only. Pass one of these, or start the group with "
+            f"a backend for it (for CUDA 'cpu:gloo,cuda:nccl'), or let build_mesh start it."
+        )

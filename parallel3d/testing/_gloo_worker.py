@@ -1,0 +1,179 @@
+"""What runs inside a worker process of ``GlooPool``.
+
+Talks over one pipe. The pool sends a ``Job``; the worker answers ``("done", result)`` or
+``("failed", (Failure, exception))`` and keeps its process group until the pool sends ``RELEASE``, so that no
+rank closes a connection its peers still read from; then it answers ``("idle", None)``.
+"""
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from parallel3d._compat import clear_dtensor_caches
+
+__all__ = ["RELEASE", "Failure", "Job", "serve"]
+
+RELEASE = b"release"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, as one rank sees it."""
+
+    rank: int
+    world_size: int
+    store: str  # path of the store's file
+    timeout: float  # seconds after which a collective gives up
+    sys_path: tuple[str, ...]
+    module: tuple[str, str | None]  # name and file of the module that defines the function
+    call: bytes  # pickled (function, arguments)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Attributes:
+        rank: the rank.
+        summary: type and message of the exception, or what became of the process.
+        traceback: the remote traceback; empty if the process died or was ended.
+        exception: the exception itself where it can be pickled and loaded here, else None.
+        died: the process ended without a word, by a signal or ``os._exit``.
+    """
+
+    rank: int
+    summary: str
+    traceback: str = ""
+    exception: BaseException | None = None
+    died: bool = False
+
+
+def serve(connection: Connection, threads: int) -> None:
+    """Run jobs until the pool closes its end of the pipe or its process is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    loopback = _loopback_interface()
+    if loopback is not None:  # gloo would look up the host name, which may not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    _send(connection, "ready", None)
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+            _run(connection, job)
+        except (EOFError, BrokenPipeError):
+            return
+
+
+def _end_with_parent() -> None:
+    """End this process, even in the middle of a collective, once the pool's process is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(connection: Connection, job: Job) -> None:
+    kind, answer = "done", None
+    try:
+        _start_group(job)
+        answer = pickle.dumps(_call(job))
+    except BaseException as error:  # also SystemExit: the worker outlives what it runs
+        kind, answer = "failed", pickle.dumps(_failure(job.rank, error))
+    _send(connection, kind, answer)
+    if connection.recv_bytes() != RELEASE:
+        raise EOFError
+    _clean_up()
+    _send(connection, "idle", None)
+
+
+def _start_group(job: Job) -> None:
+    timeout = timedelta(seconds=job.timeout)
+    store = dist.FileStore(job.store, job.world_size)
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
+    )
+
+
+def _call(job: Job) -> Any:
+    sys.path.extend(path for path in job.sys_path if path not in sys.path)
+    _import_module(*job.module)
+    fn: Callable[..., Any]
+    fn, args = pickle.loads(job.call)
+    torch.manual_seed(0)  # a run does not depend on the runs before it
+    return fn(*args)
+
+
+def _import_module(name: str, file: str | None) -> None:
+    """Make the module of the function importable, from its file where its name is not enough."""
+    if name in sys.modules or file is None:
+        return
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # the module was found; something it imports was not
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+
+
+def _failure(rank: int, error: BaseException) -> tuple[Failure, bytes | None]:
+    """How ``error`` failed the rank, and the error apart, as the pool may not be able to load it."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    while error.__traceback__ is not None:  # a reader wants the frames below this file's
+        if error.__traceback__.tb_frame.f_code.co_filename != __file__:
+            break
+        error.__traceback__ = error.__traceback__.tb_next
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error.with_traceback(None))
+    except Exception:  # the text says it all the same
+        pickled = None
+    return Failure(rank, summary, text), pickled
+
+
+def _clean_up() -> None:
+    """Leave nothing of this run to the next."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    clear_dtensor_caches()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
+def _send(connection: Connection, kind: str, payload: bytes | None) -> None:
+    # Plain pickle, not Connection.send: torch teaches that one to share tensors by file
+    # descriptor, which would tie a result to the life of the worker.
+    connection.send_bytes(pickle.dumps((kind, payload)))
+
+
+def _loopback_interface() -> str | None:
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            return name
+    return None

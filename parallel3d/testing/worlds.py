@@ -1,0 +1,213 @@
+"""Worlds of many ranks in one process.
+
+``fake_world`` plays one rank of a world whose collectives do nothing: shapes, placements and the
+list of collectives are real, numbers are not. ``local_world`` plays all ranks at once, with real
+numbers. Both destroy their process group on exit, also when the body raises.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from parallel3d._compat import (
+    LocalTensor,
+    LocalTensorMode,
+    clear_dtensor_caches,
+    get_local_tensor,
+    init_fake_group,
+    inner_tensors,
+    simulation_paused,
+)
+from parallel3d.errors import MeshError, StateError
+from parallel3d.testing.recorder import active_recorders, collective_signature
+
+__all__ = ["FakeWorld", "LocalWorld", "fake_world", "local_world"]
+
+
+@dataclass(frozen=True)
+class FakeWorld:
+    """What ``fake_world`` yields: this process's ``rank`` and the world's ``size``."""
+
+    rank: int
+    size: int
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[FakeWorld]:
+    """This process becomes rank ``rank`` of ``world_size`` on torch's fake process group.
+
+    Collectives return at once and leave their outputs as they were, so a world of thousands of
+    ranks costs nothing: use it for shapes, placements and counts, not for numbers.
+
+    Args:
+        rank: this process's global rank, ``0 <= rank < world_size``.
+        world_size: number of ranks, at least 1.
+
+    Raises:
+        MeshError: ``rank`` or ``world_size`` out of range.
+        StateError: a default process group is already initialised.
+    """
+    _check_size("world_size", world_size)
+    if not _is_int(rank) or not 0 <= rank < world_size:
+        raise MeshError(
+            f"rank={rank!r}: must be an integer from 0 to {world_size - 1} "
+            f"in a world of {world_size}"
+        )
+    _check_no_group("fake_world")
+    init_fake_group(rank, world_size)
+    try:
+        yield FakeWorld(rank, world_size)
+    finally:
+        _destroy_group()
+
+
+class LocalWorld:
+    """Simulated ranks, as ``local_world`` yields them.
+
+    Attributes:
+        size: number of simulated ranks.
+    """
+
+    def __init__(self, size: int, mode: LocalTensorMode) -> None:
+        self.size = size
+        self._mode = mode
+
+    def map(self, fn: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """A tensor that is ``fn(rank)`` on each rank: per-rank inputs or parameters.
+
+        Sizes may differ by rank; dtype, device and number of dims may not. ``fn`` runs with the
+        simulation paused, so the tensors it makes are plain. The result is a leaf without
+        gradient; call ``requires_grad_()`` on it if it needs one.
+
+        Raises:
+            StateError: ``fn`` returned something other than a plain tensor.
+        """
+
+        def plain(rank: int) -> torch.Tensor:
+            tensor = fn(rank)
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, LocalTensor | DTensor):
+                raise StateError(
+                    f"map: fn({rank}) returned a {type(tensor).__name__}; "
+                    "it must return a plain torch.Tensor"
+                )
+            return tensor.detach()
+
+        return self._mode.rank_map(plain)
+
+    def per_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank holds of ``tensor``, by rank; of a DTensor its local tensors.
+
+        A plain tensor is the same on every rank and is repeated. Not copies: writing to one
+        changes that rank's tensor.
+        """
+        if isinstance(tensor, DTensor):
+            tensor = get_local_tensor(tensor)
+        inner = list(inner_tensors(tensor))
+        return inner if isinstance(tensor, LocalTensor) else inner * self.size
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Suspend the simulation, so that a plain model is built and runs quickly."""
+        with self._mode.disable():
+            yield
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within ``paused()``: the simulation on again for a while."""
+        self._mode.enable_()
+        try:
+            yield
+        finally:
+            self._mode.disable_()
+
+
+@contextmanager
+def local_world(n: int) -> Iterator[LocalWorld]:
+    """``n`` simulated ranks with real numbers, all in this process.
+
+    Inside, tensors made by factory calls (``torch.zeros``, ``torch.empty``) hold one tensor per
+    rank, ``dist`` collectives exchange real values, and a mesh's ``get_local_rank`` is symbolic;
+    tensors made outside stay plain. Build the plain model outside, or under ``paused()``.
+
+    Args:
+        n: number of ranks, at least 1.
+
+    Raises:
+        MeshError: ``n`` is not a positive integer.
+        StateError: a default process group is already initialised; in the body, a collective on
+            a plain tensor, which would silently do nothing.
+    """
+    _check_size("n", n)
+    _check_no_group("local_world")
+    if active_recorders:
+        raise StateError(
+            f"local_world({n}) was entered inside record_collectives(), which would then see no "
+            "collective: enter record_collectives() inside local_world()"
+        )
+    init_fake_group(0, n)
+    try:
+        with _StrictLocalTensorMode(n) as mode:
+            yield LocalWorld(n, mode)
+    finally:
+        _destroy_group()
+
+
+class _StrictLocalTensorMode(LocalTensorMode):
+    """torch's mode, quick while paused, and with an error where it would compute nothing."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[Any, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if LocalTensor not in types:
+            if simulation_paused(self):
+                return func(*args, **(kwargs or {}))
+            _check_not_plain(func, types)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _check_not_plain(func: Any, types: tuple[Any, ...]) -> None:
+    """A collective whose tensors are all plain would go to the fake group: a silent no-op.
+
+    Which is right for a barrier and for a broadcast of what is the same on all ranks.
+    """
+    signature = None if types else collective_signature(func)
+    if signature is not None and signature.op not in ("barrier", "broadcast"):
+        raise StateError(
+            f"{signature.op} on a plain tensor: simulated ranks communicate only tensors made "
+            "inside local_world by a factory call, by an operation on such a tensor, or by "
+            "LocalWorld.map (under paused() nothing is checked)"
+        )
+
+
+def _destroy_group() -> None:
+    # The body may have destroyed it already, which is no reason to hide the body's own error.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    clear_dtensor_caches()
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_size(name: str, value: object) -> None:
+    if not _is_int(value) or value < 1:  # type: ignore[operator]
+        raise MeshError(f"{name}={value!r}: a world has a positive integer number of ranks")
+
+
+def _check_no_group(what: str) -> None:
+    if dist.is_initialized():
+        raise StateError(
+            f"{what}: this process is already rank {dist.get_rank()} of a default process group "
+            f"of {dist.get_world_size()} ({dist.get_backend()}); destroy it first with "
+            "torch.distributed.destroy_process_group()"
+        )

@@ -1,0 +1,234 @@
+"""The steps of resolving a plan: matching, shared parameters, checks across modules."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from .checks import ParamRule
+from .names import parse_style
+from .styles import Colwise, PrepareInput, Rowwise, SequenceParallel, Style, VocabParallel
+
+__all__ = ["Resolution", "RuledModule"]
+
+# They read their children's weights instead of calling them: always, or in inference's fast path.
+_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(frozen=True)
+class RuledModule:
+    """A module with the style a rule gave it."""
+
+    name: str
+    pattern: str
+    style: Style
+    module: nn.Module
+
+
+class Resolution:
+    """A plan being resolved. Collects problems instead of raising the first.
+
+    Attributes:
+        ruled: the modules with a style, by identity, so that one with two paths counts once.
+        problems: what is wrong.
+        notes: what was done that the plan doesn't say.
+    """
+
+    def __init__(self, model: nn.Module, tp: int) -> None:
+        self.tp = tp
+        self.ruled: dict[int, RuledModule] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._rules_given = 0
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+
+    # ---- patterns -> modules ----
+
+    def add_rule(self, pattern: str, value: Any, *, strict: bool) -> None:
+        """Gives the modules that ``pattern`` matches the style ``value`` stands for."""
+        self._rules_given += 1
+        try:
+            style = parse_style(value)
+        except PlanError as error:
+            self.problems.append(f"rule {pattern!r}: {error}")
+            return
+        matched = [name for name in self._modules if matches(pattern, name)]
+        if not matched:
+            said = f"rule {pattern!r} matches no module; {self._nearest(pattern)}"
+            (self.problems if strict else self.notes).append(said)
+        for name in matched:
+            module = self._modules[name]
+            before = self.ruled.get(id(module))
+            if before is None:
+                fit = style.for_module(module)
+                self.ruled[id(module)] = RuledModule(name, pattern, fit, module)
+            elif before.pattern != pattern:
+                self.problems.append(
+                    f"module {name!r} has two rules: {before.pattern!r} ({before.style}) and "
+                    f"{pattern!r} ({style}); keep one"
+                )
+
+    def _nearest(self, pattern: str) -> str:
+        if pattern in self._params:
+            return f"{pattern!r} is a parameter; a rule names the module that owns it"
+        # Numbered modules once each, so that one layer's names don't fill the list.
+        names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self._modules if name)
+        wanted = re.sub(r"\b\d+\b", "*", pattern)
+        near = difflib.get_close_matches(wanted, names, 3, 0.4)
+        if not near:
+            children = dict.fromkeys(name.split(".")[0] for name in names)
+            return f"the model's modules are {', '.join(map(repr, children)) or 'none'}"
+        return f"nearest: {', '.join(map(repr, near))}"
+
+    # ---- shared parameters ----
+
+    def _owners(self) -> Iterator[tuple[str, list[tuple[nn.Module, str]]]]:
+        """The path of each distinct parameter, and who owns it: (module, its name for it)."""
+        owners: dict[int, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+        paths: dict[int, str] = {}
+        for path, param in self._params.items():
+            parent, _, name = path.rpartition(".")
+            module = self._modules[parent]
+            paths.setdefault(id(param), path)
+            owners.setdefault(id(param), {})[id(module), name] = (module, name)
+        for key, found in owners.items():
+            yield paths[key], list(found.values())
+
+    def add_tied_embeddings(self) -> None:
+        """Gives an embedding without a rule that shares a column-parallel head's weight the
+        vocabulary-parallel style, which splits the same dim."""
+        names = {id(module): name for name, module in reversed(self._modules.items())}
+        for _, owners in self._owners():
+            heads = [
+                ruled
+                for module, _ in owners
+                if (ruled := self.ruled.get(id(module)))
+                and isinstance(module, nn.Linear)
+                and isinstance(ruled.style, Colwise)
+            ]
+            for module, _ in owners:
+                if not heads or id(module) in self.ruled or not isinstance(module, nn.Embedding):
+                    continue
+                head, name = heads[0], names[id(module)]
+                style = VocabParallel(output=self._embedding_output(head.style))
+                self.ruled[id(module)] = RuledModule(name, name, style, module)
+                self.notes.append(
+                    f"{name!r} shares its weight with {head.name!r} ({head.style}) and has no "
+                    f"rule: it gets {style}, so that they stay tied"
+                )
+
+    def _embedding_output(self, head: Style) -> Any:
+        """``"sequence"`` when the head reads parts of a sequence that nothing else splits first."""
+        entered = any(
+            isinstance(ruled.style, SequenceParallel) and ruled.style.splits_sequence
+            for ruled in self.ruled.values()
+        )
+        return "sequence" if head.takes_parts and not entered else "replicate"
+
+    def ruled_in_order(self) -> list[tuple[int, RuledModule]]:
+        """The modules with a style, in the model's order, whatever the order of the rules."""
+        place = {name: i for i, name in enumerate(self._modules)}
+        return sorted(self.ruled.items(), key=lambda item: place[item[1].name])
+
+    # ---- checks ----
+
+    def rules(self) -> dict[int, dict[str, ParamRule]]:
+        """Each ruled module's parameter rules; a style that doesn't fit its module is a problem."""
+        rules: dict[int, dict[str, ParamRule]] = {}
+        for key, ruled in self.ruled.items():
+            try:
+                rules[key] = ruled.style.plan(ruled.module, self.tp)
+            except PlanError as error:
+                self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
+        return rules
+
+    def check_as_a_whole(self, rules: dict[int, dict[str, ParamRule]]) -> None:
+        """Checks what no module alone shows."""
+        if not self._rules_given and self.tp > 1:
+            self.problems.append(
+                f"the plan is empty: with tp={self.tp} every rank would compute the same. Give "
+                "rules or use tp=1"
+            )
+        self._check_shared(rules)
+        self._check_inputs()
+        self._check_sequence()
+
+    def _check_shared(self, rules: dict[int, dict[str, ParamRule]]) -> None:
+        names = {id(module): name for name, module in reversed(self._modules.items())}
+        for _, owners in self._owners():
+            if len(owners) == 1:
+                continue
+            wanted = {
+                f"{names[id(module)]}.{name}": rules[id(module)][name]
+                for module, name in owners
+                if name in rules.get(id(module), {})
+            }
+            free = [
+                f"{names[id(module)]}.{name}"
+                for module, name in owners
+                if id(module) not in self.ruled
+            ]
+            if len(set(wanted.values())) > 1:
+                how = ", ".join(f"{who} as {rule.describe()}" for who, rule in wanted.items())
+                self.problems.append(f"one parameter can't be held in two ways: {how}")
+            elif free and any(rule.changes_compute for rule in wanted.values()):
+                by = next(iter(wanted))
+                self.problems.append(
+                    f"{', '.join(free)} shares its parameter with {by}, which a rule makes "
+                    f"{wanted[by].describe()}; give its module a rule that does the same"
+                )
+
+    def _check_inputs(self) -> None:
+        prepared = [r.name for r in self.ruled.values() if isinstance(r.style, PrepareInput)]
+        for ruled in self.ruled.values():
+            if getattr(ruled.style, "input", None) == "gathered" and not any(
+                name == "" or ruled.name.startswith(f"{name}.") for name in prepared
+            ):
+                self.problems.append(
+                    f"module {ruled.name!r} as {ruled.style}: no module around it has the style "
+                    'PrepareInput, which prepares a "gathered" input'
+                )
+        for name, module in self._modules.items():
+            if isinstance(module, _READS_CHILDREN):
+                inside = [
+                    r.name
+                    for r in self.ruled.values()
+                    if isinstance(r.style, (Colwise, Rowwise))
+                    and (name == "" or r.name.startswith(f"{name}."))
+                ]
+                if inside:
+                    self.problems.append(
+                        f"module {inside[0]!r} is inside {name!r}, an "
+                        f"nn.{type(module).__name__}, which reads weights without calling their "
+                        "modules: it can't be split"
+                    )
+
+    def _check_sequence(self) -> None:
+        styles = [ruled.style for ruled in self.ruled.values()]
+        needing = [ruled for ruled in self.ruled.values() if ruled.style.takes_parts]
+        if needing and not any(style.splits_sequence for style in styles):
+            self.problems.append(
+                f"module {needing[0].name!r} as {needing[0].style} takes a part of the sequence, "
+                'but no style of the plan splits it; start with VocabParallel(output="sequence"), '
+                'Rowwise(output="sequence") or SequenceParallel(input="replicate")'
+            )
+
+    def unplanned(self, rules: dict[int, dict[str, ParamRule]]) -> Iterator[str]:
+        """Paths of the parameters no style has."""
+        for path, owners in self._owners():
+            if not any(name in rules.get(id(module), {}) for module, name in owners):
+                yield path
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a plan's pattern matches a module's path, segment by segment; ``""`` is the root."""
+    if pattern == "" or name == "":
+        return pattern == name
+    patterns, segments = pattern.split("."), name.split(".")
+    return len(patterns) == len(segments) and all(map(fnmatchcase, segments, patterns))

@@ -1,0 +1,238 @@
+"""Autograd collectives on local tensors over the ``tp`` axis.
+
+Each is a linear map between two ways of holding an activation, and its backward is the map back:
+
+=========================== ============== ============== =========================================
+operation                   forward        backward       from -> to
+=========================== ============== ============== =========================================
+``copy_to_tp``              nothing        all-reduce     whole -> one copy per rank
+``reduce_from_tp``          all-reduce     nothing        parts to be summed -> whole
+``gather_from_tp``          all-gather     own chunk      chunks -> whole
+``split_to_tp``             own chunk      all-gather     whole -> chunks
+``gather_sequence``         all-gather     reduce-scatter chunks -> one copy per rank
+``scatter_sequence``        own chunk      all-gather     whole -> chunks (of the sequence)
+``reduce_scatter_sequence`` reduce-scatter all-gather     parts to be summed -> chunks
+=========================== ============== ============== =========================================
+
+*Whole*: the same tensor on every rank, and the same, complete gradient. *One copy per rank*: the
+same tensor, but each rank computes something else from it, so gradients are parts to be summed.
+
+Chunks are those of ``torch.chunk``: all of ``ceil(size / tp)`` but the last ones, which may be
+shorter or empty. A chunk doesn't know the global size, so operations that need it take it. Buffers
+of a collective are equal on all ranks: short chunks are padded to the ceil and trimmed after.
+On an axis of one rank every operation returns its argument.
+
+Backwards are built from the same operations, so second derivatives are right too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from .._compat import all_gather_single, reduce_scatter_single
+from .._layout import local_chunk
+
+__all__ = [
+    "TpAxis",
+    "copy_to_tp",
+    "gather_from_tp",
+    "gather_sequence",
+    "reduce_from_tp",
+    "reduce_scatter_sequence",
+    "scatter_sequence",
+    "split_to_tp",
+]
+
+
+class TpAxis:
+    """The ``tp`` axis seen from this rank.
+
+    Attributes:
+        mesh: the one-axis DeviceMesh.
+        size: how many ranks it has.
+        rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
+        group: its process group.
+    """
+
+    mesh: DeviceMesh
+    size: int
+    rank: int
+    group: ProcessGroup
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.group = mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TpAxis":
+        return self  # a copied model runs on the same ranks; process groups can't be copied
+
+    def chunk(self, size: int) -> int:
+        """Rows of the largest chunk of a dim of ``size``: what a collective carries per rank."""
+        return -(-size // self.size)
+
+
+def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
+    """``x`` unchanged; its gradient is summed over ``tp``."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from_tp(x: Tensor, axis: TpAxis) -> Tensor:
+    """The sum of ``x`` over ``tp``; its gradient is passed on unchanged."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
+    """The ranks' chunks joined along ``dim``; the gradient of each is its chunk of the whole's.
+
+    Args:
+        x: this rank's chunk.
+        global_size: size of ``dim`` in the result.
+    """
+    return x if axis.size == 1 else _Gather.apply(x, dim % x.dim(), global_size, axis)
+
+
+def split_to_tp(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+    """This rank's chunk of ``x`` along ``dim``; the gradient is the chunks' gradients joined."""
+    return x if axis.size == 1 else _Split.apply(x, dim % x.dim(), axis)
+
+
+def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
+    """The ranks' chunks joined along ``dim``; the gradients of the joined copies are summed and
+    each rank keeps its chunk.
+
+    Args:
+        x: this rank's chunk.
+        global_size: size of ``dim`` in the result.
+    """
+    return x if axis.size == 1 else _GatherCopies.apply(x, dim % x.dim(), global_size, axis)
+
+
+def scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+    """This rank's chunk of ``x`` along ``dim``; the gradient is the chunks' gradients joined."""
+    return split_to_tp(x, dim, axis)
+
+
+def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+    """This rank's chunk along ``dim`` of the sum of ``x`` over ``tp``; the gradient is the chunks'
+    gradients joined."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, dim % x.dim(), axis)
+
+
+# ---- what the collectives do to tensors, without autograd ----
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """``x`` with zeros after it up to ``size`` along ``dim``. Called alike on every rank, also on
+    those with nothing to add: their sizes may differ, their code may not."""
+    shape = list(x.shape)
+    shape[dim] = size
+    padded = x.new_zeros(shape)
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
+    chunk = axis.chunk(size)
+    uneven = chunk * axis.size != size
+    x = _pad(x, dim, chunk) if uneven else x.contiguous()
+    stacked = x.new_empty((axis.size, *x.shape))
+    all_gather_single(stacked.view(-1), x.view(-1), group=axis.group)
+    # One copy into the layout the next matmul wants; none for dim 0 or a batch of one.
+    joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
+    return joined.narrow(dim, 0, size) if uneven else joined
+
+
+def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+    size = x.shape[dim]
+    chunk = axis.chunk(size)
+    uneven = chunk * axis.size != size
+    if uneven:
+        x = _pad(x, dim, chunk * axis.size)
+    stacked = x.unflatten(dim, (axis.size, chunk)).movedim(dim, 0).contiguous()
+    own = stacked.new_empty(stacked.shape[1:])
+    reduce_scatter_single(own.view(-1), stacked.view(-1), group=axis.group)
+    if not uneven:
+        return own
+    rows = torch.sym_min(size - torch.sym_min(axis.rank * chunk, size), chunk)
+    return own.narrow(dim, 0, rows)
+
+
+def _all_reduce(x: Tensor, axis: TpAxis) -> Tensor:
+    # A copy: autograd may hand the same gradient to other consumers.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+# ---- the pairs ----
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Reduce.apply(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
+        ctx.axis = axis
+        return _all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Copy.apply(grad, ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return _all_gather(x, dim, size, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Split.apply(grad, ctx.dim, ctx.axis), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+        ctx.dim, ctx.size, ctx.axis = dim, x.shape[dim], axis
+        return local_chunk(x, dim, axis.size, axis.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gather.apply(grad, ctx.dim, ctx.size, ctx.axis), None, None
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return _all_gather(x, dim, size, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReduceScatter.apply(grad, ctx.dim, ctx.axis), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+        ctx.dim, ctx.size, ctx.axis = dim, x.shape[dim], axis
+        return _reduce_scatter(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _GatherCopies.apply(grad, ctx.dim, ctx.size, ctx.axis), None, None

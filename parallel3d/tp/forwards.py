@@ -1,0 +1,251 @@
+"""The forwards that styles give to module instances, and what those forwards need to know.
+
+A forward is a plain function bound to its module with ``types.MethodType``; all it needs lies in
+the module's ``_parallel3d_tp``. So ``copy.deepcopy`` of a model rebinds it, ``torch.compile``
+traces it, and names and ``state_dict`` keys stay those of the plain model.
+
+Inside a forward ``self.weight`` is this rank's local tensor: the engine puts it there.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import StateError
+from .collectives import (
+    TpAxis,
+    copy_to_tp,
+    gather_from_tp,
+    gather_sequence,
+    reduce_from_tp,
+    reduce_scatter_sequence,
+    scatter_sequence,
+    split_to_tp,
+)
+
+if TYPE_CHECKING:
+    from .styles import Style
+
+__all__ = ["SequenceLength", "TpState", "bind_forward"]
+
+_STATE = "_parallel3d_tp"
+
+
+class SequenceLength:
+    """The global length of the sequence that sequence-parallel modules of one model hold parts of.
+
+    A part doesn't tell it (3 rows of 5 or of 6?), so whatever splits the sequence notes it here in
+    its forward and whatever gathers reads it. One model holds one sequence at a time: one that
+    splits a second of another length before it is done with the first is refused, and so is the
+    recomputation of an earlier micro-batch of another length.
+    """
+
+    def __init__(self) -> None:
+        self.length: int | None = None
+
+    def of(self, part: Tensor, dim: int, axis: TpAxis) -> int:
+        """Global length of the sequence of which ``part`` is this rank's chunk along ``dim``.
+
+        Raises:
+            StateError: nothing has split a sequence yet, or it was one of another length.
+        """
+        if axis.size == 1:
+            return part.shape[dim]
+        if self.length is None:
+            raise StateError(
+                f"a module got the part {tuple(part.shape)} of a sequence, but nothing has split a "
+                "sequence in this forward. Start sequence parallelism with "
+                'VocabParallel(output="sequence"), Rowwise(output="sequence") or '
+                'SequenceParallel(input="replicate").'
+            )
+        if isinstance(axis.rank, int):  # simulated ranks can't be compared with a number
+            chunk = axis.chunk(self.length)
+            rows = min(max(self.length - axis.rank * chunk, 0), chunk)
+            if part.shape[dim] != rows:
+                raise StateError(
+                    f"a module got {part.shape[dim]} rows along dim {dim}, but the sequence split "
+                    f"last has {self.length}, of which tp rank {axis.rank} of {axis.size} holds "
+                    f"{rows}. Is the input a sequence part, and is sequence_dim right?"
+                )
+        return self.length
+
+
+@dataclass
+class TpState:
+    """What a module's tensor-parallel forward needs.
+
+    Attributes:
+        style: the style that put it there.
+        axis: the tp axis.
+        sequence: shared by all modules of one ``apply``.
+        inner: the forward the module instance had of its own; ``None``: its class's.
+        first: name of the first argument of the module's forward; ``""`` when it takes none.
+    """
+
+    style: "Style"
+    axis: TpAxis
+    sequence: SequenceLength
+    inner: Callable[..., Any] | None = None
+    first: str = ""
+
+
+def bind_forward(module: nn.Module, forward: Callable[..., Any], state: TpState) -> None:
+    """Makes ``forward(module, ...)`` the module's forward."""
+    state.inner = module.__dict__.get("forward")
+    names = [
+        p.name
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    state.first = names[0] if names else ""
+    module.__dict__[_STATE] = state
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def _call_inner(module: nn.Module, tp: TpState, args: tuple[Any, ...], kwargs: dict) -> Any:
+    if tp.inner is not None:
+        return tp.inner(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+    if layout == "replicate":
+        return copy_to_tp(x, tp.axis)
+    if layout == "sequence":
+        return gather_sequence(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
+    return x  # "gathered": the enclosing PrepareInput did it, and sums the gradient
+
+
+def _finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+    if layout == "replicate":
+        return reduce_from_tp(y, tp.axis)
+    tp.sequence.length = y.shape[dim]
+    return reduce_scatter_sequence(y, dim, tp.axis)
+
+
+def colwise_linear(self: Any, input: Tensor) -> Tensor:
+    """(..., in) -> (..., out / tp), or (..., out) when gathered."""
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    x = _take_input(input, style.input, style.sequence_dim, tp)
+    y = F.linear(x, self.weight, self.bias)
+    if style.output == "replicate":
+        y = gather_from_tp(y, -1, self.out_features, tp.axis)
+    return y
+
+
+def rowwise_linear(self: Any, input: Tensor) -> Tensor:
+    """(..., in / tp), or (..., in) when it is to be split, -> (..., out)."""
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    x = input
+    if style.input == "replicate":
+        x = split_to_tp(x, -1, tp.axis)
+    elif isinstance(x.shape[-1], int) and x.shape[-1] == self.in_features != self.weight.shape[1]:
+        raise StateError(
+            f"a Rowwise linear of {self.in_features} input features got all of them, but each tp "
+            f'rank\'s part was expected (the output of Colwise). Rowwise(input="replicate") splits '
+            "a whole input."
+        )
+    y = _finish_sum(F.linear(x, self.weight), style.output, style.sequence_dim, tp)
+    # After the sum: added before, it would count tp times.
+    return y if self.bias is None else y + self.bias
+
+
+def colwise_embedding(self: Any, input: Tensor) -> Tensor:
+    """(...) ids -> (..., width / tp), or (..., width) when gathered."""
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    y = _call_inner(self, tp, (input,), {})
+    if style.output == "replicate":
+        y = gather_from_tp(y, -1, self.embedding_dim, tp.axis)
+    return y
+
+
+def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
+    """(...) ids -> (..., width): each rank looks up the ids it holds, the sum has them all.
+
+    An id outside the vocabulary is an error on every rank, as in the plain module.
+    """
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
+    start = tp.axis.rank * chunk
+    ids = input
+    if isinstance(start, torch.SymInt):  # simulated ranks: a factory call makes one tensor each
+        ids = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device).copy_(ids)
+    torch._assert_async(
+        ((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}"
+    )
+    local = ids - start
+    elsewhere = (local < 0) | (local >= chunk)
+    weight = self.weight
+    if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
+        weight = F.pad(weight, (0, 0, 0, 1))  # one to look id 0 up in
+    y = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
+    if self.padding_idx is not None:  # its row is looked up but not trained
+        y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
+    return _finish_sum(y, style.output, style.sequence_dim, tp)
+
+
+def sequence_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module on this rank's part of the sequence; splits before and joins after as asked."""
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    dim = style.sequence_dim
+
+    def split(x: Tensor) -> Tensor:
+        tp.sequence.length = x.shape[dim]
+        return scatter_sequence(x, dim, tp.axis)
+
+    if style.input == "replicate":
+        args, kwargs = _map_first(tp, args, kwargs, split)
+    y = _call_inner(self, tp, args, kwargs)
+    if style.output == "replicate":
+        y = gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
+    return y
+
+
+def prepare_input(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module on an input copied or gathered once for all its children."""
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+
+    def take(x: Tensor) -> Tensor:
+        return _take_input(x, style.layout, style.sequence_dim, tp)
+
+    args, kwargs = _map_first(tp, args, kwargs, take)
+    for name in style.keywords:
+        if name != tp.first and isinstance(kwargs.get(name), Tensor):
+            kwargs[name] = take(kwargs[name])
+    return _call_inner(self, tp, args, kwargs)
+
+
+def _map_first(
+    tp: TpState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fn: Callable[[Tensor], Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces the first positional tensor, or the first argument when given by name, by ``fn`` of
+    it. All other arguments pass through."""
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (*args[:i], fn(value), *args[i + 1 :]), kwargs
+    if isinstance(kwargs.get(tp.first), Tensor):
+        return args, {**kwargs, tp.first: fn(kwargs[tp.first])}
+    if any(isinstance(kwargs.get(name), Tensor) for name in getattr(tp.style, "keywords", ())):
+        return args, dict(kwargs)
+    # Left alone, the input would be used as it is and its gradient never summed.
+    raise StateError(
+        f"{tp.style} found no tensor among the positional arguments, nor as {tp.first!r}; "
+        f"keyword arguments given: {', '.join(kwargs) or 'none'}. Name the input in PrepareInput's "
+        "keywords."
+    )

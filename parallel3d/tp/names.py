@@ -1,0 +1,43 @@
+"""The names styles go by in plans."""
+
+import difflib
+from typing import Any
+
+from ..errors import PlanError
+from .styles import Colwise, Replicated, Rowwise, SequenceParallel, Style, VocabParallel
+
+__all__ = ["STYLE_NAMES", "parse_style"]
+
+STYLE_NAMES: dict[str, Style] = {
+    "colwise": Colwise(),
+    "colwise_gather_output": Colwise(output="replicate"),
+    "colwise_rep": Colwise(output="replicate"),
+    "rowwise": Rowwise(),
+    "rowwise_split_input": Rowwise(input="replicate"),
+    "rowwise_rep": Rowwise(input="replicate"),
+    "embedding": VocabParallel(),
+    "embedding_rowwise": VocabParallel(),
+    "embedding_colwise": Colwise(),
+    "sequence_parallel": SequenceParallel(),
+    "replicated": Replicated(),
+    "replicated_with_grad_allreduce": Replicated("partial"),
+}
+"""Hugging Face's names, old and new, and the style each means."""
+
+
+def parse_style(value: Any) -> Style:
+    """A style, or the style a name stands for.
+
+    Raises:
+        PlanError: an unknown name, or neither a name nor a style.
+    """
+    if isinstance(value, Style):
+        return value
+    if not isinstance(value, str):
+        raise PlanError(f"a style is a name or a Style, not {type(value).__name__} ({value!r})")
+    if value not in STYLE_NAMES:
+        near = difflib.get_close_matches(value, STYLE_NAMES, 1, 0.0)[0]
+        raise PlanError(
+            f"unknown style {value!r}; did you mean {near!r}? Known: {', '.join(STYLE_NAMES)}"
+        )
+    return STYLE_NAMES[value]

@@ -1,0 +1,189 @@
+"""A plan, resolved against a model: which module gets which style, checked before anything changes.
+
+A plan is data: ``{"layers.*.attn.wq": "colwise", ...}``. :func:`resolve_plan` is pure and works on
+meta models; the :class:`ResolvedPlan` it returns can be printed, compared between ranks,
+and applied.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import PlanError
+from ._resolve import Resolution
+from .apply import apply_plan
+from .checks import ParamRule
+from .styles import Style
+
+__all__ = ["PlannedModule", "PlannedParam", "ResolvedPlan", "resolve_plan"]
+
+
+@dataclass(frozen=True)
+class PlannedParam:
+    """One parameter of a planned module.
+
+    Attributes:
+        name: in its module, such as ``"weight"``.
+        shape: of the plain model's parameter.
+        rule: its placement on ``tp`` and what its gradient is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rule: ParamRule
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of the largest part a rank holds."""
+        if not isinstance(self.rule.placement, Shard):
+            return self.shape
+        dim = self.rule.placement.dim
+        return (*self.shape[:dim], -(-self.shape[dim] // tp), *self.shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One module with a style.
+
+    Attributes:
+        name: its path in the model; ``""`` is the root.
+        pattern: the plan's key that matched it.
+        style: what it gets.
+        params: its own parameters, in its order.
+    """
+
+    name: str
+    pattern: str
+    style: Style
+    params: tuple[PlannedParam, ...]
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan that fits a model. Holds no module, so it can be applied to a copy of the model too.
+
+    Attributes:
+        tp_size: ranks of the ``tp`` axis it was resolved for.
+        modules: the modules with a style, in the model's order.
+        unplanned: names of the parameters no style has; they stay plain tensors, whole on every
+            rank.
+        notes: what the resolution did that the plan doesn't say.
+    """
+
+    tp_size: int
+    modules: tuple[PlannedModule, ...]
+    unplanned: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def fingerprint(self) -> str:
+        """Text that is equal on two ranks exactly when they would do the same."""
+        lines = [f"tp {self.tp_size}"]
+        for m in self.modules:
+            params = ", ".join(f"{p.name} {p.shape} {p.rule}" for p in m.params)
+            lines.append(f"{m.name}: {m.style!r} [{params}]")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        header = ("module", "style", "parameters, whole -> on a rank", "forward", "backward")
+        rows = [header, *_table(self.modules, self.tp_size)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
+        lines.insert(2, "  ".join("-" * width for width in widths))
+        if self.unplanned:
+            lines.append(
+                f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters "
+                f"({', '.join(self.unplanned[:4])}{', ...' if len(self.unplanned) > 4 else ''})"
+            )
+        lines += [f"Note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Makes ``model`` tensor-parallel in place, and returns it.
+
+        Each distinct parameter of the plan becomes one DTensor on the ``tp`` axis, marked with its
+        ``ParamLayout``; modules that share a parameter go on sharing it. The forwards expect local
+        tensors as parameters, which the engine gives them. Nothing is done on an axis of one rank.
+
+        Args:
+            mesh: a DeviceMesh with an axis named ``tp``.
+
+        Raises:
+            MeshError: no ``tp`` axis, or not of ``tp_size`` ranks.
+            PlanError: ``model`` is not the one (or a copy of it) the plan was resolved for.
+        """
+        return apply_plan(self, model, mesh)
+
+
+def resolve_plan(
+    model: nn.Module, plan: Mapping[str, str | Style], tp_size: int, *, strict: bool = True
+) -> ResolvedPlan:
+    """Resolves ``plan`` against ``model`` for ``tp_size`` ranks; changes nothing.
+
+    Args:
+        model: a plain model, possibly on the meta device.
+        plan: pattern -> style or style name. A pattern is a module's path in which ``*`` stands for
+            any characters within one segment (also ``?`` and ``[...]``); ``""`` is the root.
+        tp_size: ranks of the ``tp`` axis.
+        strict: a rule that matches no module is an error; otherwise a note of the result.
+
+    Raises:
+        PlanError: lists everything that is wrong: unmatched rules, two rules on one module, styles
+            that don't fit their module, sizes that can't be shared by ``tp_size`` ranks, shared
+            parameters split in two ways, a model that is parallel already, an empty plan.
+    """
+    if tp_size < 1:
+        raise PlanError(f"tp_size {tp_size}: an axis has at least one rank")
+    parallel = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+    if parallel:
+        raise PlanError(
+            f"the model is parallel already: {parallel[0]} is a DTensor "
+            f"({len(parallel)} parameters are); plans are for plain models"
+        )
+    resolution = Resolution(model, tp_size)
+    for pattern, value in plan.items():
+        resolution.add_rule(pattern, value, strict=strict)
+    resolution.add_tied_embeddings()
+    rules = resolution.rules()
+    resolution.check_as_a_whole(rules)
+    if resolution.problems:
+        listed = "".join(f"\n  - {problem}" for problem in resolution.problems)
+        count = len(resolution.problems)
+        raise PlanError(f"{count} problem{'s'[: count > 1]} in the tensor-parallel plan:{listed}")
+
+    modules = tuple(
+        PlannedModule(
+            ruled.name,
+            ruled.pattern,
+            ruled.style,
+            tuple(
+                PlannedParam(name, tuple(ruled.module._parameters[name].shape), rule)  # type: ignore[union-attr]
+                for name, rule in rules[key].items()
+            ),
+        )
+        for key, ruled in resolution.ruled_in_order()
+    )
+    return ResolvedPlan(
+        tp_size, modules, tuple(resolution.unplanned(rules)), tuple(resolution.notes)
+    )
+
+
+def _table(modules: tuple[PlannedModule, ...], tp: int) -> Iterator[tuple[str, ...]]:
+    """One row for each group of modules that differ in nothing but their place."""
+    groups: dict[tuple[str, ...], list[PlannedModule]] = {}
+    for m in modules:
+        params = ", ".join(_describe(p, tp) for p in m.params)
+        groups.setdefault((m.pattern, str(m.style), params), []).append(m)
+    for (pattern, style, params), members in groups.items():
+        name = f"{pattern} (x{len(members)})" if len(members) > 1 else members[0].name
+        yield name or "(root)", style, params or "-", *members[0].style.communicates()
+
+
+def _describe(p: PlannedParam, tp: int) -> str:
+    summed = " [gradient summed]" if p.rule.tp_grad == "partial" else ""
+    return f"{p.name} {p.shape} -> {p.local_shape(tp)}{summed}"

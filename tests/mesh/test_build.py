@@ -1,0 +1,265 @@
+"""build_mesh and read_layout on fake process groups and in a single process."""
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d import _compat
+from parallel3d.errors import MeshError
+from parallel3d.mesh import AXES, MeshLayout, build, build_mesh, read_layout
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+
+
+@pytest.fixture(autouse=True)
+def _no_group(monkeypatch) -> Iterator[None]:
+    """Starts without a process group and launcher, and leaves none behind."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fake(rank: int, world_size: int) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("rank", [0, 2047, 4095])
+def test_groups_of_4096_ranks_are_the_layouts(rank) -> None:
+    layout = MeshLayout(16, 32, 8)
+    fake(rank, 4096)
+    start = time.monotonic()
+    mesh = build_mesh(layout, device_type="cpu")
+    assert time.monotonic() - start < 10
+    assert mesh.mesh_dim_names == AXES
+    assert tuple(mesh.shape) == (16, 32, 8)
+    coordinates = layout.coordinates(rank)
+    for axis in AXES:
+        mine = next(group for group in layout.groups(axis) if rank in group)
+        assert tuple(dist.get_process_group_ranks(mesh.get_group(axis))) == mine
+        assert mesh.get_local_rank(axis) == coordinates[axis]
+    assert torch.equal(mesh.mesh.flatten(), torch.arange(4096))
+
+
+def test_unknown_size_is_resolved_from_the_world() -> None:
+    fake(5, 24)
+    mesh = build_mesh(MeshLayout(replicate=2, shard=-1, tp=4), device_type="cpu")
+    assert tuple(mesh.shape) == (2, 3, 4)
+
+
+def test_simulated_ranks() -> None:
+    fake(0, 8)
+    with _compat.LocalTensorMode(8):
+        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        assert read_layout(mesh) == MeshLayout(2, 2, 2)
+
+
+def test_single_process_needs_no_launcher() -> None:
+    mesh = build_mesh(MeshLayout(shard=-1), device_type="cpu")
+    assert tuple(mesh.shape) == (1, 1, 1)
+    total = torch.ones(2)
+    dist.all_reduce(total, group=mesh.get_group("shard"))
+    assert torch.equal(total, torch.ones(2))
+    again = build_mesh(MeshLayout(), device_type="cpu")  # uses the group that is there
+    assert read_layout(again) == MeshLayout()
+
+
+def test_launcher_with_one_rank(monkeypatch) -> None:
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    values = ("0", "1", "127.0.0.1", str(port), "0")
+    for name, text in zip(LAUNCHER, values, strict=True):
+        monkeypatch.setenv(name, text)
+    mesh = build_mesh(MeshLayout(), device_type="cpu")
+    assert tuple(mesh.shape) == (1, 1, 1)
+    assert dist.get_world_size() == 1
+
+
+def test_default_device_type_is_this_machines() -> None:
+    fake(0, 2)
+    accelerator = torch.accelerator.current_accelerator()
+    mesh = build_mesh(MeshLayout(shard=2))
+    if accelerator is None:
+        assert mesh.device_type == "cpu"
+    else:
+        assert mesh.device_type in ("cpu", accelerator.type)
+
+
+def test_backends() -> None:
+    assert build._backend_string("cpu") == "gloo"
+    assert build._backend_string("cuda") == "cpu:gloo,cuda:nccl"
+    assert build._backend_string("xpu") == "cpu:gloo,xpu:xccl"
+
+
+class _Accelerator:
+    """A machine with ``count`` CUDA devices, for the choice of the current one."""
+
+    def __init__(self, monkeypatch, count: int) -> None:
+        self.chosen: int | None = None
+        device = torch.device("cuda")
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", self._choose)
+
+    def _choose(self, index: int) -> None:
+        self.chosen = index
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "local_rank", "index"),
+    [(8, 11, "3", 3), (8, 11, None, 3), (1, 11, "3", 0), (1, 2, None, 0)],
+)
+def test_device_of_a_rank(monkeypatch, count, rank, local_rank, index) -> None:
+    machine = _Accelerator(monkeypatch, count)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    build._set_device("cuda", rank)
+    assert machine.chosen == index
+    assert build._default_device_type() == "cuda"
+
+
+def test_more_ranks_than_devices(monkeypatch) -> None:
+    _Accelerator(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(MeshError, match=r"LOCAL_RANK=2, but .* 2 cuda devices.*--nproc-per-node 2"):
+        build._set_device("cuda", 2)
+
+
+# Errors
+
+
+def test_layout_that_does_not_fit_leaves_no_mesh() -> None:
+    fake(0, 12)
+    with pytest.raises(MeshError, match=r"12 ranks.*tp may be 1, 2, 3, 4, 6 or 12"):
+        build_mesh(MeshLayout(shard=-1, tp=8), device_type="cpu")
+
+
+def test_single_process_with_a_larger_layout() -> None:
+    with pytest.raises(MeshError, match=r"single process.*torchrun --nproc-per-node 8"):
+        build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+    with pytest.raises(MeshError, match=r"single process.*torchrun --nproc-per-node N"):
+        build_mesh(MeshLayout(2, -1, 2), device_type="cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_launcher(monkeypatch, missing) -> None:
+    for name, text in zip(LAUNCHER, ("0", "2", "127.0.0.1", "1", "0"), strict=True):
+        if name != missing:
+            monkeypatch.setenv(name, text)
+    with pytest.raises(MeshError, match=rf"but {missing} is not set.*torchrun"):
+        build_mesh(MeshLayout(shard=2), device_type="cpu")
+
+
+@pytest.mark.parametrize("layout", [None, (2, 2, 2), {"tp": 2}])
+def test_not_a_layout(layout) -> None:
+    with pytest.raises(MeshError, match=r"needs a MeshLayout"):
+        build_mesh(layout)
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "meta", ""])
+def test_unknown_device_type(device_type) -> None:
+    with pytest.raises(MeshError, match=r"device_type=.*no backend.*'cpu'"):
+        build_mesh(MeshLayout(), device_type=device_type)
+    assert not dist.is_initialized()
+
+
+def test_device_this_machine_lacks() -> None:
+    absent = "xpu" if not torch.xpu.is_available() else "cuda"
+    with pytest.raises(MeshError, match=rf"device_type='{absent}': this machine has none"):
+        build_mesh(MeshLayout(), device_type=absent)
+    assert not dist.is_initialized()
+
+
+def test_group_that_does_not_carry_the_device() -> None:
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(MeshError, match=r"'cuda', but the process group carries cpu only"):
+        build_mesh(MeshLayout(), device_type="cuda")
+
+
+def test_group_is_ended_when_the_mesh_fails(monkeypatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no mesh today")
+
+    monkeypatch.setattr(build, "_init_mesh", fail)
+    with pytest.raises(RuntimeError, match="no mesh today"):
+        build_mesh(MeshLayout(), device_type="cpu")
+    assert not dist.is_initialized()
+
+
+# read_layout
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "layout"),
+    [
+        (("replicate", "shard", "tp"), (2, 3, 4), (2, 3, 4)),
+        (("shard", "tp"), (6, 4), (1, 6, 4)),
+        (("tp",), (24,), (1, 1, 24)),
+        (("replicate", "tp"), (6, 4), (6, 1, 4)),
+        (("dp_replicate", "dp_shard"), (4, 6), (4, 6, 1)),
+        (("dp_shard", "tp"), (6, 4), (1, 6, 4)),
+    ],
+)
+def test_read_layout(names, shape, layout) -> None:
+    fake(0, 24)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    assert read_layout(mesh) == MeshLayout(*layout)
+
+
+def test_read_layout_of_a_slice() -> None:
+    fake(0, 24)
+    mesh = build_mesh(MeshLayout(2, 3, 4), device_type="cpu")
+    assert read_layout(mesh["shard", "tp"]) == MeshLayout(1, 3, 4)
+    assert read_layout(mesh["tp"]) == MeshLayout(tp=4)
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (None, "without names"),
+        (("pp", "tp"), "'pp' is unknown"),
+        (("tp", "shard"), "in this order"),
+        (("shard", "replicate"), "in this order"),
+        (("dp_shard", "shard"), "once each"),
+    ],
+)
+def test_read_layout_of_another_mesh(names, what) -> None:
+    fake(0, 8)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
+    with pytest.raises(MeshError, match=what):
+        read_layout(mesh)
+
+
+# What ranks compare
+
+
+def test_compared_settings(monkeypatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(
+        build, "check_agreement", lambda topic, value, **kw: seen.update(value=value, **kw)
+    )
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("TORCH_HOME", "elsewhere")
+    fake(0, 8)
+    build_mesh(MeshLayout(2, -1, 2), device_type="cpu")
+    value = seen["value"]
+    assert isinstance(value, dict)
+    assert value["layout"] == "replicate 2 x shard 2 x tp 2 = 8 ranks"
+    assert value["torch"] == torch.__version__
+    assert value["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert value["world size"] == "8"
+    assert value["device type"] == "cpu"
+    assert "parallel3d" in value and "TORCH_HOME" not in value
+    names = {"NCCL_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"}
+    assert names <= set(seen["warn_only"])  # type: ignore[call-overload]
+    assert not {"layout", "torch", "python"} & set(seen["warn_only"])  # type: ignore[call-overload]

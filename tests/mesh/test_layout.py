@@ -1,0 +1,248 @@
+"""MeshLayout: sizes, -1, rank <-> coordinates, groups, and what its errors say."""
+
+import ast
+import dataclasses
+import inspect
+
+import pytest
+
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.mesh import AXES, MeshLayout, layout
+
+LAYOUTS = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 1, 4), (3, 1, 2), (2, 2, 2), (2, 3, 4)]
+
+
+def test_layout_module_needs_no_torch() -> None:
+    tree = ast.parse(inspect.getsource(layout))
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [node.names[0].name])
+    }
+    assert "torch" not in imported
+
+
+def test_value_semantics() -> None:
+    assert MeshLayout() == MeshLayout(1, 1, 1)
+    assert hash(MeshLayout(tp=2)) == hash(MeshLayout(1, 1, 2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MeshLayout().tp = 2  # type: ignore[misc]
+
+
+def test_str() -> None:
+    assert str(MeshLayout(2, 2, 2)) == "replicate 2 x shard 2 x tp 2 = 8 ranks"
+    assert str(MeshLayout()) == "replicate 1 x shard 1 x tp 1 = 1 rank"
+    assert str(MeshLayout(2, -1, 4)) == "replicate 2 x shard -1 x tp 4"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "resolved"),
+    [
+        ((2, -1, 4), 64, (2, 8, 4)),
+        ((-1, 2, 4), 64, (8, 2, 4)),
+        ((2, 2, -1), 4, (2, 2, 1)),
+        ((-1, 1, 1), 1, (1, 1, 1)),
+        ((2, 3, 4), 24, (2, 3, 4)),
+    ],
+)
+def test_resolve(sizes, world_size, resolved) -> None:
+    done = MeshLayout(*sizes).resolve(world_size)
+    assert done == MeshLayout(*resolved)
+    assert done.is_resolved
+    assert done.world_size == world_size
+    assert done.resolve(world_size) is done
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_ranks_and_coordinates_are_inverse(sizes) -> None:
+    mesh = MeshLayout(*sizes)
+    for rank in range(mesh.world_size):
+        assert mesh.rank(**mesh.coordinates(rank)) == rank
+
+
+def test_tp_is_innermost_and_replicate_outermost() -> None:
+    mesh = MeshLayout(2, 3, 4)
+    assert mesh.coordinates(1) == {"replicate": 0, "shard": 0, "tp": 1}
+    assert mesh.coordinates(4) == {"replicate": 0, "shard": 1, "tp": 0}
+    assert mesh.coordinates(12) == {"replicate": 1, "shard": 0, "tp": 0}
+    assert mesh.rank(replicate=1, shard=2, tp=3) == 23
+    assert mesh.rank(shard=2) == 8
+
+
+def test_groups_of_a_small_mesh() -> None:
+    mesh = MeshLayout(2, 2, 2)
+    assert mesh.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert mesh.groups("shard") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.groups("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_partition_the_world_and_differ_in_one_coordinate(sizes, axis) -> None:
+    mesh = MeshLayout(*sizes)
+    groups = mesh.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    assert groups == sorted(groups)
+    for group in groups:
+        at = [mesh.coordinates(rank) for rank in group]
+        assert [c.pop(axis) for c in at] == list(range(getattr(mesh, axis)))
+        assert all(c == at[0] for c in at)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_data_rank_is_shared_by_a_tp_group_only(sizes) -> None:
+    mesh = MeshLayout(*sizes)
+    readers: dict[int, list[int]] = {}
+    for rank in range(mesh.world_size):
+        readers.setdefault(mesh.data_rank(rank), []).append(rank)
+    assert sorted(readers) == list(range(mesh.data_size))
+    assert sorted(map(tuple, readers.values())) == mesh.groups("tp")
+
+
+def test_round_trip_of_any_layout() -> None:
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+    sizes = st.integers(1, 64)
+
+    @hypothesis.given(sizes, sizes, sizes, st.data())
+    @hypothesis.settings(max_examples=200, deadline=None)
+    def check(replicate, shard, tp, data) -> None:
+        mesh = MeshLayout(replicate, shard, tp)
+        rank = data.draw(st.integers(0, mesh.world_size - 1))
+        at = mesh.coordinates(rank)
+        assert mesh.rank(**at) == rank
+        assert rank == (at["replicate"] * shard + at["shard"]) * tp + at["tp"]
+        assert mesh.data_rank(rank) == rank // tp
+        axis = data.draw(st.sampled_from(AXES))
+        unknown = dataclasses.replace(mesh, **{axis: -1})
+        assert unknown.resolve(mesh.world_size) == mesh
+
+    check()
+
+
+# Errors
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [0, -2, -8])
+def test_size_below_one(axis, size) -> None:
+    with pytest.raises(MeshError, match=f"{axis}={size}: .* 1 or more .* or -1"):
+        MeshLayout(**{axis: size})
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [True, 2.0, "2", None, [2]])
+def test_size_not_an_int(axis, size) -> None:
+    with pytest.raises(MeshError, match=rf"^{axis}=.* is a {type(size).__name__}: .* int"):
+        MeshLayout(**{axis: size})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ((-1, -1, 1), "replicate and shard"),
+        ((-1, 2, -1), "replicate and tp"),
+        ((-1, -1, -1), "replicate, shard and tp"),
+    ],
+)
+def test_more_than_one_unknown(sizes, named) -> None:
+    with pytest.raises(MeshError, match=f"^{named} are -1: only one"):
+        MeshLayout(*sizes)
+
+
+def test_wrong_product_says_what_would_fit() -> None:
+    with pytest.raises(MeshError) as info:
+        MeshLayout(tp=8).resolve(12)
+    text = str(info.value)
+    assert "replicate 1 x shard 1 x tp 8 = 8 ranks, but the world has 12 ranks." in text
+    assert "tp may be 1, 2, 3, 4, 6 or 12." in text
+    assert "Nearest that fit: replicate 1 x shard 1 x tp 12;" in text
+    assert text.endswith("Or start 8 ranks.")
+
+
+def test_wrong_product_though_every_size_divides() -> None:
+    with pytest.raises(MeshError) as info:
+        MeshLayout(2, 2, 2).resolve(4)
+    assert "may be" not in str(info.value)
+    assert "Nearest that fit: replicate 1 x shard 2 x tp 2; replicate 2 x" in str(info.value)
+
+
+def test_world_that_does_not_divide_says_what_would() -> None:
+    with pytest.raises(MeshError) as info:
+        MeshLayout(replicate=2, shard=-1, tp=8).resolve(24)
+    text = str(info.value)
+    assert "24 is not a multiple of replicate 2 x tp 8 = 16." in text
+    assert "replicate may be 1 or 3; tp may be 1, 2, 3, 4, 6 or 12." in text
+    assert text.endswith("Or start a multiple of 16 ranks.")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, -1, 8), (5, 7, -1), (5, 7, 11), (-1, 3, 9)])
+@pytest.mark.parametrize("world_size", [1, 2, 13, 96, 4096, 5040])
+def test_layouts_named_as_fitting_do_fit(sizes, world_size) -> None:
+    try:
+        MeshLayout(*sizes).resolve(world_size)
+    except MeshError as error:
+        named = str(error).split("Nearest that fit: ")[1].split(".")[0].split("; ")
+        assert 1 <= len(named) <= 3
+        for text in named:
+            replicate, shard, tp = (int(part.split()[1]) for part in text.split(" x "))
+            assert MeshLayout(replicate, shard, tp).resolve(world_size).is_resolved
+    else:
+        assert world_size % 2 == 0 or world_size == 1
+
+
+def test_choices_of_a_large_world_stay_readable() -> None:
+    with pytest.raises(MeshError) as info:
+        MeshLayout(shard=-1, tp=11).resolve(720720 // 11)
+    assert len(str(info.value)) < 500
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 8.0, "8", None])
+def test_bad_world_size(world_size) -> None:
+    with pytest.raises(MeshError, match="world_size="):
+        MeshLayout(shard=-1).resolve(world_size)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: m.world_size,
+        lambda m: m.data_size,
+        lambda m: m.data_rank(0),
+        lambda m: m.coordinates(0),
+        lambda m: m.rank(),
+        lambda m: m.groups("tp"),
+    ],
+)
+def test_unresolved_layout_has_no_ranks(use) -> None:
+    with pytest.raises(MeshError, match=r"replicate 1 x shard -1 x tp 2 is not resolved.*resolve"):
+        use(MeshLayout(shard=-1, tp=2))
+
+
+@pytest.mark.parametrize("rank", [-1, 8, 1.0, True, None])
+def test_rank_out_of_range(rank) -> None:
+    mesh = MeshLayout(2, 2, 2)
+    with pytest.raises(MeshError, match=r"ranks go from 0 to 7"):
+        mesh.coordinates(rank)
+    with pytest.raises(MeshError, match=r"ranks go from 0 to 7"):
+        mesh.data_rank(rank)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("coordinate", [-1, 2, 1.0])
+def test_coordinate_out_of_range(axis, coordinate) -> None:
+    with pytest.raises(MeshError, match=rf"^{axis} coordinate .* from 0 to 1"):
+        MeshLayout(2, 2, 2).rank(**{axis: coordinate})
+
+
+def test_unknown_axis() -> None:
+    with pytest.raises(MeshError, match=r"'shards' is not .*replicate, shard and tp.*'shard'\?"):
+        MeshLayout().groups("shards")
+    with pytest.raises(MeshError, match=r"'pp' is not a mesh axis"):
+        MeshLayout().groups("pp")
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(MeshError, Parallel3dError)
+    assert issubclass(MeshError, ValueError)

@@ -1,0 +1,184 @@
+"""fake_world and local_world: what they set up, what they refuse, what they leave behind."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from parallel3d._compat import all_gather_single
+from parallel3d.errors import MeshError, Parallel3dError, StateError
+from parallel3d.testing import fake_world, local_world, record_collectives
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (3, 8), (4095, 4096)])
+def test_fake_world_is_that_rank(rank: int, size: int) -> None:
+    with fake_world(rank, size) as world:
+        assert (world.rank, world.size) == (rank, size)
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+        assert dist.get_backend() == "fake"
+    assert not dist.is_initialized()
+
+
+def test_fake_world_has_meshes_and_collectives() -> None:
+    with fake_world(5, 8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+        assert list(mesh.get_coordinate()) == [1, 1]
+        out = torch.zeros(8)
+        all_gather_single(out, torch.ones(2), group=mesh.get_group("b"))
+        assert out.shape == (8,)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.0, True, "8", None])
+def test_bad_world_sizes(bad: object) -> None:
+    with pytest.raises(MeshError, match="world_size=.*positive integer"), fake_world(0, bad):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(MeshError, match="n=.*positive integer"), local_world(bad):  # type: ignore[arg-type]
+        pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 1.0, None])
+def test_bad_ranks(bad: object) -> None:
+    with pytest.raises(MeshError, match="from 0 to 3 in a world of 4"), fake_world(bad, 4):  # type: ignore[arg-type]
+        pass
+
+
+def test_worlds_do_not_nest() -> None:
+    with fake_world(1, 4):
+        for inner in (fake_world(0, 2), local_world(2)):
+            with pytest.raises(StateError, match=r"already rank 1 .* of 4 \(fake\)"), inner:
+                pass
+        assert dist.get_world_size() == 4  # the refused world destroyed nothing
+
+
+def test_worlds_end_when_the_body_raises() -> None:
+    for world in (fake_world(0, 2), local_world(2)):
+        with pytest.raises(KeyError), world:
+            raise KeyError
+        assert not dist.is_initialized()
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_worlds_end_when_the_body_destroyed_the_group() -> None:
+    with fake_world(0, 2):
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_worlds_errors_are_value_errors() -> None:
+    assert issubclass(MeshError, Parallel3dError)
+    with pytest.raises(ValueError), local_world(0):
+        pass
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 12])
+def test_local_world_collectives_have_real_numbers(n: int) -> None:
+    with local_world(n) as world:
+        assert world.size == n
+        x = world.map(lambda rank: torch.full((2,), float(rank)))
+        dist.all_reduce(x)
+        expected = torch.full((2,), n * (n - 1) / 2)
+        inner = world.per_rank(x)
+    assert len(inner) == n
+    assert all(torch.equal(t, expected) for t in inner)
+
+
+def test_local_world_over_mesh_axes() -> None:
+    with local_world(8) as world:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        x = world.map(lambda rank: torch.tensor([10.0**rank]))
+        for axis in ("a", "c"):
+            dist.all_reduce(x, group=mesh.get_group(axis))
+        low, high = 110011.0, 11001100.0
+        assert [t.item() for t in world.per_rank(x)] == [low, low, high, high] * 2
+
+
+def test_map_takes_sizes_that_differ_by_rank() -> None:
+    with local_world(3) as world:
+        x = world.map(lambda rank: torch.ones(rank, 2))
+        y = (x * 2).sum(dim=1)
+        assert [tuple(t.shape) for t in world.per_rank(y)] == [(0,), (1,), (2,)]
+
+
+def test_map_result_is_a_leaf_that_takes_gradients() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with local_world(2) as world:
+        x = world.map(lambda rank: weight * (rank + 1)).requires_grad_()
+        (x * x).sum().backward()
+        assert [t.tolist() for t in world.per_rank(x.grad)] == [[2.0, 2.0], [4.0, 4.0]]
+    assert weight.grad is None
+
+
+def test_map_refuses_what_is_not_a_plain_tensor() -> None:
+    with local_world(2) as world:
+        with pytest.raises(StateError, match=r"fn\(0\) returned a int"):
+            world.map(lambda rank: rank)  # type: ignore[arg-type,return-value]
+        inside = torch.zeros(1)
+        with pytest.raises(StateError, match="returned a LocalTensor"):
+            world.map(lambda rank: inside)
+
+
+def test_per_rank_of_plain_and_distributed_tensors() -> None:
+    plain = torch.arange(6.0)
+    with local_world(4) as world:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert [t is plain for t in world.per_rank(plain)] == [True] * 4
+        d = distribute_tensor(plain, mesh, [Replicate(), Shard(0)])
+        halves = [t.tolist() for t in world.per_rank(d)]
+    assert halves == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] * 2
+
+
+def test_paused_makes_plain_tensors_and_then_resumes() -> None:
+    with local_world(2) as world:
+        with world.paused():
+            model = torch.nn.Linear(3, 3)
+            out = model(torch.ones(1, 3))
+            out.sum().backward()
+            assert type(model.weight.data) is torch.Tensor
+            assert type(model.weight.grad) is torch.Tensor
+            with world.paused():
+                assert type(torch.zeros(1)) is torch.Tensor
+            assert type(torch.zeros(1)) is torch.Tensor
+        assert len({id(t) for t in world.per_rank(torch.zeros(1))}) == 2
+        with pytest.raises(KeyError), world.paused():
+            raise KeyError
+        assert len({id(t) for t in world.per_rank(torch.zeros(1))}) == 2
+
+
+def test_a_collective_on_a_plain_tensor_is_an_error() -> None:
+    plain = torch.ones(2)
+    with local_world(2):
+        with pytest.raises(StateError, match="all_reduce on a plain tensor"):
+            dist.all_reduce(plain)
+        with pytest.raises(StateError, match="all_gather on a plain tensor"):
+            dist.all_gather([plain, plain], torch.nn.Parameter(plain).data)
+        dist.broadcast(plain, src=0)  # the same on all ranks already
+        dist.barrier()
+
+
+def test_local_world_refuses_a_recorder_around_it() -> None:
+    with (
+        record_collectives(),
+        pytest.raises(StateError, match="inside local_world"),
+        local_world(2),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_dtensor_forgets_the_meshes_of_a_world_that_ended() -> None:
+    """Equal meshes of two worlds, whose groups of one name are different groups."""
+
+    def axis_names_of_gather(extra: int) -> list[str | None]:
+        with local_world(4):
+            for _ in range(extra):  # shifts torch's numbering of group names
+                dist.new_group([0, 1, 2, 3])
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+            d = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+            with record_collectives(mesh) as recorder:
+                assert (d + d).sum().full_tensor() is not None
+            return [call.axis for call in recorder.calls]
+
+    assert axis_names_of_gather(0) == ["b"]
+    assert axis_names_of_gather(1) == ["b"]
