@@ -12,6 +12,7 @@ from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.init import materialize
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.parallelize import parallelize
+from parallel3d.tp import resolve_plan
 
 __version__ = "0.1.0"
 
@@ -29,5 +30,6 @@ __all__ = [
     "materialize",
     "optim",
     "parallelize",
+    "resolve_plan",
     "tp",
 ]

@@ -1,24 +1,34 @@
 """Who is issuing a collective: the one thing the engine tells the recorder.
 
-The engine assigns ``issuing.unit = name`` before a unit's collective and ``testing``'s recorder
-reads it when it sees the call. An attribute assignment is all the hot path pays, whether or not a
-recorder is active. Who sets a name resets it, so that later calls are not taken for the unit's::
-
-    issuing.unit = self._name
-    dist.all_gather_into_tensor(...)
-    issuing.unit = ""
+The engine names the unit whose forward or backward begins, and, around a bucket's own collective, the
+bucket's unit (a prefetch is another unit's). ``testing.record_collectives`` reads the name when it sees
+a call. Attribute assignments are all the hot path pays, whether or not a recorder is active.
 """
 
 __all__ = ["issuing"]
 
 
 class _Issuing:
-    """Name of the unit whose collective is being issued; ``""`` when none is."""
+    """Name of the unit whose collectives are being issued; ``""`` when none is known.
 
-    __slots__ = ("unit",)
+    ``with issuing.as_unit(name):`` names another one for a while.
+    """
+
+    __slots__ = ("_before", "unit")
 
     def __init__(self) -> None:
         self.unit: str = ""
+        self._before: str = ""
+
+    def as_unit(self, name: str) -> "_Issuing":
+        """Not to be nested: collectives are leaves."""
+        self._before, self.unit = self.unit, name
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None:
+        self.unit = self._before
 
 
 issuing = _Issuing()

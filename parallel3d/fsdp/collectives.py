@@ -29,8 +29,8 @@ def all_gather(
     output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str
 ) -> dist.Work | None:
     """(S,) of every rank -> (n * S,) on every rank, in rank order."""
-    issuing.unit = unit
-    return dist.all_gather_into_tensor(output, part, group=group, async_op=True)
+    with issuing.as_unit(unit):
+        return dist.all_gather_into_tensor(output, part, group=group, async_op=True)
 
 
 def reduce_scatter(
@@ -41,18 +41,19 @@ def reduce_scatter(
     gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
     rank order, is the same number on every run.
     """
-    issuing.unit = unit
     n = group.size()
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
         rows = torch.empty_like(whole)
-        work = dist.all_to_all_single(rows, whole, group=group, async_op=True)
+        with issuing.as_unit(unit):
+            work = dist.all_to_all_single(rows, whole, group=group, async_op=True)
         return ScatterWork(work, rows.view(n, -1), rows_to_sum=True)
     output = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
-    work = dist.reduce_scatter_tensor(output, whole, group=group, async_op=True)
+    with issuing.as_unit(unit):
+        work = dist.reduce_scatter_tensor(output, whole, group=group, async_op=True)
     return ScatterWork(work, output, rows_to_sum=False)
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
     """Sums ``tensor`` over ``group`` in place."""
-    issuing.unit = unit
-    return dist.all_reduce(tensor, group=group, async_op=True)
+    with issuing.as_unit(unit):
+        return dist.all_reduce(tensor, group=group, async_op=True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from parallel3d._compat import queue_backward_callback
+from parallel3d._trace import issuing
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm, make_comm
@@ -80,6 +81,7 @@ class RunContext:
         for unit in self.units:
             unit.end_backward()
         self.in_backward = False
+        issuing.unit = ""
 
 
 class Unit:
@@ -109,6 +111,7 @@ class Unit:
         self.unshard_in_backward = True
         self.sync = True
         self.all_reduce = True
+        self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
         self.to_run: set[nn.Module] = set()
         self.position = -1
@@ -144,6 +147,7 @@ class Unit:
 
     def name(self, name: str) -> None:
         """Names the unit in messages and records."""
+        self.label = name
         for bucket in self.group.buckets:
             bucket.unit = name
 
@@ -161,6 +165,7 @@ class Unit:
             self._begin_forward(context)
             if torch.is_grad_enabled() and not (context.in_backward and self.live_calls > 0):
                 args, kwargs = self._watch_inputs(args, kwargs)
+            issuing.unit = self.label
             if len(self.modules) > 1:
                 self.to_run = set(self.modules)
         dtype = self.policy.param_dtype
@@ -255,6 +260,7 @@ class Unit:
             self.group.unshard(context.comm)
         self.group.show()
         context.prefetch_backward(position)
+        issuing.unit = self.label
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Hook on every gradient's arrival."""

@@ -189,7 +189,6 @@ def _await_readers(table: dist.Store, rank: int, readers: int) -> None:
     with suppress(RuntimeError):
         if table.add("readers", 1) == readers:
             table.set("all read", "")
-            table.get("all read")
         if rank == 0:
             table.wait(["all read"], _GRACE)
 

@@ -1,8 +1,8 @@
 """What runs inside a worker process of ``GlooPool``.
 
 Talks over one pipe. The pool sends a ``Job``; the worker answers ``("done", result)`` or
-``("failed", (Failure, exception))`` and keeps its process group until the pool sends ``RELEASE``, so that no
-rank closes a connection its peers still read from; then it answers ``("idle", None)``.
+``("failed", (Failure, exception))`` and keeps its process group until the pool sends ``RELEASE``,
+so that no rank closes a connection its peers still read from; then it answers ``("idle", None)``.
 """
 
 import importlib
@@ -141,7 +141,7 @@ def _import_module(name: str, file: str | None) -> None:
 
 
 def _failure(rank: int, error: BaseException) -> tuple[Failure, bytes | None]:
-    """How ``error`` failed the rank, and the error apart, as the pool may not be able to load it."""
+    """How ``error`` failed the rank; the error apart, as the pool may not be able to load it."""
     summary = "".join(traceback.format_exception_only(error)).strip()
     while error.__traceback__ is not None:  # a reader wants the frames below this file's
         if error.__traceback__.tb_frame.f_code.co_filename != __file__:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from .._layout import ParamLayout
 from ..errors import PlanError
@@ -107,6 +108,8 @@ def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
     for name, param in own.items():
         if isinstance(param, DTensor):
             raise PlanError(f"{name} is a DTensor already: the module is parallel")
+        if is_lazy(param):
+            raise PlanError(f"{name} has no size yet: run a batch through the model first")
         if not param.is_floating_point():
             raise PlanError(f"{name} is {param.dtype}; only floating-point parameters can be split")
     return {name: rules[name] for name in own}

@@ -81,9 +81,18 @@ def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
-def reduce_from_tp(x: Tensor, axis: TpAxis) -> Tensor:
-    """The sum of ``x`` over ``tp``; its gradient is passed on unchanged."""
-    return x if axis.size == 1 else _Reduce.apply(x, axis)
+def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor:
+    """The sum of ``x`` over ``tp``; its gradient is passed on unchanged.
+
+    Args:
+        in_place: the sum may overwrite ``x``: nobody else reads it, nor does its backward.
+    """
+    if axis.size == 1:
+        return x
+    # A compiler finds out by itself what may be overwritten.
+    if in_place and x.is_contiguous() and not torch.compiler.is_compiling():
+        return _ReduceInPlace.apply(x, axis)
+    return _Reduce.apply(x, axis)
 
 
 def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
@@ -188,6 +197,19 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
         ctx.axis = axis
         return _all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Copy.apply(grad, ctx.axis), None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
+        ctx.axis = axis
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=axis.group)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

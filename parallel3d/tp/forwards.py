@@ -124,7 +124,7 @@ def _take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
 
 def _finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
     if layout == "replicate":
-        return reduce_from_tp(y, tp.axis)
+        return reduce_from_tp(y, tp.axis, in_place=True)  # y was made for this
     tp.sequence.length = y.shape[dim]
     return reduce_scatter_sequence(y, dim, tp.axis)
 

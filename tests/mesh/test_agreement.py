@@ -4,7 +4,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -20,16 +20,23 @@ LONG = timedelta(seconds=20)  # never reached when all is well
 Clients = Callable[[int], dist.Store]
 
 
+@pytest.fixture(scope="module")
+def connections() -> list[dist.Store]:
+    """A TCP store and six clients of it; made once, as connecting can take seconds."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Each rank needs a connection of its own: one that waits blocks its other users.
+    clients = [dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False) for _ in range(6)]
+    return [*clients, master]
+
+
 @pytest.fixture(params=["hash", "tcp"])
-def clients(request) -> Iterator[Clients]:
-    """A function from a rank to its connection to one store."""
+def clients(request) -> Clients:
+    """A function from a rank to its connection to one empty store."""
     if request.param == "hash":
         store = dist.HashStore()
-        yield lambda rank: store
-        return
-    # Each rank needs a connection of its own: one that waits blocks its other users.
-    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield lambda rank: dist.TCPStore("127.0.0.1", master.port, wait_for_workers=False)
+        return lambda rank: store
+    stores = request.getfixturevalue("connections")
+    return lambda rank: dist.PrefixStore(request.node.name, stores[rank])
 
 
 def play(

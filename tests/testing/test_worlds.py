@@ -31,9 +31,9 @@ def test_fake_world_has_meshes_and_collectives() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True, "8", None])
 def test_bad_world_sizes(bad: object) -> None:
-    with pytest.raises(MeshError, match="world_size=.*positive integer"), fake_world(0, bad):  # type: ignore[arg-type]
+    with pytest.raises(MeshError, match=r"world_size=.*positive integer"), fake_world(0, bad):  # type: ignore[arg-type]
         pass
-    with pytest.raises(MeshError, match="n=.*positive integer"), local_world(bad):  # type: ignore[arg-type]
+    with pytest.raises(MeshError, match=r"n=.*positive integer"), local_world(bad):  # type: ignore[arg-type]
         pass
     assert not dist.is_initialized()
 

@@ -58,6 +58,14 @@ def test_copy_sums_the_gradient(tp):
 def test_reduce_sums_and_passes_the_gradient(tp):
     xs, w = [sample(3, 4, seed=r + 1) for r in range(tp)], sample(3, 4)
     check(tp, reduce_from_tp, xs, [w] * tp, [sum(xs)] * tp, [w] * tp)
+    check(
+        tp,
+        lambda x, axis: reduce_from_tp(x * 2, axis, in_place=True),
+        xs,
+        [w] * tp,
+        [2 * sum(xs)] * tp,
+        [2 * w] * tp,
+    )
 
 
 @pytest.mark.parametrize(("tp", "size", "dim"), CASES)

@@ -178,6 +178,7 @@ def _integer() -> nn.Module:
         (nn.BatchNorm1d(4), "sequence_parallel", "for norms over the last dim and dropout"),
         (nn.LayerNorm((3, 4)), "sequence_parallel", "normalizes over the dims"),
         (nn.Linear(4, 4), "sequence_parallel", "not Linear"),
+        (nn.LazyLinear(4), "colwise", "has no size yet"),
         (nn.ReLU(), "replicated", "has no parameters of its own"),
         (nn.Linear(4, 3), "colwise", "out_features 3 is too small for 4 .* largest tp is 3"),
         (nn.Linear(3, 4), "rowwise", "in_features 3 is too small"),

@@ -1,14 +1,17 @@
 """Each style on simulated ranks against the plain module: output, input and parameter gradients."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.distributed.tensor import DTensor
+from tp_models import DIM, GatedMlp, Lm, Mlp, Norm
 from tp_world import check_parity, chunks, same, tp_mesh, use_local_tensors
 
 from parallel3d.errors import StateError
+from parallel3d.testing.recorder import record_collectives
 from parallel3d.testing.worlds import fake_world, local_world
 from parallel3d.tp import (
     Colwise,
@@ -21,7 +24,6 @@ from parallel3d.tp import (
 )
 
 TP = [2, 4]
-DIM = 6
 
 
 @pytest.fixture(autouse=True)
@@ -35,71 +37,6 @@ def floats(*shape: int) -> Tensor:
 
 def ids(*shape: int, below: int) -> Tensor:
     return torch.randint(below, shape)
-
-
-class Mlp(nn.Module):
-    def __init__(self, hidden: int, bias: bool = True) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, hidden, bias=bias)
-        self.down = nn.Linear(hidden, DIM, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class GatedMlp(nn.Module):
-    """Reads its input twice and takes more than one argument."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(DIM, hidden, bias=False)
-        self.up = nn.Linear(DIM, hidden, bias=False)
-        self.down = nn.Linear(hidden, DIM)
-
-    def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None) -> Tensor:
-        y = self.down(F.silu(self.gate(x)) * self.up(x)) * scale
-        return y if shift is None else y + shift
-
-
-class Norm(nn.Module):
-    """Not one of torch's: judged by its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (DIM,)) * (1 + self.weight)
-
-
-class Block(nn.Module):
-    """x + mlp(norm(x)), as a sequence-parallel block has it."""
-
-    def __init__(self, hidden: int, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        self.drop = nn.Dropout(0.0)
-        self.mlp = GatedMlp(hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.mlp(self.norm(x)))
-
-
-class Lm(nn.Module):
-    def __init__(self, vocab: int, hidden: int, *, tied: bool = False, blocks: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab, DIM)
-        self.layers = nn.ModuleList(Block(hidden, nn.RMSNorm(DIM)) for _ in range(blocks))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, vocab, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 # ---- linears ----
@@ -342,6 +279,43 @@ def test_second_derivative_of_a_parallel_mlp():
         first.pow(2).sum().backward()
         for name in ("up.weight", "up.bias", "down.weight"):
             same(params[name].full_grad(world), plain.get_parameter(name).grad)
+
+
+# ---- what is communicated ----
+
+
+def _collectives(plan: dict, tokens: Tensor) -> tuple[Counter, Counter]:
+    """Collectives of one forward and one backward of a two-block model, by operation."""
+    model = Lm(12, 8)
+    with fake_world(0, 2):
+        mesh = tp_mesh(2)
+        resolve_plan(model, plan, 2).apply(model, mesh)
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if isinstance(param, DTensor):
+                    module._parameters[name] = nn.Parameter(param.to_local())
+        with record_collectives(mesh) as forward:
+            y = model(tokens)
+        with record_collectives(mesh) as backward:
+            y.sum().backward()
+    assert all(call.axis == "tp" for call in forward.calls + backward.calls)
+    return Counter(c.op for c in forward.calls), Counter(c.op for c in backward.calls)
+
+
+def test_each_region_communicates_once_each_way():
+    tokens = ids(2, 4, below=12)
+    forward, backward = _collectives(TENSOR_PARALLEL, tokens)
+    assert forward == {"all_reduce": 1 + 2, "all_gather": 1}  # embedding, blocks, head
+    assert backward == {"all_reduce": 2 + 1}
+    apart = {name: style for name, style in TENSOR_PARALLEL.items() if name != "layers.*.mlp"}
+    apart |= {"layers.*.mlp.gate": "colwise", "layers.*.mlp.up": "colwise"}
+    assert _collectives(apart, tokens)[1] == {"all_reduce": 2 * 2 + 1}
+
+
+def test_sequence_parallel_communicates_the_halves():
+    forward, backward = _collectives(SEQUENCE_PARALLEL, ids(2, 5, below=12))
+    assert forward == {"reduce_scatter": 1 + 2, "all_gather": 2 + 2}  # the head gathers twice
+    assert backward == {"all_gather": 1 + 2, "reduce_scatter": 2 + 1}
 
 
 # ---- the length of a sequence ----
