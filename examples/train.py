@@ -90,7 +90,7 @@ def main(
     report = Report(steps, batch * config.max_seq_len, quiet=rank != 0)
     report.print(f"{layout}, {device.type}")
     if tp > 1:
-        report.print(p3d.tp.resolve_plan(model, LLAMA_TP_PLAN, tp_size=tp))
+        report.print(p3d.resolve_plan(model, LLAMA_TP_PLAN, tp_size=tp))
     policy = BF16 if mixed_precision else p3d.MixedPrecisionPolicy()
     p3d.parallelize(model, mesh, tp_plan=LLAMA_TP_PLAN, mp_policy=policy)
     p3d.materialize(model, device=device, seed=seed)

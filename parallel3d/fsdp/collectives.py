@@ -4,7 +4,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import backend_name
+from parallel3d._compat import all_gather_single, backend_name, reduce_scatter_single
 from parallel3d._trace import issuing
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
@@ -30,7 +30,7 @@ def all_gather(
 ) -> dist.Work | None:
     """(S,) of every rank -> (n * S,) on every rank, in rank order."""
     with issuing.as_unit(unit):
-        return dist.all_gather_into_tensor(output, part, group=group, async_op=True)
+        return all_gather_single(output, part, group=group, async_op=True)
 
 
 def reduce_scatter(
@@ -49,7 +49,7 @@ def reduce_scatter(
         return ScatterWork(work, rows.view(n, -1), rows_to_sum=True)
     output = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
     with issuing.as_unit(unit):
-        work = dist.reduce_scatter_tensor(output, whole, group=group, async_op=True)
+        work = reduce_scatter_single(output, whole, group=group, async_op=True)
     return ScatterWork(work, output, rows_to_sum=False)
 
 

@@ -1,10 +1,9 @@
 """ShardedParam: one parameter's layouts, from the whole tensor to this rank's shard and back.
 
-Three shapes matter. The *global* shape is the plain model's. The *compute* shape is what forward
-sees: the tp chunk of it. The *padded* shape is the largest compute shape over tp ranks with the sharded
-dim rounded up to a multiple of the shard axis: the same on every rank, so that collectives have equal
-sizes everywhere. Padding exists in the engine's buffers only; at rest a rank's local tensor is the
-part of its slot that holds real rows.
+The *global* shape is the plain model's; the *compute* shape is what forward sees, the tp chunk of it. Every
+rank's *slot* in the buffers has the same number of elements, that of the largest chunk over shard and
+tp ranks, so that collectives have equal sizes everywhere. A rank that holds less leaves the rest of its slot
+unused. Padding exists in the engine's buffers only; at rest a rank's local tensor has its real rows.
 """
 
 from collections.abc import Sequence
@@ -80,11 +79,7 @@ class ShardedParam:
         chunk = list(padded)
         if self.dim is not None:
             chunk[self.dim] //= self.parts
-        self.padded_shape = tuple(padded)
-        self.chunk_shape = tuple(chunk)
         self.slot_numel = _product(chunk)
-        tp_even = self.tp_dim is None or self.global_shape[self.tp_dim] % self.tp_size == 0
-        self.even = tp_even and self.padded_shape == tuple(largest)
         # Sizes below may be SymInts under simulated ranks.
         compute = list(largest)
         if self.tp_dim is not None and self.tp_mesh is not None:
@@ -92,12 +87,17 @@ class ShardedParam:
             compute[self.tp_dim] = _chunk_length(
                 self.global_shape[self.tp_dim], self.tp_size, coordinate
             )
-        local = list(compute)
+        local, region, chunk_local = list(compute), list(compute), list(compute)
         if self.dim is not None:
             coordinate = self.axes.coordinate(self.axes.shard)
             local[self.dim] = _chunk_length(compute[self.dim], self.parts, coordinate)
+            region[self.dim], chunk_local[self.dim] = padded[self.dim], chunk[self.dim]
         self.compute_shape = tuple(compute)
         self.local_shape = tuple(local)
+        self.region_shape = tuple(region)
+        self.chunk_shape = tuple(chunk_local)
+        tp_even = self.tp_dim is None or self.global_shape[self.tp_dim] % self.tp_size == 0
+        self.even = tp_even and padded == largest
 
     def _make_spec(self) -> DTensorSpec:
         placements: list[Placement] = [Replicate() for _ in range(self.axes.mesh.ndim)]
@@ -130,41 +130,50 @@ class ShardedParam:
 
     def local_view(self, slot: torch.Tensor) -> torch.Tensor:
         """This rank's real rows in its slot of a sharded buffer, (slot_numel,) -> local_shape."""
-        return self._trim(slot.view(self.chunk_shape), self.local_shape)
+        return self._trim(self._shaped(slot, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter in its region, (parts * slot_numel,) -> compute_shape."""
-        return self._trim(region.view(self.padded_shape), self.compute_shape)
+        return self._trim(self._shaped(region, self.region_shape), self.compute_shape)
 
     def by_rank(self, region: torch.Tensor) -> torch.Tensor:
-        """The same region as (parts, *chunk_shape): entry i is what shard rank i holds."""
-        return self._split(region.view(self.padded_shape))
+        """The same region with a first dim of ``parts``: entry i is what shard rank i holds."""
+        return self._split(self._shaped(region, self.region_shape))
 
     def slots_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
         """(parts, slot_numel) columns of a gathered buffer, shaped as ``by_rank`` shapes a region."""
-        if self.dim in (None, 0):
+        if self.even and self.dim in (None, 0):
             return columns
+        if not self.even:
+            columns = columns.narrow(1, 0, _product(self.chunk_shape))
         return columns.unflatten(1, self.chunk_shape)
 
     def grad_by_rank(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient of compute_shape, padded with zeros if need be, shaped as ``by_rank``."""
         if not self.even:
-            padded = torch.zeros(self.padded_shape, dtype=grad.dtype, device=grad.device)
+            padded = torch.zeros(self.region_shape, dtype=grad.dtype, device=grad.device)
             self._trim(padded, self.compute_shape).copy_(grad)
             grad = padded
         return self._split(grad)
 
-    def _split(self, padded: torch.Tensor) -> torch.Tensor:
-        if self.dim in (None, 0):
-            return padded.reshape(self.parts, self.slot_numel)
-        return padded.unflatten(self.dim, (self.parts, -1)).movedim(self.dim, 0)
+    def _shaped(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The first elements of ``flat`` in ``shape``; a tp rank with fewer rows leaves a rest."""
+        if not self.even:
+            flat = flat.narrow(0, 0, _product(shape))
+        return flat.view(tuple(shape))
+
+    def _split(self, region: torch.Tensor) -> torch.Tensor:
+        if self.even and self.dim in (None, 0):
+            return region.reshape(self.parts, self.slot_numel)
+        if self.dim is None:
+            return region.unsqueeze(0)
+        return region.unflatten(self.dim, (self.parts, -1)).movedim(self.dim, 0)
 
     def _trim(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        if self.even:
+        """Drops the rows that pad the sharded dim."""
+        if self.even or self.dim is None:
             return tensor
-        for dim in {self.dim, self.tp_dim} - {None}:
-            tensor = tensor.narrow(dim, 0, shape[dim])
-        return tensor
+        return tensor.narrow(self.dim, 0, shape[self.dim])
 
     # -- the Parameter at rest ---------------------------------------------------------------------
 

@@ -1,0 +1,79 @@
+"""The parallel model is the plain model, on every mesh (simulated ranks)."""
+
+import functools
+
+import pytest
+from models import LM_PLAN, Lm, lm_loss, tokens
+
+from parallel3d import MeshLayout
+from parallel3d.testing import assert_parity
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
+
+MESHES = [
+    (1, 1, 1),
+    (8, 1, 1),
+    (1, 8, 1),
+    (1, 1, 4),
+    (2, 4, 1),
+    (1, 2, 4),
+    (2, 1, 4),
+    (1, 4, 2),
+    (3, 1, 2),
+    (2, 2, 2),
+]
+SEQUENCE_PLAN = {
+    "embed": VocabParallel(output="sequence"),
+    "layers.*.norm": SequenceParallel(),
+    "layers.*.up": Colwise(input="sequence"),
+    "layers.*.down": Rowwise(output="sequence"),
+    "norm": SequenceParallel(),
+    "head": Colwise(input="sequence", output="replicate"),
+}
+lm_parity = functools.partial(assert_parity, batch=tokens, loss=lm_loss)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh(mesh: tuple[int, int, int]) -> None:
+    """Vocabulary 19 and hidden 21: no axis divides them; width 12 is cut evenly by some."""
+    build = functools.partial(Lm, hidden=21, layers=1)
+    lm_parity(build, layout=MeshLayout(*mesh), tp_plan=LM_PLAN)
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2), (1, 2, 4), (3, 1, 2)], ids=str)
+def test_accumulation_over_three_micro_batches(mesh: tuple[int, int, int]) -> None:
+    build = functools.partial(Lm, layers=1)
+    lm_parity(build, layout=MeshLayout(*mesh), tp_plan=LM_PLAN, micro_batches=3, steps=2)
+
+
+@pytest.mark.parametrize("defer", ["sync", "nothing"])
+def test_other_ways_to_accumulate(defer: str) -> None:
+    build = functools.partial(Lm, layers=1)
+    layout = MeshLayout(2, 2, 2)
+    lm_parity(build, layout=layout, tp_plan=LM_PLAN, micro_batches=3, steps=2, defer=defer)
+
+
+@pytest.mark.parametrize("dim,hidden", [(3, 5), (9, 17), (16, 8)])
+@pytest.mark.parametrize("mesh", [(1, 4, 2), (3, 1, 2), (2, 2, 2)], ids=str)
+def test_small_and_odd_sizes(dim: int, hidden: int, mesh: tuple[int, int, int]) -> None:
+    """Fewer rows than ranks; 9 and 17 rows, which DTensor can't place on shard 4 x tp 2."""
+    build = functools.partial(Lm, dim=dim, hidden=hidden, layers=1)
+    lm_parity(build, layout=MeshLayout(*mesh), tp_plan=LM_PLAN, steps=2, fp32=False)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 3)], ids=str)
+def test_sequence_parallel(mesh: tuple[int, int, int]) -> None:
+    """Sequence length 5, which neither tp divides; the norms' gradients are partial."""
+    build = functools.partial(Lm, layers=1)
+    lm_parity(build, layout=MeshLayout(*mesh), tp_plan=SEQUENCE_PLAN, steps=3)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 1)], ids=str)
+def test_tied_embedding_and_head(mesh: tuple[int, int, int]) -> None:
+    build = functools.partial(Lm, layers=1, tied=True)
+    lm_parity(build, layout=MeshLayout(*mesh), tp_plan=LM_PLAN, steps=3, fp32=False)
+
+
+@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"reshard_after_forward": False}])
+def test_options(options: dict) -> None:
+    build = functools.partial(Lm, layers=2)
+    lm_parity(build, layout=MeshLayout(2, 2, 1), steps=2, fp32=False, **options)
