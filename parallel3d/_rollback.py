@@ -1,13 +1,14 @@
 """Putting a model back as it was when wrapping it fails half-way."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 __all__ = ["unchanged_on_error"]
+
+# Names of what torch keeps in containers of its own: parameters, buffers, modules and hooks.
+_CONTAINERS = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
 
 
 @contextmanager
@@ -15,22 +16,26 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Restores every module's class and attributes if the body raises.
 
     Parameters themselves are not copied: wrapping replaces them and never writes to them.
+    Containers are refilled, not replaced: the handle of a user's hook refers to the one it is in.
     """
-    saved = [(module, type(module), _shallow(vars(module))) for module in model.modules()]
+    modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
+    containers = [
+        (container, container.copy())
+        for _, _, state in modules
+        for container in (state[name] for name in _CONTAINERS if name in state)
+    ]
     attributes = [(param, dict(vars(param))) for param in model.parameters()]
     try:
         yield
     except BaseException:
-        for module, cls, state in saved:
+        for module, cls, state in modules:
             module.__class__ = cls
             vars(module).clear()
             vars(module).update(state)
+        for container, content in containers:
+            container.clear()
+            container.update(content)
         for param, values in attributes:
             vars(param).clear()
             vars(param).update(values)
         raise
-
-
-def _shallow(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy one container deep: the dicts of parameters, buffers, modules and hooks are copied."""
-    return {k: copy.copy(v) if isinstance(v, (dict, set, list)) else v for k, v in state.items()}

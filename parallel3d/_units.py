@@ -74,6 +74,11 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
         raise Parallel3dError(
             f"units is the string {patterns!r}; give a list of name patterns, such as [{patterns!r}]"
         )
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise Parallel3dError(
+            f"units is {patterns!r}; it must be a list of name patterns, such as "
+            '["layers.*"], or None'
+        )
     named = [(name, module) for name, module in model.named_modules() if name]
     blocks: list[tuple[str, nn.Module]] = []
     for pattern in patterns:

@@ -30,7 +30,8 @@ def materialize(
 
     Args:
         model: plain or parallel.
-        device: where to; by default the current accelerator, or the CPU.
+        device: where to; by default the mesh's device, of a plain model the current accelerator or
+            the CPU.
         seed: the same seed gives the same weights on every mesh and on the plain model.
 
     Returns:
@@ -40,7 +41,7 @@ def materialize(
         Parallel3dError: nothing is on meta, or a module has no way to initialise itself; the model is
             then as before.
     """
-    target = _target_device(device)
+    target = _target_device(model, device)
     modules = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
     if not modules:
         raise Parallel3dError(
@@ -56,9 +57,23 @@ def materialize(
     return model
 
 
-def _target_device(device: torch.device | str | None) -> torch.device:
+def _target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    meshes = {unit.device_type for module in model.modules() if (unit := unit_of(module))}
     if device is not None:
-        target = torch.device(device)
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise Parallel3dError(
+                f"materialize: device is {device!r}, which torch doesn't know; give one such as "
+                "'cpu' or 'cuda'"
+            ) from error
+        if target.type != "meta" and meshes - {target.type}:
+            raise Parallel3dError(
+                f"materialize: device is {target}, but the model's mesh is on {min(meshes)}; leave "
+                "device out to use the mesh's"
+            )
+    elif meshes:
+        target = torch.device(min(meshes))
     elif torch.accelerator.is_available():
         target = torch.device(torch.accelerator.current_accelerator() or "cpu")
     else:

@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d._rollback import unchanged_on_error
 from parallel3d._units import Units, find_units
-from parallel3d.errors import MeshError, Parallel3dError, PlanError
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.state import unit_of
@@ -64,19 +66,31 @@ def parallelize(
         AgreementError: the ranks were given different models, plans or options.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    problem: Parallel3dError | None = None
+    problem: Exception | None = None
     plan, found, settings = None, Units([], [], []), {}
     try:
         _check_model(model)
+        _check_switches(
+            fsdp=fsdp,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            strict=strict,
+        )
+        _check_compile(compile)
         _check_options(mesh, tp_plan, fsdp, policy)
         plan = _resolve(model, mesh, tp_plan, strict)
         found = find_units(model, units)
         settings = _settings(model, plan, found, mesh, policy)
         settings["options"] = f"{reshard_after_forward} {activation_checkpointing} {compile} {fsdp}"
-    except Parallel3dError as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
+        if not dist.is_initialized():
+            raise
     # Also a rank with an error reports: the others must not wait for it in a collective.
-    check_agreement("parallelize", {**settings, "problem": str(problem or "none")})
+    try:
+        check_agreement("parallelize", {**settings, "problem": str(problem or "none")})
+    except AgreementError as error:
+        raise error from problem
     if problem is not None:
         raise problem
 
@@ -113,6 +127,11 @@ def _check_model(model: nn.Module) -> None:
         raise Parallel3dError(f"model is {model!r}; it must be an nn.Module")
     for name, module in model.named_modules():
         kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Parallel3dError(
+                f"{name or 'the model'} is a {kind}, whose parameters can't be replaced; give "
+                "parallelize the nn.Module it was scripted from"
+            )
         if unit_of(module) is not None or kind in _WRAPPERS or _is_torch_fsdp(module):
             raise Parallel3dError(
                 f"the model is parallel already: {name or 'it'} is a {kind}; give parallelize the plain "
@@ -123,6 +142,16 @@ def _check_model(model: nn.Module) -> None:
             raise Parallel3dError(
                 f"the model is parallel already: parameter {name} is a DTensor; give parallelize the "
                 "plain model, once"
+            )
+        if is_lazy(param):
+            raise Parallel3dError(
+                f"parameter {name} has no size yet; run a batch through the model before "
+                "parallelize, or use the module that is not lazy"
+            )
+        if param.layout is not torch.strided:
+            raise Parallel3dError(
+                f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a "
+                "dense parameter (to_dense()), or as a buffer"
             )
         if param.dtype.is_complex:
             raise Parallel3dError(
@@ -138,6 +167,23 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParalle
 
 def _is_torch_fsdp(module: nn.Module) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _check_switches(**switches: bool) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
+
+
+def _check_compile(value: bool | str) -> None:
+    if isinstance(value, bool):
+        return
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if value not in backends:
+        raise Parallel3dError(
+            f"compile is {value!r}; it must be True, False or a backend of torch.compile: "
+            f"{', '.join(backends)}"
+        )
 
 
 def _check_options(
@@ -185,7 +231,12 @@ def _settings(
     policy: MixedPrecisionPolicy,
 ) -> dict[str, str]:
     """What must be alike on all ranks for their collectives to match."""
-    params = (f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in _all_params(model))
+    first: dict[nn.Parameter, str] = {}
+    params = (
+        # With the name it goes by first, so that ties show.
+        f"{first.setdefault(p, n)} {n} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
+        for n, p in _all_params(model)
+    )
     named = [[name for name, _ in kind] for kind in (units.blocks, units.embeddings, units.tail)]
     return {
         "mesh": f"{mesh.mesh_dim_names} {tuple(mesh.shape)}",

@@ -85,8 +85,10 @@ def fully_shard(  # type: ignore[misc]
         raise Parallel3dError(
             f"reshard_after_forward is {reshard_after_forward!r}; it must be True, False or None"
         )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise Parallel3dError(f"mp_policy is {mp_policy!r}; it must be a MixedPrecisionPolicy")
     axes = data_axes(mesh)
-    ignored = {id(p) for p in ignored_params or ()}
+    ignored = _check_ignored(ignored_params)
     found = list(_managed_params(modules, ignored))
 
     params = [ShardedParam(name, param, slots, axes) for name, param, slots in found]
@@ -106,6 +108,11 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
+    if len({id(each) for each in modules}) < len(modules):
+        raise Parallel3dError(
+            f"fully_shard was given a list of {len(modules)} modules in which one stands twice; "
+            "list each once"
+        )
     for each in modules:
         if not isinstance(each, nn.Module):
             raise Parallel3dError(
@@ -122,6 +129,17 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 "apply it to each of its modules, or pass them as one list"
             )
     return modules
+
+
+def _check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
+    given = list(params or ())
+    for param in given:
+        if not isinstance(param, nn.Parameter):
+            raise Parallel3dError(
+                f"ignored_params holds {param!r}; it must hold the Parameters themselves, such as "
+                "[model.scale]"
+            )
+    return {id(param) for param in given}
 
 
 def _managed_params(

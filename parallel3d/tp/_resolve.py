@@ -54,6 +54,11 @@ class Resolution:
         """Gives the modules that ``pattern`` matches the style ``value`` stands for."""
         self._rules_given += 1
         try:
+            if not isinstance(pattern, str):
+                raise PlanError(
+                    "a pattern is a module's path such as 'layers.*.wq', not "
+                    f"{type(pattern).__name__}"
+                )
             style = parse_style(value)
         except PlanError as error:
             self.problems.append(f"rule {pattern!r}: {error}")

@@ -71,7 +71,9 @@ def need_plain(style: object, module: nn.Module, *kinds: type[nn.Module]) -> Non
 def check_size(module: nn.Module, what: str, multiple_of: int, tp: int) -> None:
     """Refuses a size, the module's attribute ``what``, that ``tp`` ranks can't share."""
     size: Any = getattr(module, what)
-    if multiple_of < 1 or size % multiple_of:
+    if type(multiple_of) is not int or multiple_of < 1:
+        raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
+    if size % multiple_of:
         raise PlanError(f"{what} {size} is not a multiple of multiple_of={multiple_of}")
     groups = size // multiple_of
     if multiple_of > 1 and groups % tp:

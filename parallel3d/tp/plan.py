@@ -137,8 +137,13 @@ def resolve_plan(
             that don't fit their module, sizes that can't be shared by ``tp_size`` ranks, shared
             parameters split in two ways, a model that is parallel already, an empty plan.
     """
-    if tp_size < 1:
-        raise PlanError(f"tp_size {tp_size}: an axis has at least one rank")
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"the plan is {plan!r}; it must be a dict from module-name patterns to styles, such as "
+            '{"layers.*.wq": "colwise"}'
+        )
+    if type(tp_size) is not int or tp_size < 1:
+        raise PlanError(f"tp_size {tp_size!r}: an axis has at least one rank, as an int")
     parallel = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
     if parallel:
         raise PlanError(

@@ -1,0 +1,51 @@
+"""Which axes of a mesh the engine takes: by name where there are names it knows."""
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d import MeshError
+from parallel3d.fsdp.axes import data_axes
+from parallel3d.testing import fake_world
+
+GOOD = {
+    ("shard",): (None, 0, None),
+    ("replicate",): (0, None, None),
+    ("anything",): (None, 0, None),
+    ("replicate", "shard"): (0, 1, None),
+    ("dp_replicate", "dp_shard"): (0, 1, None),
+    ("outer", "inner"): (0, 1, None),
+    ("outer", "shard"): (0, 1, None),
+    ("shard", "tp"): (None, 0, 1),
+    ("replicate", "tp"): (0, None, 1),
+    ("replicate", "shard", "tp"): (0, 1, 2),
+}
+BAD = {
+    ("shard", "replicate"): "shard comes before replicate",
+    ("tp",): "no axis to shard or replicate",
+    ("tp", "shard"): "tp is not the innermost",
+    ("replicate", "shard", "cp"): "'cp' is not known",
+    ("a", "b", "c"): "'a' is not known",
+    ("dp", "tp"): "'dp' is not known",
+}
+
+
+@pytest.mark.parametrize("names", GOOD, ids="-".join)
+def test_found(names: tuple[str, ...]) -> None:
+    with fake_world(0, 2 ** len(names)):
+        mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        axes = data_axes(mesh)
+        assert (axes.replicate, axes.shard, axes.tp) == GOOD[names]
+
+
+@pytest.mark.parametrize("names", BAD, ids="-".join)
+def test_refused(names: tuple[str, ...]) -> None:
+    with fake_world(0, 2 ** len(names)):
+        mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        with pytest.raises(MeshError, match=BAD[names]):
+            data_axes(mesh)
+
+
+def test_two_unnamed_axes_are_replicate_and_shard() -> None:
+    with fake_world(0, 4):
+        axes = data_axes(init_device_mesh("cpu", (2, 2)))
+        assert (axes.replicate, axes.shard, axes.tp) == (0, 1, None)

@@ -1,0 +1,426 @@
+"""What holds between calls: the at-rest rule, unshard and reshard, order, odd uses of modules."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from models import Block, Lm, lm_loss, tokens
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh
+from parallel3d.fsdp import FSDPModule, fully_shard
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
+
+
+def shard_blocks(model: nn.Module, mesh, **options) -> nn.Module:
+    """Each block, then the root."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def build(mesh_shape=(1, 2, 1), **options):
+    """A wrapped Lm in the present world."""
+    mesh = build_mesh(MeshLayout(*mesh_shape), device_type="cpu")
+    torch.manual_seed(0)
+    return shard_blocks(Lm(layers=2), mesh, **options), mesh
+
+
+def at_rest(model: nn.Module) -> bool:
+    """Whether every parameter is a DTensor and nothing is gathered."""
+    units = {unit_of(m) for m in model.modules()} - {None}
+    for unit in units:
+        for bucket in unit.group.buckets:
+            if bucket.has_own_unsharded and bucket.unsharded.untyped_storage().size():
+                return False
+            if bucket.gathered is not bucket.flat and bucket.gathered.untyped_storage().size():
+                return False
+    return all(isinstance(p, DTensor) for p in model.parameters())
+
+
+class TestAtRest:
+    @pytest.mark.parametrize("reshard", [True, False, None])
+    def test_parameters_are_the_same_objects_always(self, reshard) -> None:
+        with fake_world(0, 2):
+            model, _ = build(reshard_after_forward=reshard)
+            objects = [id(p) for p in model.parameters()]
+            loss = lm_loss(model, tokens(0))
+            assert [id(p) for p in model.parameters()] == objects  # between forward and backward
+            loss.backward()
+            assert [id(p) for p in model.parameters()] == objects
+            assert at_rest(model)
+
+    def test_global_shapes_and_names_are_the_plain_models(self) -> None:
+        plain = Lm(layers=2)
+        with fake_world(1, 8):
+            model, _ = build((2, 4, 1))
+            assert {n: p.shape for n, p in plain.named_parameters()} == {
+                n: p.shape for n, p in model.named_parameters()
+            }
+            assert list(plain.state_dict()) == list(model.state_dict())
+
+    def test_evaluation_leaves_nothing_gathered(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build(reshard_after_forward=False)
+            with torch.no_grad():
+                model(tokens(0))
+            assert at_rest(model)
+            with torch.inference_mode():
+                model(tokens(0))
+            assert at_rest(model)
+            lm_loss(model, tokens(0)).backward()
+            assert at_rest(model)
+
+    def test_forward_frees_blocks_but_not_the_root(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            loss = lm_loss(model, tokens(0))
+            sizes = [
+                sum(b.unsharded.untyped_storage().size() for b in unit_of(m).group.buckets)
+                for m in (*model.layers, model)
+            ]
+            assert sizes[0] == sizes[1] == 0 < sizes[2]
+            loss.backward()
+
+    def test_class_and_repr(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            assert isinstance(model, FSDPModule) and isinstance(model, Lm)
+            assert type(model).__name__ == "FSDPLm"
+            assert type(model.layers[0]) is type(model.layers[1])
+
+
+class TestUnshard:
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_values_and_back(self, async_op) -> None:
+        torch.manual_seed(0)
+        plain = Lm(layers=2)
+        with local_world(2) as world:
+            model, _ = build()
+            handle = model.layers[0].unshard(async_op=async_op)
+            if async_op:
+                assert isinstance(model.layers[0].up.weight, DTensor)  # not before wait()
+                handle.wait()
+                handle.wait()  # a second wait does nothing
+            for name, want in plain.layers[0].named_parameters():
+                for got in world.per_rank(model.layers[0].get_parameter(name).data):
+                    assert torch.equal(got, want), name
+            assert isinstance(model.layers[1].up.weight, DTensor)  # not recursive
+            model.layers[0].reshard()
+            assert isinstance(model.layers[0].up.weight, DTensor)
+
+    def test_changes_of_shards_are_gathered(self) -> None:
+        with local_world(2) as world:
+            model, _ = build()
+            model.layers[0].unshard()
+            model.layers[0].reshard()
+            with torch.no_grad():
+                for p in model.layers[0].parameters():
+                    p.fill_(3.0)
+            model.layers[0].unshard()
+            for got in world.per_rank(model.layers[0].up.bias.data):
+                assert (got == 3.0).all()
+
+
+def parity(apply, loss=lm_loss, **options):
+    """Parity in float64 on simulated ranks, 2 x 2 data ranks."""
+    layout = options.pop("layout", MeshLayout(2, 2, 1))
+    build_model = options.pop("build", functools.partial(Lm, layers=2))
+    return assert_parity(
+        build_model, tokens, layout, loss=loss, apply=apply, steps=2, fp32=False, **options
+    )
+
+
+class TestUses:
+    @pytest.mark.parametrize("reshard", [True, False, None])
+    def test_reshard_after_forward(self, reshard) -> None:
+        parity(functools.partial(shard_blocks, reshard_after_forward=reshard))
+
+    def test_root_only(self) -> None:
+        parity(lambda model, mesh: fully_shard(model, mesh=mesh))
+
+    def test_nested_units(self) -> None:
+        def apply(model, mesh):
+            for layer in model.layers:
+                fully_shard(layer.up, mesh=mesh)
+            return shard_blocks(model, mesh)
+
+        parity(apply)
+
+    def test_modules_as_one_unit(self) -> None:
+        def apply(model, mesh):
+            fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+            return shard_blocks(model, mesh)
+
+        parity(apply)
+
+    def test_units_without_a_root(self) -> None:
+        """Only the blocks are units; the rest has plain gradients, different on each rank."""
+        torch.manual_seed(0)
+        plain = Block()
+        model = copy.deepcopy(plain)
+        x = torch.randn(3, 12)
+        plain(x).sum().backward()
+        with local_world(2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            fully_shard(model.up, mesh=mesh)
+            fully_shard(model.down, mesh=mesh)
+            model(torch.empty(3, 12).copy_(x)).sum().backward()
+            full = model.up.weight.grad.full_tensor()
+            assert torch.allclose(full.reconcile(), plain.up.weight.grad)
+
+    def test_several_forwards_before_one_backward(self) -> None:
+        parity(shard_blocks, loss=lambda m, x: lm_loss(m, x) + lm_loss(m, x.flip(0)) * 2)
+
+    def test_one_block_called_twice(self) -> None:
+        class Twice(Lm):
+            def forward(self, ids):
+                x = self.embed(ids)
+                for layer in (self.layers[0], self.layers[1], self.layers[0]):
+                    x = layer(x)
+                return self.head(self.norm(x))
+
+        parity(shard_blocks, build=functools.partial(Twice, layers=2))
+
+    def test_two_backwards_of_two_forwards(self) -> None:
+        class Loss:
+            def __call__(self, model, x):
+                first = lm_loss(model, x)
+                second = lm_loss(model, x.flip(0))
+                (first / x_scale(model)).backward()
+                return second
+
+        def x_scale(model):
+            return 4 if not isinstance(model, FSDPModule) else 1
+
+        parity(shard_blocks, loss=Loss())
+
+    def test_backward_of_one_of_two_outputs(self) -> None:
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.trunk = nn.Linear(5, 6)
+                self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 4)
+
+            def forward(self, x):
+                h = self.trunk(x)
+                return self.a(h), self.b(h)
+
+        def batch(i):
+            return torch.randn(2, 5, generator=torch.Generator().manual_seed(i))
+
+        assert_parity(
+            Two,
+            batch,
+            MeshLayout(1, 2, 1),
+            loss=lambda m, x: m(x)[1].square().mean(),
+            apply=lambda m, mesh: fully_shard(m, mesh=mesh),
+            steps=2,
+            fp32=False,
+        )
+
+    def test_unused_block(self) -> None:
+        class Skips(Lm):
+            def forward(self, ids):
+                return self.head(self.norm(self.layers[1](self.embed(ids))))
+
+        parity(shard_blocks, build=functools.partial(Skips, layers=2))
+
+    def test_frozen_parameters(self) -> None:
+        def frozen():
+            model = Lm(layers=3)
+            for name, p in model.named_parameters():
+                p.requires_grad_("layers.1" in name or "bias" in name)
+            return model
+
+        parity(shard_blocks, build=frozen)
+
+    def test_all_frozen_but_the_first(self) -> None:
+        """Frozen units after the trained one: backward passes through them and frees them."""
+
+        def frozen():
+            model = Lm(layers=2)
+            for name, p in model.named_parameters():
+                p.requires_grad_("embed" in name)
+            return model
+
+        parity(shard_blocks, build=frozen)
+
+    def test_submodule_before_root(self) -> None:
+        """torch 2.13: RuntimeError, already lazily initialized."""
+
+        def loss(model, x):
+            with torch.no_grad():
+                model.layers[0](torch.zeros(1, 12, dtype=model.norm.weight.dtype))
+            return lm_loss(model, x)
+
+        parity(shard_blocks, loss=loss)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpoint_around_units(self, reentrant) -> None:
+        class Checkpointed(Lm):
+            def forward(self, ids):
+                x = self.embed(ids)
+                for layer in self.layers:
+                    x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+                return self.head(self.norm(x))
+
+        parity(shard_blocks, build=functools.partial(Checkpointed, layers=2))
+
+    def test_checkpoint_around_several_units(self) -> None:
+        class Checkpointed(Lm):
+            def forward(self, ids):
+                def run(x):
+                    for layer in self.layers:
+                        x = layer(x)
+                    return x
+
+                x = torch.utils.checkpoint.checkpoint(run, self.embed(ids), use_reentrant=False)
+                return self.head(self.norm(x))
+
+        parity(shard_blocks, build=functools.partial(Checkpointed, layers=3))
+
+    def test_scalar_parameter(self) -> None:
+        class Scaled(Lm):
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.scale = nn.Parameter(torch.tensor(1.5))
+
+            def forward(self, ids):
+                return super().forward(ids) * self.scale
+
+        parity(shard_blocks, build=functools.partial(Scaled, layers=1))
+
+    def test_ignored_parameters_stay(self) -> None:
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = Block()
+            keep = model.norm.weight
+            fully_shard(model, mesh=mesh, ignored_params={keep})
+            assert model.norm.weight is keep
+            model(torch.randn(2, 12)).sum().backward()
+            assert type(keep.grad) is torch.Tensor
+
+
+class TestConversions:
+    def test_to_empty_double_and_back(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            objects = [id(p) for p in model.parameters()]
+            model.double()
+            assert [id(p) for p in model.parameters()] == objects
+            lm_loss(model, tokens(0)).backward()
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+            assert at_rest(model)
+            for unit in {unit_of(m) for m in model.modules()} - {None}:
+                for bucket in unit.group.buckets:
+                    assert not bucket.adopt()  # locals are views of the buffer again
+
+    def test_double_keeps_values(self) -> None:
+        with local_world(2) as world:
+            model, _ = build()
+            before = [p.to_local().clone() for p in model.parameters()]
+            model.double()
+            for old, p in zip(before, model.parameters(), strict=True):
+                for a, b in zip(world.per_rank(old), world.per_rank(p), strict=True):
+                    assert torch.equal(a.double(), b)
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_load_state_dict(self, assign) -> None:
+        with local_world(2) as world:
+            model, _ = build()
+            state = {k: v.clone() + 1 for k, v in model.state_dict().items()}
+            objects = [id(p) for p in model.parameters()]
+            model.load_state_dict(state, assign=assign)
+            assert [id(p) for p in model.parameters()] == objects
+            for name, p in model.named_parameters():
+                for a, b in zip(world.per_rank(p), world.per_rank(state[name]), strict=True):
+                    assert torch.equal(a, b), name
+            model.layers[0].unshard()  # the buffer has them too
+            full = model.layers[0].up.weight.data
+            model.layers[0].reshard()
+            assert full is not None and at_rest(model)
+
+    def test_assign_whole_tensors(self) -> None:
+        """A plain state dict, assigned: each rank keeps its shard of it."""
+        torch.manual_seed(1)
+        state = Lm(layers=2).state_dict()
+        with local_world(2) as world:
+            model, _ = build()
+            model.load_state_dict(state, assign=True)
+            model.layers[1].unshard()
+            for got in world.per_rank(model.layers[1].up.weight.data):
+                assert torch.equal(got, state["layers.1.up.weight"])
+            model.layers[1].reshard()
+
+
+class TestMixedPrecision:
+    def test_dtypes(self) -> None:
+        seen = {}
+
+        class Spy(Block):
+            def forward(self, x):
+                seen["weight"], seen["input"] = self.up.weight.dtype, x.dtype
+                return super().forward(x)
+
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            model = fully_shard(Spy(), mesh=mesh, mp_policy=policy)
+            with record_collectives(mesh) as recorder:
+                out = model(torch.randn(2, 12))
+                out.sum().backward()
+            assert seen == {"weight": torch.bfloat16, "input": torch.bfloat16}
+            assert out.dtype == torch.float64
+            assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+            numel = sum(b.numel for b in unit_of(model).group.buckets) * 2
+            (gather, *_) = recorder.select("all_gather")
+            (scatter,) = recorder.select("reduce_scatter")
+            assert (gather.bytes, scatter.bytes) == (numel * 2, numel * 4)
+
+    def test_close_to_full_precision(self) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        torch.manual_seed(0)
+        plain = Lm(layers=2)
+        torch.manual_seed(0)
+        model = Lm(layers=2)
+        want = lm_loss(plain, tokens(0))
+        want.backward()
+        with local_world(2) as world:
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            shard_blocks(model, mesh, mp_policy=policy)
+            lm_loss(model, world.map(lambda r: tokens(0))).backward()
+            got = model.layers[0].up.weight.grad.full_tensor().reconcile()
+        expected = plain.layers[0].up.weight.grad
+        assert (got - expected).abs().max() < 0.05 * expected.abs().max()
+        assert not torch.equal(got, expected)  # it did compute in bfloat16
+
+    def test_output_in_containers(self) -> None:
+        class Out(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lin = nn.Linear(4, 4)
+
+            def forward(self, x, *, extra):
+                return {"a": self.lin(x), "b": (self.lin(extra["x"]), 3)}
+
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = fully_shard(Out(), mesh=mesh, mp_policy=policy)
+            out = model(torch.randn(2, 4), extra={"x": torch.randn(2, 4), "n": 1})
+            assert out["a"].dtype == out["b"][0].dtype == torch.float32 and out["b"][1] == 3
+            (out["a"].sum() + out["b"][0].sum()).backward()
+            assert at_rest(model)
+
+
+def test_tied_parameters_in_two_units_are_refused() -> None:
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = Lm(tied=True)
+        fully_shard(model.embed, mesh=mesh)
+        with pytest.raises(Parallel3dError, match="tied"):
+            fully_shard(model.head, mesh=mesh)

@@ -1,0 +1,110 @@
+"""Layouts at rest: every rank's shard is where its DTensor placements say, and nothing is lost."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d._compat import StridedShard
+from parallel3d._layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d.fsdp import fully_shard
+from parallel3d.testing import fake_world, local_world, shards_of
+
+MESHES = [(1, 4, 2), (1, 2, 3), (2, 2, 2)]
+SIZES = [1, 3, 8, 9, 12, 13, 17]
+
+
+class Holder(nn.Module):
+    """One parameter, tp-sharded or not."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = param
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.sum()
+
+
+def tp_param(whole: torch.Tensor, mesh, placement) -> nn.Parameter:
+    """``whole`` as a DTensor on the tp axis, as a style of ours leaves it."""
+    tp = mesh["tp"]
+    local = whole
+    if isinstance(placement, Shard):
+        local = local_chunk(whole, placement.dim, tp.size(), tp.get_local_rank())
+    else:
+        local = torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
+    made = DTensor.from_local(
+        local, tp, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    param = nn.Parameter(made.detach())
+    set_param_layout(param, ParamLayout("local"))
+    return param
+
+
+@pytest.mark.parametrize("placement", [None, Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_shards_are_where_placements_say(mesh_shape, placement) -> None:
+    world_size = torch.Size(mesh_shape).numel()
+    for rows, cols in itertools.product(SIZES, (5, 8)):
+        whole = torch.arange(rows * cols, dtype=torch.float32).view(rows, cols)
+        with local_world(world_size):
+            mesh = build_mesh(MeshLayout(*mesh_shape), device_type="cpu")
+            param = nn.Parameter(whole) if placement is None else tp_param(whole, mesh, placement)
+            model = fully_shard(Holder(param), mesh=mesh)
+            covered = torch.zeros(rows, cols)
+            for _, box, local in shards_of(model.weight):
+                assert torch.equal(local, whole[box]), (rows, cols, box)
+                covered[box] += 1
+            assert model.weight.shape == whole.shape
+        assert (covered > 0).all(), "some rows are on no rank"
+        if placement is None and mesh_shape[0] == 1:
+            assert (covered == mesh_shape[2]).all(), "some rows are on two shard ranks"
+
+
+@pytest.mark.parametrize(
+    "shape,tp_placement,expected",
+    [
+        ((16, 8), None, (Replicate(), Shard(0), Replicate())),
+        ((16, 8), Shard(1), (Replicate(), Shard(0), Shard(1))),
+        ((16, 8), Shard(0), (Replicate(), StridedShard(0, split_factor=2), Shard(0))),
+        ((9, 8), Shard(0), (Replicate(), Shard(1), Shard(0))),  # DTensor can't stride 9 rows
+        ((17, 8), Shard(0), (Replicate(), Shard(1), Shard(0))),
+        ((9,), Shard(0), (Replicate(), Replicate(), Shard(0))),  # no other dim to shard
+        ((9,), None, (Replicate(), Shard(0), Replicate())),
+        ((), None, (Replicate(), Replicate(), Replicate())),
+    ],
+    ids=str,
+)
+def test_placements(shape, tp_placement, expected) -> None:
+    with fake_world(3, 8):
+        mesh = build_mesh(MeshLayout(1, 4, 2), device_type="cpu")
+        whole = torch.zeros(shape)
+        param = nn.Parameter(whole)
+        if tp_placement is not None:
+            param = tp_param(whole, mesh, tp_placement)
+        model = fully_shard(Holder(param), mesh=mesh)
+        assert model.weight.placements == expected
+        assert model.weight.device_mesh == mesh
+
+
+@pytest.mark.parametrize("names", [("shard",), ("replicate", "shard")])
+def test_tp_parameter_with_a_data_mesh(names) -> None:
+    """The mesh without its tp axis, as one calls torch's: the parameter's mesh is put together."""
+    with fake_world(0, 8):
+        whole = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        param = tp_param(torch.zeros(8, 4), whole, Shard(0))
+        model = fully_shard(Holder(param), mesh=whole[names])
+        assert model.weight.device_mesh.mesh_dim_names == (*names, "tp")
+
+
+def test_buffers_are_contiguous_and_shared() -> None:
+    """The shards of a unit are views of one buffer, one after another."""
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = fully_shard(nn.Linear(8, 6), mesh=mesh)
+        weight, bias = (p.to_local() for p in model.parameters())
+        assert weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
+        assert (weight.storage_offset(), bias.storage_offset()) == (0, 24)
