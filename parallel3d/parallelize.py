@@ -81,7 +81,12 @@ def parallelize(
         plan = _resolve(model, mesh, tp_plan, strict)
         found = find_units(model, units)
         settings = _settings(model, plan, found, mesh, policy)
-        settings["options"] = f"{reshard_after_forward} {activation_checkpointing} {compile} {fsdp}"
+        settings |= {
+            "fsdp": str(fsdp),
+            "reshard_after_forward": str(reshard_after_forward),
+            "activation_checkpointing": str(activation_checkpointing),
+            "compile": str(compile),
+        }
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
         if not dist.is_initialized():

@@ -53,7 +53,8 @@ def _finish_scatter(job: ReduceJob, work: ScatterWork | None) -> None:
         done = all_reduce(tail, bucket.tp_group, unit=bucket.unit)
         if done is not None:
             done.wait()
-    bucket.grads.fold_partial(job)
+    if job.earlier is not None:
+        job.tensor.add_(job.earlier)
 
 
 class CpuComm:

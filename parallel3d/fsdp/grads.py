@@ -38,6 +38,7 @@ class ReduceJob:
         used: indices of the parameters that got a gradient.
         scale: what the sum over ranks is multiplied by.
         all_reduce: whether the replicate axis is summed too, or put off.
+        earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
     """
 
     bucket: Bucket
@@ -45,6 +46,7 @@ class ReduceJob:
     used: list[int]
     scale: float
     all_reduce: bool
+    earlier: torch.Tensor | None
 
 
 class HeldSum:
@@ -163,20 +165,15 @@ class GradientSlots:
             used.update(self.whole.take(self.sharded))
             for view, part in zip(self.input_views, self.whole.parts, strict=True):
                 view.add_(part)
+        earlier = None
+        if self.partial is not None and all_reduce:
+            used.update(self.partial.take(self.sharded))
+            earlier, self.partial = self.partial.flat, None
         job = ReduceJob(
-            bucket, self.input, sorted(used), 1.0 / bucket.axes.data_size, all_reduce
+            bucket, self.input, sorted(used), 1.0 / bucket.axes.data_size, all_reduce, earlier
         )
         self.arrived, self.input, self.input_views, self.whole = set(), None, [], None
         return job
-
-    def fold_partial(self, job: ReduceJob) -> None:
-        """Before the all-reduce: adds the partial sums of earlier micro-batches."""
-        if self.partial is None or not job.all_reduce:
-            return
-        held = self.partial.take(self.sharded)
-        job.tensor.add_(self.partial.flat)
-        job.used = sorted({*job.used, *held})
-        self.partial = None
 
     def finish(self, job: ReduceJob) -> None:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh
+from parallel3d._compat import inner_tensors
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.state import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
@@ -29,15 +30,19 @@ def build(mesh_shape=(1, 2, 1), **options):
     return shard_blocks(Lm(layers=2), mesh, **options), mesh
 
 
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of storage behind a tensor, on all simulated ranks together."""
+    return sum(inner.untyped_storage().size() for inner in inner_tensors(tensor))
+
+
 def at_rest(model: nn.Module) -> bool:
     """Whether every parameter is a DTensor and nothing is gathered."""
     units = {unit_of(m) for m in model.modules()} - {None}
     for unit in units:
         for bucket in unit.group.buckets:
-            if bucket.has_own_unsharded and bucket.unsharded.untyped_storage().size():
-                return False
-            if bucket.gathered is not bucket.flat and bucket.gathered.untyped_storage().size():
-                return False
+            for buffer in (bucket.unsharded, bucket.gathered):
+                if buffer is not bucket.flat and held_bytes(buffer):
+                    return False
     return all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -340,9 +345,13 @@ class TestConversions:
                 for a, b in zip(world.per_rank(p), world.per_rank(state[name]), strict=True):
                     assert torch.equal(a, b), name
             model.layers[0].unshard()  # the buffer has them too
-            full = model.layers[0].up.weight.data
+            whole = state["layers.0.up.weight"].full_tensor()
+            pairs = zip(
+                world.per_rank(whole), world.per_rank(model.layers[0].up.weight.data), strict=True
+            )
+            assert all(torch.equal(a, b) for a, b in pairs)
             model.layers[0].reshard()
-            assert full is not None and at_rest(model)
+            assert at_rest(model)
 
     def test_assign_whole_tensors(self) -> None:
         """A plain state dict, assigned: each rank keeps its shard of it."""

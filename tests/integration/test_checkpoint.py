@@ -111,7 +111,7 @@ def scramble(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> None:
 
 
 def load_and_compare(model: nn.Module, path: str, expected: dict[str, torch.Tensor]) -> None:
-    """Loads ``path`` over nans; each rank's shards and the whole tensors then equal ``expected``."""
+    """Loads ``path`` over nans; the shards and the whole tensors then equal ``expected``."""
     scramble(model.parameters())
     state = model.state_dict()
     assert list(state) == list(expected)

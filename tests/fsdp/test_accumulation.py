@@ -1,0 +1,208 @@
+"""What ``.grad`` holds between micro-batches, and that zero_grad really clears it."""
+
+import copy
+
+import pytest
+import torch
+from models import LM_PLAN, Lm, lm_loss, tokens
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from parallel3d import MeshLayout, StateError, build_mesh, parallelize
+from parallel3d.optim import accumulate, clip_grad_norm_
+from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
+
+
+def plain_grads(samples: list[int], data_size: int = 2) -> dict[str, torch.Tensor]:
+    """Gradients of the plain model: mean over data ranks, sum over ``samples``."""
+    torch.manual_seed(0)
+    model = Lm(layers=1).double()
+    for sample in samples:
+        for rank in range(data_size):
+            (lm_loss(model, tokens(10 * sample + rank)) / data_size).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+class Run:
+    """A parallel Lm on simulated ranks and its backwards."""
+
+    def __init__(self, world, layout: MeshLayout) -> None:
+        torch.manual_seed(0)
+        self.world = world
+        self.layout = layout
+        with world.paused():
+            model = Lm(layers=1).double()
+        self.model = parallelize(model, build_mesh(layout, device_type="cpu"), LM_PLAN)
+
+    def backward(self, sample: int) -> None:
+        """One micro-batch: data rank r reads sample 10 * sample + r."""
+        with self.world.paused():
+            ids = [
+                tokens(10 * sample + self.layout.data_rank(r))
+                for r in range(self.layout.world_size)
+            ]
+        lm_loss(self.model, self.world.map(lambda r: ids[r])).backward()
+
+    def check(self, samples: list[int], **others: list[int]) -> None:
+        """Every rank's gradient shards against the plain gradients of ``samples``."""
+        with self.world.paused():
+            expected = plain_grads(samples)
+            for name, other in others.items():
+                expected[name.replace("__", ".")] = plain_grads(other)[name.replace("__", ".")]
+            for name, p in self.model.named_parameters():
+                for rank, box, local in shards_of(p.grad):
+                    message = f"{name} on rank {rank}"
+                    torch.testing.assert_close(local, expected[name][box], msg=message)
+
+
+HSDP = MeshLayout(2, 1, 2)
+FSDP = MeshLayout(1, 2, 2)
+
+
+class TestAllReducePutOff:
+    def test_grad_is_partial_until_the_last(self) -> None:
+        with local_world(4) as world:
+            run = Run(world, HSDP)
+            run.model.set_requires_all_reduce(False)
+            run.backward(0)
+            placements = run.model.layers[0].up.bias.grad.placements
+            assert placements[0] == Partial()
+            run.model.set_requires_all_reduce(True)
+            run.backward(1)
+            assert run.model.layers[0].up.bias.grad.placements[0] == Replicate()
+            run.check([0, 1])
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_zero_grad_clears_what_waits(self, set_to_none) -> None:
+        """torch 2.13: the stale partial sum survives, the next gradient is exactly twice too big."""
+        with local_world(4) as world:
+            run = Run(world, HSDP)
+            run.model.set_requires_all_reduce(False)
+            run.backward(0)
+            run.model.zero_grad(set_to_none=set_to_none)
+            run.model.set_requires_all_reduce(True)
+            run.backward(1)
+            run.check([1])
+
+    def test_after_a_reduced_gradient(self) -> None:
+        """Reduced, then put off, then reduced: nothing is lost and nothing counts twice."""
+        with local_world(4) as world:
+            run = Run(world, HSDP)
+            run.backward(0)
+            run.model.set_requires_all_reduce(False)
+            run.backward(1)
+            run.backward(2)
+            run.model.set_requires_all_reduce(True)
+            run.backward(3)
+            run.check([0, 1, 2, 3])
+
+    def test_clipping_too_early_is_an_error(self) -> None:
+        with local_world(4) as world:
+            run = Run(world, HSDP)
+            run.model.set_requires_all_reduce(False)
+            run.backward(0)
+            with pytest.raises(StateError, match="last micro-batch"):
+                clip_grad_norm_(run.model, 1.0)
+
+
+class TestSyncPutOff:
+    @pytest.mark.parametrize("layout", [HSDP, FSDP], ids=str)
+    def test_sums_wait_in_grad(self, layout) -> None:
+        with local_world(4) as world:
+            run = Run(world, layout)
+            run.model.set_requires_gradient_sync(False)
+            run.backward(0)
+            grad = run.model.layers[0].up.weight.grad
+            assert grad.placements == (Partial(), Partial(), Shard(0))
+            before = [t.clone() for t in world.per_rank(grad)]
+            run.backward(0)
+            for once, twice in zip(before, world.per_rank(grad), strict=True):
+                torch.testing.assert_close(twice, 2 * once)
+            run.model.set_requires_gradient_sync(True)
+            run.backward(1)
+            run.check([0, 0, 1])
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_zero_grad_clears_what_waits(self, set_to_none) -> None:
+        with local_world(4) as world:
+            run = Run(world, FSDP)
+            run.model.set_requires_gradient_sync(False)
+            run.backward(0)
+            run.model.zero_grad(set_to_none=set_to_none)
+            run.backward(1)
+            run.model.set_requires_gradient_sync(True)
+            run.backward(2)
+            run.check([1, 2])
+
+    def test_both_kinds_and_a_reduced_one(self) -> None:
+        with local_world(4) as world:
+            run = Run(world, HSDP)
+            run.backward(0)
+            run.model.set_requires_all_reduce(False)
+            run.backward(1)
+            run.model.set_requires_gradient_sync(False)
+            run.backward(2)
+            run.model.set_requires_gradient_sync(True)
+            run.backward(3)
+            run.model.set_requires_all_reduce(True)
+            run.backward(4)
+            run.check([0, 1, 2, 3, 4])
+
+    def test_nothing_is_communicated_over_data_axes(self) -> None:
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            model = parallelize(Lm(layers=1), mesh)
+            model.set_requires_gradient_sync(False)
+            with record_collectives(mesh) as recorder:
+                lm_loss(model, tokens(0)).backward()
+            assert recorder.count("reduce_scatter") == recorder.count("all_reduce") == 0
+
+
+class TestAccumulate:
+    def test_all_reduces_once(self) -> None:
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            model = parallelize(Lm(layers=1), mesh)
+            counts = []
+            for ids in accumulate(model, [tokens(i) for i in range(4)]):
+                with record_collectives(mesh) as recorder:
+                    lm_loss(model, ids).backward()
+                counts.append((recorder.count("reduce_scatter"), recorder.count("all_reduce")))
+            units = 3  # embedding, block, norm + head
+            assert counts == [(units, 0)] * 3 + [(units, units)]
+
+    def test_an_exception_puts_the_switch_back(self) -> None:
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            model = parallelize(Lm(layers=1), mesh)
+            iterator = accumulate(model, [tokens(i) for i in range(4)])
+            next(iterator)
+            iterator.close()
+            with record_collectives(mesh) as recorder:
+                lm_loss(model, tokens(0)).backward()
+            assert recorder.count("all_reduce") == 3
+
+
+def test_accumulated_gradients_add_up_in_one_kernel() -> None:
+    """The second reduction adds to the first one's buffer: same gradient objects, right sums."""
+    with local_world(4) as world:
+        run = Run(world, FSDP)
+        run.backward(0)
+        objects = [id(p.grad) for p in run.model.parameters()]
+        run.backward(1)
+        assert [id(p.grad) for p in run.model.parameters()] == objects
+        run.check([0, 1])
+        run.model.layers[0].up.weight.grad = None  # one cleared by hand, the others kept
+        run.backward(2)
+        run.check([0, 1, 2], layers__0__up__weight=[2])
+
+
+def test_an_old_gradient_is_not_overwritten() -> None:
+    """A gradient that the user keeps is not touched by the next backward after zero_grad."""
+    with local_world(4) as world:
+        run = Run(world, FSDP)
+        run.backward(0)
+        kept = run.model.layers[0].up.weight.grad
+        values = copy.deepcopy(world.per_rank(kept))
+        run.model.zero_grad()
+        run.backward(1)
+        assert all(torch.equal(a, b) for a, b in zip(values, world.per_rank(kept), strict=True))

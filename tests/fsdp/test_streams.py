@@ -1,0 +1,210 @@
+"""Who waits for whom on an accelerator, shown without one: streams and events that take notes."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import Lm, lm_loss, tokens
+
+from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
+from parallel3d.fsdp import collectives, comm
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import fake_world
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, at: tuple) -> None:
+        self.at = at
+
+
+class Stream:
+    """Takes notes of what is put on it; ``clock`` says what it has waited for."""
+
+    def __init__(self, device: "Device", name: str) -> None:
+        self.device, self.name = device, name
+        self.count = 0
+        self.clock: dict[str, int] = {}
+
+    def put(self, what: str) -> None:
+        self.count += 1
+        self.clock[self.name] = self.count
+        self.device.log.append((what, self.name, dict(self.clock)))
+
+    def record_event(self) -> Event:
+        return Event((self.name, dict(self.clock)))
+
+    def wait_event(self, event: Event) -> None:
+        for name, count in event.at[1].items():
+            self.clock[name] = max(self.clock.get(name, 0), count)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+
+class Device:
+    """What ``torch.cuda`` is to the engine."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, dict[str, int]]] = []
+        self.made = 0
+        self.compute = Stream(self, "compute")
+        self.now = self.compute
+        self.priorities: list[int] = []
+
+    def Stream(self, priority: int = 0) -> Stream:  # noqa: N802 (torch.cuda's name)
+        names = ("copy_in", "gather", "scatter", "replicate")
+        self.priorities.append(priority)
+        self.made += 1
+        return Stream(self, names[self.made - 1])
+
+    def current_stream(self) -> Stream:
+        return self.now
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    """The engine on noting streams: each step of a bucket's life is put on the current one."""
+    device = Device()
+
+    def noting(owner, name, label):
+        original = getattr(owner, name)
+
+        def wrapper(*args, **kwargs):
+            first = args[0]
+            unit = kwargs.get("unit") or getattr(first, "unit", "")
+            device.now.put(f"{label} {unit}".strip())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    for name in ("gather_buffers", "copy_out", "free_gathered"):
+        noting(Bucket, name, name)
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        noting(comm, name, name)
+    monkeypatch.setattr(
+        "parallel3d.fsdp.state.make_comm", lambda device_type: comm.StreamComm(device)
+    )
+    return device
+
+
+def train_step(device: Device, policy: MixedPrecisionPolicy | None = None) -> list:
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        model = parallelize(Lm(layers=3), mesh, mp_policy=policy)
+        for layer in model.layers:
+            layer.register_forward_pre_hook(
+                lambda m, _: device.now.put(f"compute {unit_of(m).label}")
+            )
+        lm_loss(model, tokens(0)).backward()
+        device.compute.put("optimizer")
+        device.log.clear()
+        lm_loss(model, tokens(0)).backward()
+        device.compute.put("optimizer")
+    return device.log
+
+
+def find(log: list, what: str) -> list[tuple[str, str, dict[str, int]]]:
+    return [entry for entry in log if entry[0] == what]
+
+
+def happens_before(first: tuple, second: tuple) -> bool:
+    """Whether the stream of ``second`` had waited for ``first``."""
+    _, stream, clock = first
+    return second[2].get(stream, 0) >= clock[stream]
+
+
+def test_four_streams_and_their_priorities(device: Device) -> None:
+    train_step(device)
+    assert device.priorities == [-1, -1, -1, 0]  # the all-reduce must not delay the others
+
+
+def test_each_kind_of_work_has_its_stream(device: Device) -> None:
+    streams: dict[str, set[str]] = {}
+    for what, stream, _ in train_step(device):
+        streams.setdefault(what.split()[0], set()).add(stream)
+    del streams["compute"], streams["optimizer"], streams["free_gathered"]
+    assert streams == {
+        "gather_buffers": {"copy_in"},
+        "all_gather": {"gather"},
+        "reduce_scatter": {"scatter"},
+        "all_reduce": {"replicate"},
+        "copy_out": {"compute"},
+    }
+
+
+def test_gather_follows_copy_in_and_precedes_use(device: Device) -> None:
+    log = train_step(device)
+    for unit in ("layers.0", "layers.1", "layers.2"):
+        cast, gather = find(log, f"gather_buffers {unit}"), find(log, f"all_gather {unit}")
+        copy, compute = find(log, f"copy_out {unit}"), find(log, f"compute {unit}")
+        assert len(cast) == len(gather) == len(copy) == 2  # forward and backward
+        for a, b, c in zip(cast, gather, copy, strict=True):
+            assert happens_before(a, b) and happens_before(b, c)
+        assert happens_before(copy[0], compute[0])
+
+
+def test_next_gather_does_not_wait_for_this_compute(device: Device) -> None:
+    """Prefetch: the next unit's all-gather is ordered before this unit's compute on no stream."""
+    log = train_step(device)
+    for this, following in (("layers.0", "layers.1"), ("layers.1", "layers.2")):
+        compute = find(log, f"compute {this}")[0]
+        gather = find(log, f"all_gather {following}")[0]
+        assert not happens_before(compute, gather)
+        assert log.index(gather) < log.index(compute)  # issued first
+
+
+def test_all_reduce_overlaps_the_next_reduce_scatter(device: Device) -> None:
+    log = train_step(device)
+    for this, following in (("layers.2", "layers.1"), ("layers.1", "layers.0")):
+        (scatter,) = find(log, f"reduce_scatter {this}")
+        (reduce,) = find(log, f"all_reduce {this}")
+        (next_scatter,) = find(log, f"reduce_scatter {following}")
+        assert happens_before(scatter, reduce)
+        assert not happens_before(reduce, next_scatter)
+
+
+def test_optimizer_waits_for_every_reduction(device: Device) -> None:
+    log = train_step(device, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    (optimizer,) = find(log, "optimizer")
+    reductions = [e for e in log if e[0].startswith(("all_reduce", "reduce_scatter"))]
+    assert len(reductions) == 10  # five units
+    assert all(happens_before(entry, optimizer) for entry in reductions)
+
+
+def test_gather_waits_for_the_optimizer(device: Device) -> None:
+    """The shards that a step's first gathers read are those the optimizer wrote."""
+    train_step(device)
+    optimizer = device.log[-1]
+    device.log.clear()
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        model = parallelize(Lm(layers=1), mesh)
+        device.made = 0
+        model(tokens(0))
+    for cast in (e for e in device.log if e[0].startswith("gather_buffers")):
+        assert happens_before(optimizer, cast)
+
+
+def test_memory_is_not_reused_under_a_reader(device: Device) -> None:
+    """A gather's buffer is freed after copy-out, and copy_in, which owns it, waits for compute."""
+    log = train_step(device)
+    frees = [e for e in log if e[0].startswith("free_gathered")]
+    casts = [e for e in log if e[0].startswith("gather_buffers")]
+    assert len(frees) == len(casts)
+    for free in frees:
+        later = [c for c in casts if log.index(c) > log.index(free)]
+        assert all(happens_before(free, cast) for cast in later)
+
+
+def test_collectives_module_is_what_comm_uses() -> None:
+    """The fixture wraps comm's names: they must be the ones of ``collectives``."""
+    assert comm.all_gather is collectives.all_gather

@@ -1,0 +1,107 @@
+"""clip_grad_norm_ gives the plain model's norm on any mix of gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+from models import LM_PLAN, Lm, lm_loss, tokens
+from torch import nn
+
+from parallel3d import MeshLayout, Parallel3dError, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
+from parallel3d.optim import clip_grad_norm_
+from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
+
+NORMS = [1.0, 2.0, 3.5, math.inf]
+SEQUENCE_PLAN = {
+    "embed": VocabParallel(output="sequence"),
+    "layers.*.norm": SequenceParallel(),
+    "layers.*.up": Colwise(input="sequence"),
+    "layers.*.down": Rowwise(output="sequence"),
+    "norm": SequenceParallel(),
+    "head": Colwise(input="sequence", output="replicate"),
+}
+
+
+def compare(plain: nn.Module, model: nn.Module, world, norm_type: float, max_norm: float) -> None:
+    """Norms and clipped gradients of both."""
+    with world.paused():
+        want = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    got = clip_grad_norm_(model, max_norm, norm_type)
+    for value in world.per_rank(got):
+        torch.testing.assert_close(value, want)
+    with world.paused():
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            for rank, box, local in shards_of(q.grad):
+                torch.testing.assert_close(local, p.grad[box], msg=f"{name} on rank {rank}")
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)], ids=str)
+def test_parallel_model(mesh_shape, norm_type) -> None:
+    """TP-sharded, TP-replicated and uneven parameters; a norm that clips."""
+    torch.manual_seed(0)
+    plain = Lm(layers=1).double()
+    model = copy.deepcopy(plain)
+    lm_loss(plain, tokens(0)).backward()
+    layout = MeshLayout(*mesh_shape)
+    with local_world(layout.world_size) as world:
+        parallelize(model, build_mesh(layout, device_type="cpu"), LM_PLAN)
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        compare(plain, model, world, norm_type, 0.1)
+
+
+@pytest.mark.parametrize("plan", [LM_PLAN, SEQUENCE_PLAN], ids=["plain", "sequence"])
+def test_partial_gradients_count_once(plan) -> None:
+    torch.manual_seed(0)
+    plain = Lm(layers=1).double()
+    model = copy.deepcopy(plain)
+    lm_loss(plain, tokens(0)).backward()
+    with local_world(4) as world:
+        parallelize(model, build_mesh(MeshLayout(1, 2, 2), device_type="cpu"), plan)
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        compare(plain, model, world, 2.0, 1e9)  # nothing to clip
+
+
+def test_mixed_meshes_and_plain_gradients() -> None:
+    """torch 2.13: "All operands in aten.stack must have the same mesh", "got mixed"."""
+    torch.manual_seed(0)
+    plain = Lm(layers=1).double()
+    model = copy.deepcopy(plain)
+    lm_loss(plain, tokens(0)).backward()
+    with local_world(4) as world:
+        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        ignored = {model.norm.weight, model.norm.bias}
+        fully_shard(model.layers[0], mesh=mesh["shard"])  # two meshes, and two plain ones
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        compare(plain, model, world, 2.0, 0.1)
+
+
+def test_one_small_collective_per_axis() -> None:
+    with fake_world(0, 8):
+        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        model = parallelize(Lm(layers=2), mesh, LM_PLAN)
+        lm_loss(model, tokens(0)).backward()
+        with record_collectives(mesh) as recorder:
+            clip_grad_norm_(model.parameters(), 1.0)
+        assert {c.axis for c in recorder.calls} == {"shard", "tp"}
+        assert len(recorder.calls) == 2 and all(c.bytes <= 16 for c in recorder.calls)
+
+
+def test_plain_model_without_a_process_group() -> None:
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    want = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(clip_grad_norm_(model, 1.0), want)
+    assert clip_grad_norm_([nn.Parameter(torch.zeros(2))], 1.0) == 0
+
+
+def test_nonfinite() -> None:
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([1.0, math.nan])
+    assert math.isnan(clip_grad_norm_(p, 1.0))
+    with pytest.raises(Parallel3dError, match="must be finite"):
+        clip_grad_norm_(p, 1.0, error_if_nonfinite=True)

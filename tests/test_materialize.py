@@ -1,0 +1,98 @@
+"""materialize: the same weights on every mesh, one module at a time."""
+
+import pytest
+import torch
+from llama import Llama, LlamaConfig
+from models import LM_PLAN, Lm, lm_loss, tokens
+from torch import nn
+
+from parallel3d import MeshLayout, Parallel3dError, build_mesh, materialize, parallelize
+from parallel3d.testing import fake_world, local_world, shards_of
+
+
+def meta(build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def plain_weights(build, seed: int = 3) -> dict[str, torch.Tensor]:
+    return dict(materialize(meta(build), device="cpu", seed=seed).state_dict())
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2), (3, 1, 1)], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_same_weights_on_every_mesh(mesh_shape, tied) -> None:
+    def build():
+        return Lm(layers=2, hidden=17, tied=tied)
+
+    want = plain_weights(build)
+    layout = MeshLayout(*mesh_shape)
+    with local_world(layout.world_size) as world:
+        mesh = build_mesh(layout, device_type="cpu")
+        model = parallelize(meta(build), mesh, LM_PLAN)
+        objects = [id(p) for p in model.parameters()]
+        assert materialize(model, device="cpu", seed=3) is model
+        assert [id(p) for p in model.parameters()] == objects
+        for name, p in model.named_parameters():
+            for rank, box, local in shards_of(p):
+                assert torch.equal(local, want[name][box]), (name, rank)
+        lm_loss(model, world.map(lambda r: tokens(r))).backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_init_weights_and_buffers() -> None:
+    """A model with Hugging Face's ``_init_weights``, and buffers to fill."""
+    config = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2)
+    torch.manual_seed(0)
+    buffers = dict(Llama(config).named_buffers())
+    want = plain_weights(lambda: Llama(config))
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = parallelize(meta(lambda: Llama(config)), mesh)
+        materialize(model, device="cpu", seed=3)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, buffers[name]), name
+        for name, p in model.named_parameters():
+            for _, box, local in shards_of(p):
+                assert torch.equal(local, want[name][box]), name
+
+
+def test_seed_and_name_decide() -> None:
+    one, two = plain_weights(Lm, seed=1), plain_weights(Lm, seed=2)
+    assert not torch.equal(one["embed.weight"], two["embed.weight"])
+    assert not torch.equal(one["layers.0.up.weight"], one["layers.1.up.weight"])
+    assert torch.equal(one["embed.weight"], plain_weights(Lm, seed=1)["embed.weight"])
+
+
+def test_global_random_state_is_left_alone() -> None:
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    plain_weights(Lm)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_weights_that_are_real_already_stay() -> None:
+    model = meta(Lm)
+    model.head = nn.Linear(12, 19)
+    before = model.head.weight.clone()
+    materialize(model, device="cpu")
+    assert torch.equal(model.head.weight, before)
+    assert not model.embed.weight.is_meta
+
+
+def test_nothing_on_meta() -> None:
+    with pytest.raises(Parallel3dError, match="meta device"):
+        materialize(Lm())
+
+
+def test_no_way_to_initialise() -> None:
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    model = meta(lambda: nn.Sequential(nn.Linear(3, 3), Bare()))
+    with pytest.raises(Parallel3dError, match=r"1 \(Bare\)"):
+        materialize(model, device="cpu")
+    assert all(p.is_meta for p in model.parameters())
