@@ -168,11 +168,13 @@ def clear_dtensor_caches() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def get_local_tensor(tensor: DTensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The very tensor object ``tensor`` wraps; ``to_local`` may return a view of it."""
+    assert isinstance(tensor, DTensor)
     return tensor._local_tensor
 
 
-def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Points ``tensor`` at ``local``, which must have the same shape, dtype and device."""
+    assert isinstance(tensor, DTensor)
     tensor._local_tensor = local

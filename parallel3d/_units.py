@@ -39,7 +39,8 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     blocks = _matching(model, patterns) if patterns is not None else _listed(model)
     inside = {id(m) for _, block in blocks for m in block.modules()}
     shared = _modules_with_shared_params(model)
-    embeddings, tail = [], []
+    embeddings: list[tuple[str, nn.Module]] = []
+    tail: list[tuple[str, nn.Module]] = []
     past_blocks = False
     for name, module in model.named_modules():
         if id(module) in inside:

@@ -6,7 +6,6 @@ and peak memory is the shards plus one module.
 """
 
 import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -144,7 +143,7 @@ def _initialise(
             module._buffers[key] = torch.empty_like(buffer, device=device)
     with _generator(f"{seed}:{name}", device), torch.no_grad():
         if hasattr(model, "_init_weights"):
-            model._init_weights(module)
+            model._init_weights(module)  # type: ignore[operator]
         else:
             module.reset_parameters()  # type: ignore[operator]
         for key, param in before.items():

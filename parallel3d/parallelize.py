@@ -119,7 +119,8 @@ def parallelize(
             shard(block, reshard_after_forward=reshard_after_forward)
         for _, embedding in found.embeddings:
             shard(embedding, reshard_after_forward=True)
-            embedding.set_unshard_in_backward(False)  # its backward doesn't read the table
+            # Its backward doesn't read the table.
+            embedding.set_unshard_in_backward(False)  # type: ignore[operator]
         if found.tail:
             # Its backward comes right after its forward: freeing it would only gather it again.
             shard([module for _, module in found.tail], reshard_after_forward=False)
@@ -164,7 +165,9 @@ def _check_model(model: nn.Module) -> None:
                 "parameters (torch.view_as_real)"
             )
     if not any(True for _ in model.parameters()):
-        raise Parallel3dError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+        raise Parallel3dError(
+            f"{type(model).__name__} has no parameters; there is nothing to shard"
+        )
 
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")

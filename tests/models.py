@@ -24,7 +24,12 @@ class Lm(nn.Module):
     """Embedding, blocks, norm, head."""
 
     def __init__(
-        self, dim: int = 12, hidden: int = 20, layers: int = 2, vocab: int = VOCAB, tied: bool = False
+        self,
+        dim: int = 12,
+        hidden: int = 20,
+        layers: int = 2,
+        vocab: int = VOCAB,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)

@@ -73,7 +73,9 @@ def test_tied_embedding_and_head(mesh: tuple[int, int, int]) -> None:
     lm_parity(build, layout=MeshLayout(*mesh), tp_plan=LM_PLAN, steps=3, fp32=False)
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    "options", [{"activation_checkpointing": True}, {"reshard_after_forward": False}]
+)
 def test_options(options: dict) -> None:
     build = functools.partial(Lm, layers=2)
     lm_parity(build, layout=MeshLayout(2, 2, 1), steps=2, fp32=False, **options)

@@ -107,7 +107,7 @@ class CpuComm:
         job, work = self.scattering
         self.scattering = None
         _finish_scatter(job, work)
-        works = []
+        works: list[Any] = []
         if job.all_reduce:
             for _, group in job.bucket.replicate_groups:
                 # One at a time where there are two: the second sums the first's result.

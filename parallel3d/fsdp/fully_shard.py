@@ -1,7 +1,7 @@
 """fully_shard: makes a module (or several as one) a unit of the sharding engine."""
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar, cast, overload
+from typing import TypeVar, overload
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.axes import DataAxes, data_axes
+from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.bucket import make_buckets
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.module import FSDPModule
@@ -44,7 +44,7 @@ def fully_shard(
 ) -> list[nn.Module]: ...
 
 
-def fully_shard(  # type: ignore[misc]
+def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh,
@@ -212,4 +212,4 @@ def _extended_class(cls: type) -> type:
         extended = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
         extended.__module__ = cls.__module__
         _classes[cls] = extended
-    return cast(type, extended)
+    return extended

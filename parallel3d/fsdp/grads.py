@@ -117,13 +117,9 @@ class GradientSlots:
     def _allocate_input(self) -> None:
         bucket = self.bucket
         n, size = bucket.parts, bucket.numel
-        self.input = torch.empty(
-            n * size, dtype=bucket.reduce_dtype, device=bucket.flat.device
-        )
+        self.input = torch.empty(n * size, dtype=bucket.reduce_dtype, device=bucket.flat.device)
         columns = self.input.view(n, size).split(bucket.slot_sizes, dim=1)
-        self.input_views = [
-            p.slots_by_rank(c) for p, c in zip(bucket.params, columns, strict=True)
-        ]
+        self.input_views = [p.slots_by_rank(c) for p, c in zip(bucket.params, columns, strict=True)]
 
     def _hold_whole(self, index: int, by_rank: torch.Tensor) -> None:
         bucket = self.bucket
@@ -134,8 +130,7 @@ class GradientSlots:
             regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
             pairs = list(zip(bucket.params, regions, strict=True))
             marks = [
-                make_dtensor(p.compute_view(r), p.unreduced_spec(over_shard=True))
-                for p, r in pairs
+                make_dtensor(p.compute_view(r), p.unreduced_spec(over_shard=True)) for p, r in pairs
             ]
             self.whole = HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
         self.whole.install(index, bucket.params[index].sharded)
@@ -195,9 +190,7 @@ class GradientSlots:
                 self.partial.install(index, self.bucket.params[index].sharded)
             self.partial.flat.add_(flat)
 
-    def _accumulate(
-        self, flat: torch.Tensor, parts: list[torch.Tensor], used: list[int]
-    ) -> None:
+    def _accumulate(self, flat: torch.Tensor, parts: list[torch.Tensor], used: list[int]) -> None:
         params = self.bucket.params
         before = getattr(params[0].sharded.grad, _FLAT, None)
         if (

@@ -261,7 +261,7 @@ def _split_tp(
         raise MeshError(
             f"parameter {name} is a DTensor on {param.device_mesh}, which is not the tp axis of {mesh}"
         )
-    return param.device_mesh, param.placements[0], param.detach().to_local()
+    return param.device_mesh, param.placements[0], get_local_tensor(param.detach())
 
 
 def _choose_dim(shape: torch.Size, tp_dim: int | None, tp: int, parts: int) -> int | None:

@@ -1,6 +1,6 @@
 """Gradient accumulation that all-reduces over the replicate axis once, on the last micro-batch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -39,7 +39,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable[T]) -> Iterator[T]:
     return _deferring(units, iter(micro_batches))
 
 
-def _deferring(units: list[FSDPModule], source: Iterator[T]) -> Iterator[T]:
+def _deferring(units: Sequence[FSDPModule], source: Iterator[T]) -> Iterator[T]:
     current = next(source, _END)
     if current is _END:
         raise Parallel3dError("accumulate: there is no micro-batch; give at least one")
@@ -53,6 +53,6 @@ def _deferring(units: list[FSDPModule], source: Iterator[T]) -> Iterator[T]:
         _set_all_reduce(units, True)
 
 
-def _set_all_reduce(units: list[FSDPModule], wanted: bool) -> None:
+def _set_all_reduce(units: Sequence[FSDPModule], wanted: bool) -> None:
     for unit in units:
         unit.set_requires_all_reduce(wanted, recurse=False)

@@ -186,7 +186,7 @@ class _Case:
     def plain_step(self, model: nn.Module, step: int) -> list[list[torch.Tensor]]:
         """Losses by micro-batch and data rank; the gradient is that of their mean."""
         data_size = self.layout.data_size
-        losses = []
+        losses: list[list[torch.Tensor]] = []
         for micro in range(self.micro_batches):
             losses.append([])
             for data_rank in range(data_size):
@@ -218,8 +218,8 @@ class _Case:
                 self.inputs(step, micro, self.layout.data_rank(rank))
                 for rank in range(self.layout.world_size)
             ]
-        count = len(by_rank[0])
-        return tuple(self.world.map(lambda r, k=k: by_rank[r][k]) for k in range(count))
+        by_input = list(zip(*by_rank, strict=True))
+        return tuple(self.world.map(tensors.__getitem__) for tensors in by_input)
 
     # -- comparisons ---------------------------------------------------------------------------------
 

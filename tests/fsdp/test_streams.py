@@ -54,7 +54,7 @@ class Device:
         self.now = self.compute
         self.priorities: list[int] = []
 
-    def Stream(self, priority: int = 0) -> Stream:  # noqa: N802 (torch.cuda's name)
+    def Stream(self, priority: int = 0) -> Stream:
         names = ("copy_in", "gather", "scatter", "replicate")
         self.priorities.append(priority)
         self.made += 1

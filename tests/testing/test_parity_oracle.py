@@ -66,7 +66,4 @@ def test_wrong_weights_after_steps() -> None:
             return out * (1.0 if type(self) is Drifts else 1.0 + 1e-6)
 
     with pytest.raises(AssertionError, match=r"loss|gradient|weight"):
-        assert_parity(
-            functools.partial(Drifts, layers=1), tokens, LAYOUT, loss=lm_loss, fp32=False
-        )
-
+        assert_parity(functools.partial(Drifts, layers=1), tokens, LAYOUT, loss=lm_loss, fp32=False)
