@@ -84,7 +84,8 @@ class ParamGroup:
                         else:
                             view.copy_(param.shard_of(current, tp_local=False))
                     module._parameters[name] = param.sharded
-        if any([bucket.adopt() for bucket in self.buckets]):
+        moved = [bucket.adopt() for bucket in self.buckets]
+        if any(moved):
             self.refresh()
 
     # -- unshard / reshard ---------------------------------------------------------------------------

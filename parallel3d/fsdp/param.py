@@ -72,10 +72,10 @@ class ShardedParam:
     def _set_shapes(self) -> None:
         largest = list(self.global_shape)
         if self.tp_dim is not None:
-            largest[self.tp_dim] = -(-largest[self.tp_dim] // self.tp_size)
+            largest[self.tp_dim] = _ceil_div(largest[self.tp_dim], self.tp_size)
         padded = list(largest)
         if self.dim is not None:
-            padded[self.dim] = -(-largest[self.dim] // self.parts) * self.parts
+            padded[self.dim] = _ceil_div(largest[self.dim], self.parts) * self.parts
         chunk = list(padded)
         if self.dim is not None:
             chunk[self.dim] //= self.parts
@@ -252,7 +252,7 @@ def _split_tp(
             f"parameter {name} is already a DTensor on the {param.device_mesh.ndim}-axis mesh "
             f"{param.device_mesh}; the engine takes plain parameters and DTensors on one tp axis"
         )
-    if isinstance(param.placements[0], Partial) or isinstance(param.placements[0], StridedShard):
+    if isinstance(param.placements[0], (Partial, StridedShard)):
         raise Parallel3dError(
             f"parameter {name} has placement {param.placements[0]} on tp; "
             "the engine takes Shard(dim) and Replicate()"
@@ -282,13 +282,13 @@ def _strided_shard_is_exact(size: int, parts: int, tp: int) -> bool:
     """
     if size % (parts * tp) == 0:
         return True
-    chunk = -(-(-(-size // tp)) // parts)
+    chunk = _ceil_div(_ceil_div(size, tp), parts)
     placements = (StridedShard(0, split_factor=tp), Shard(0))
     for tp_rank in range(tp):
         tp_rows = _chunk_length(size, tp, tp_rank)
-        if tp_rows and -(-tp_rows // parts) != chunk:
+        if tp_rows and _ceil_div(tp_rows, parts) != chunk:
             return False
-        tp_start = min(tp_rank * -(-size // tp), size)
+        tp_start = min(tp_rank * _ceil_div(size, tp), size)
         for rank in range(parts):
             rows = _chunk_length(tp_rows, parts, rank)
             start = tp_start + min(rank * chunk, tp_rows)
@@ -300,8 +300,12 @@ def _strided_shard_is_exact(size: int, parts: int, tp: int) -> bool:
 
 def _chunk_length(size: int, parts: int, index: int) -> int:
     """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
-    chunk = -(-size // parts)
+    chunk = _ceil_div(size, parts)
     return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _product(sizes: Sequence[int]) -> int:

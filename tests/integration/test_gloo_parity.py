@@ -5,6 +5,8 @@ import functools
 import pytest
 from models import LM_PLAN, Lm, lm_loss, tokens
 
+from torch._dynamo.utils import counters
+
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
 
@@ -22,6 +24,31 @@ def parity(sizes: tuple[int, int, int], micro_batches: int, defer: str) -> dict[
         defer=defer,
     )
     return result.grads
+
+
+def compiled_parity(backend: str, checkpointing: bool) -> dict[str, float]:
+    """The same with each block compiled; and no graph is broken or built anew after the first step."""
+    counters.clear()
+    result = assert_parity(
+        functools.partial(Lm, layers=2),
+        tokens,
+        MeshLayout(1, 2, 2),
+        loss=lm_loss,
+        tp_plan=LM_PLAN,
+        steps=3,
+        fp32=False,
+        compile=backend,
+        activation_checkpointing=checkpointing,
+    )
+    assert not counters["graph_break"], counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2
+    return result.grads
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks(gloo_pool, checkpointing: bool) -> None:
+    results = gloo_pool.run(compiled_parity, "aot_eager", checkpointing, world_size=4)
+    assert all(0 <= grads["float64"] < 1e-12 for grads in results)
 
 
 @pytest.mark.parametrize("defer", ["nothing", "all_reduce", "sync"])
