@@ -40,6 +40,17 @@ def allocate(tensor: torch.Tensor) -> None:
         inner.untyped_storage().resize_(inner.numel() * inner.element_size())
 
 
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage begins and ends with it.
+
+    So saving or copying one parameter doesn't drag the bucket; and torch pickles and deep-copies a
+    DTensor rightly only if its local tensor has no storage offset.
+    """
+    if type(view) is not torch.Tensor or view.is_meta:  # simulated ranks, fake tensors
+        return view
+    return torch.from_dlpack(view)
+
+
 class Bucket:
     """See the module's docstring.
 
@@ -102,7 +113,7 @@ class Bucket:
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         # Zeros: padding must stay finite, norms and casts run over whole buffers.
         self.flat = torch.zeros(self.numel, dtype=self.dtype, device=device)
-        self.local_views = self.local_parts(self.flat)
+        self.local_views = [_with_own_storage(v) for v in self.local_parts(self.flat)]
         for param, view in zip(params, self.local_views, strict=True):
             if param.initial is not None:
                 view.copy_(param.shard_of(param.initial.to(device), tp_local=True))

@@ -139,7 +139,8 @@ class Unit:
                 if unit is None or id(unit) in seen:
                     continue
                 seen.add(id(unit))
-                unit.group.reshard(context.comm)
+                if unit.context is not None and unit.group.state is GroupState.GATHERING:
+                    unit.group.unshard(unit.context.comm)  # issued there, so finished there
                 unit.context = context
                 unit.name(name or type(root_module).__name__)
                 context.units.append(unit)

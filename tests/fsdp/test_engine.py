@@ -117,6 +117,17 @@ class TestUnshard:
             model.layers[0].reshard()
             assert isinstance(model.layers[0].up.weight, DTensor)
 
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_unshard_before_the_root_has_run(self, async_op) -> None:
+        """A unit gathered by hand stays so when the root's first forward finds it."""
+
+        def loss(model, x):
+            if isinstance(model, FSDPModule):
+                model.layers[0].unshard(async_op=async_op)
+            return lm_loss(model, x)
+
+        parity(shard_blocks, loss=loss)
+
     def test_changes_of_shards_are_gathered(self) -> None:
         with local_world(2) as world:
             model, _ = build()

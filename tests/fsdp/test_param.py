@@ -101,10 +101,12 @@ def test_tp_parameter_with_a_data_mesh(names) -> None:
 
 
 def test_buffers_are_contiguous_and_shared() -> None:
-    """The shards of a unit are views of one buffer, one after another."""
+    """The shards of a unit lie in one buffer, one after another, each with a storage of its own."""
     with fake_world(0, 2):
         mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
         model = fully_shard(nn.Linear(8, 6), mesh=mesh)
         weight, bias = (p.to_local() for p in model.parameters())
-        assert weight.untyped_storage().data_ptr() == bias.untyped_storage().data_ptr()
-        assert (weight.storage_offset(), bias.storage_offset()) == (0, 24)
+        assert bias.data_ptr() == weight.data_ptr() + 24 * 4
+        for shard in (weight, bias):
+            assert shard.storage_offset() == 0
+            assert shard.untyped_storage().nbytes() == shard.numel() * 4

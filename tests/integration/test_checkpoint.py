@@ -1,5 +1,6 @@
 """Checkpoints by torch.distributed.checkpoint between our models and torch's, on real processes."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -287,7 +288,7 @@ def test_torchs_optimizer_state_helpers(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(through_torchs_helpers, str(tmp_path), world_size=4)
 
 
-# A shard is a view of its bucket's buffer: the file holds the shard only
+# A shard lies in its bucket's buffer: copies and files hold the shard only
 
 
 class Wide(nn.Module):
@@ -304,10 +305,42 @@ def save_one_small(path: str) -> None:
     mesh = build_mesh(MeshLayout(shard=2, tp=2), device_type="cpu")
     model = parallelize(Wide(), mesh, tp_plan={"up": "colwise_gather_output"})
     weight = model.state_dict()["norm.weight"]
-    dcp.save({"norm.weight": weight}, checkpoint_id=path)
+    dcp.save({"norm.weight": weight}, checkpoint_id=f"{path}/dcp")
+    torch.save(weight, f"{path}/{dist.get_rank()}.pt")
+    assert copy.deepcopy(model.norm.weight).to_local().untyped_storage().nbytes() == 4 * 4
 
 
 def test_one_parameter_does_not_drag_its_bucket_into_the_file(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(save_one_small, str(tmp_path), world_size=4)
-    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
-    assert sizes and sum(sizes) < 20_000  # the bucket: 1.4 MB
+    for files in (list((tmp_path / "dcp").iterdir()), list(tmp_path.glob("*.pt"))):
+        assert files and sum(file.stat().st_size for file in files) < 20_000  # the bucket: 1.4 MB
+
+
+def save_by_torch(path: str) -> None:
+    model = ours(even_model(), MeshLayout(shard=2, tp=2))
+    expected = even_model().state_dict()
+    optimizer = train(model, [[0]])
+    trained = {name: t.full_tensor().clone() for name, t in model.state_dict().items()}
+    file = f"{path}/{dist.get_rank()}.pt"
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+
+    scramble(model.parameters())
+    state, optimizer_state = torch.load(file, weights_only=False)
+    model.load_state_dict(state)
+    compare(model.state_dict(), trained)
+    assert not torch.equal(trained["head.weight"], expected["head.weight"])
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(optimizer_state)
+    for param in model.parameters():
+        got, want = other.state[param]["exp_avg"], optimizer.state[param]["exp_avg"]
+        assert torch.equal(got.full_tensor(), want.full_tensor())
+        copied = copy.deepcopy(param)
+        assert type(copied) is type(param) and copied.placements == param.placements
+        assert torch.equal(copied.full_tensor(), param.full_tensor())
+        with torch.no_grad():
+            copied.zero_()
+    compare(model.state_dict(), trained)  # the copies were copies
+
+
+def test_torch_save_by_each_rank(gloo_pool, tmp_path: Path) -> None:
+    gloo_pool.run(save_by_torch, str(tmp_path), world_size=4)
