@@ -75,12 +75,14 @@ def alternate(
             step()
     result = Rounds({name: [] for name in steps})
     order = list(steps)
+    gc.freeze()  # what is there by now stays; looking through it each round takes longer than a step
     for _ in range(rounds):
         for name in order:
             with no_gc():
                 seconds = [steps[name]() for _ in range(steps_per_round)]
             result.seconds[name].append(statistics.median(seconds[1:] or seconds))
         order.reverse()
+    gc.unfreeze()
     return result
 
 
@@ -99,7 +101,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "load_average": [round(x, 1) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
     }
 
 
