@@ -11,6 +11,7 @@ __all__ = ["DataAxes", "data_axes"]
 _REPLICATE = ("replicate", "dp_replicate")
 _SHARD = ("shard", "dp_shard")
 _TP = ("tp",)
+_NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
         for role, known in (("replicate", _REPLICATE), ("shard", _SHARD), ("tp", _TP))
     }
     unknown = [i for i in range(mesh.ndim) if i not in found.values()]
+    for name in _NEVER:
+        if name in names:
+            _fail(mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it")
     if unknown and found["tp"] is None and mesh.ndim <= 2:
         _place_by_position(mesh, found, unknown)
     elif unknown:

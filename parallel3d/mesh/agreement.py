@@ -7,7 +7,7 @@ The store is a key-value server that exists before any process group: no collect
 import json
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -55,6 +55,7 @@ def check_agreement(
     store: dist.Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Checks that every rank passes the same ``value``; every rank must call it.
 
@@ -71,6 +72,7 @@ def check_agreement(
         warn_only: names whose difference is a warning, issued on rank 0, instead of an error.
         store: the store to use, with ``rank`` and ``world_size``; by default those of the default
             process group.
+        ranks: the ranks that compare, where they are not all; the same list on each of them.
 
     Raises:
         AgreementError: on every rank, naming the settings, their values and the odd ranks; or, on
@@ -90,36 +92,43 @@ def check_agreement(
         store, rank, world_size = _compat.default_store(), dist.get_rank(), dist.get_world_size()
     if rank is None or world_size is None:
         raise StateError("check_agreement with a store needs rank= and world_size= as well.")
-    if world_size == 1:
+    members = range(world_size) if ranks is None else sorted(ranks)
+    if len(members) == 1:
         return
+    if len(members) < world_size:
+        store = dist.PrefixStore(f"ranks {members[0]} and {len(members) - 1} more", store)
 
     try:
-        verdict = _exchange(
-            store, topic, _Report(dict(value), sorted(warn_only)), timeout, rank, world_size
-        )
+        report = _Report(dict(value), sorted(warn_only))
+        verdict = _exchange(store, topic, report, timeout, rank, members)
     except dist.DistNetworkError as error:
         raise AgreementError(
             f"rank {rank} lost the store while the ranks compared {topic!r}: the process that "
             f"hosts it, usually rank 0 or its launcher, has ended. Look at its output first."
         ) from error
-    if verdict.warning is not None and rank == 0:
+    if verdict.warning is not None and rank == members[0]:
         warnings.warn(verdict.warning, stacklevel=2)
     if verdict.error is not None:
         raise AgreementError(verdict.error)
 
 
 def _exchange(
-    store: dist.Store, topic: str, report: _Report, timeout: timedelta, rank: int, world_size: int
+    store: dist.Store,
+    topic: str,
+    report: _Report,
+    timeout: timedelta,
+    rank: int,
+    members: Sequence[int],
 ) -> _Verdict:
-    """Hands in this rank's report and returns rank 0's verdict on all of them."""
+    """Hands in this rank's report and returns the first member's verdict on all of them."""
     table = _next_table(store, topic, rank)
     table.set(_report_key(rank), json.dumps(asdict(report)))
-    if rank == 0:
-        verdict = _judge(table, topic, world_size, timeout)
+    if rank == members[0]:
+        verdict = _judge(table, topic, members, timeout)
         table.set("verdict", json.dumps(asdict(verdict)))
     else:
-        verdict = _await_verdict(table, topic, rank, timeout)
-    _await_readers(table, rank, verdict.readers)
+        verdict = _await_verdict(table, topic, rank, members[0], timeout)
+    _await_readers(table, rank == members[0], verdict.readers)
     return verdict
 
 
@@ -138,9 +147,8 @@ def _report_key(rank: int) -> str:
     return f"report/{rank}"
 
 
-def _judge(table: dist.Store, topic: str, world_size: int, timeout: timedelta) -> _Verdict:
-    """Rank 0's part: collects the reports and compares them."""
-    ranks = range(world_size)
+def _judge(table: dist.Store, topic: str, ranks: Sequence[int], timeout: timedelta) -> _Verdict:
+    """The first member's part: collects the reports and compares them."""
     missing: list[int] = []
     try:
         table.wait([_report_key(rank) for rank in ranks], timeout)
@@ -154,7 +162,7 @@ def _judge(table: dist.Store, topic: str, world_size: int, timeout: timedelta) -
     error, warning = _compare(topic, reports)
     if missing:
         absent = (
-            f"{_name_ranks(missing)} of {world_size} did not report {topic!r} within "
+            f"{_name_ranks(missing)} of {len(ranks)} did not report {topic!r} within "
             f"{_seconds(timeout)}. They failed before this call, hang, or never make it: "
             f"look at their output first. If they are only slow to start, give a longer timeout."
         )
@@ -162,10 +170,12 @@ def _judge(table: dist.Store, topic: str, world_size: int, timeout: timedelta) -
     return _Verdict(error, warning, readers=len(reports))
 
 
-def _await_verdict(table: dist.Store, topic: str, rank: int, timeout: timedelta) -> _Verdict:
-    """The other ranks' part. The clock for the verdict starts when rank 0 has arrived."""
+def _await_verdict(
+    table: dist.Store, topic: str, rank: int, first: int, timeout: timedelta
+) -> _Verdict:
+    """The other members' part. The clock for the verdict starts when the first has arrived."""
     steps = (
-        (_report_key(0), timeout, "did not report"),
+        (_report_key(first), timeout, "did not report"),
         ("verdict", timeout + _GRACE, "reported but gave no verdict on"),
     )
     for key, limit, what in steps:
@@ -175,21 +185,21 @@ def _await_verdict(table: dist.Store, topic: str, rank: int, timeout: timedelta)
             raise  # not a timeout: the caller explains it
         except RuntimeError as error:
             raise AgreementError(
-                f"rank 0 {what} {topic!r} within {_seconds(limit)}, so rank {rank} can't compare "
-                f"with the others. Rank 0 failed before this call, hangs, or never makes it: "
+                f"rank {first} {what} {topic!r} within {_seconds(limit)}, so rank {rank} can't compare "
+                f"with the others. Rank {first} failed before this call, hangs, or never makes it: "
                 f"look at its output first."
             ) from error
     return _Verdict(**json.loads(table.get("verdict")))
 
 
-def _await_readers(table: dist.Store, rank: int, readers: int) -> None:
+def _await_readers(table: dist.Store, is_first: bool, readers: int) -> None:
     """Rank 0 may host the store and be about to raise and exit: it waits until all have read."""
     # From here on the verdict is known, and a store that is gone or a rank that died since has
     # nothing to add to it.
     with suppress(RuntimeError):
         if table.add("readers", 1) == readers:
             table.set("all read", "")
-        if rank == 0:
+        if is_first:
             table.wait(["all read"], _GRACE)
 
 

@@ -26,6 +26,7 @@ BAD = {
     ("replicate", "shard", "cp"): "'cp' is not known",
     ("a", "b", "c"): "'a' is not known",
     ("dp", "tp"): "'dp' is not known",
+    ("pp", "shard"): "'pp' is none to shard",
 }
 
 

@@ -11,7 +11,9 @@ from models import LM_PLAN, Lm, lm_loss, tokens
 from snapshot import Snapshot
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import parallel3d as p3d
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.tp import Colwise, Style
 
@@ -189,3 +191,32 @@ def test_what_is_wrong_everywhere_is_everyones_own_error(gloo_pool) -> None:
     found = outcomes(gloo_pool, 0, wrong, wrong)
     assert {outcome.error for outcome in found} == {"PlanError"}
     assert all("'layers.*.upp' matches no module" in outcome.message for outcome in found)
+
+
+def other_seed(rank_that_differs: int) -> str:
+    """Real (not meta) models from different seeds: their shards would not fit together."""
+    torch.manual_seed(int(dist.get_rank() == rank_that_differs))
+    model = torch.nn.Linear(4, 4)
+    mesh = p3d.build_mesh(p3d.MeshLayout(1, 4, 1), device_type="cpu")
+    with pytest.raises(p3d.AgreementError) as info:
+        p3d.parallelize(model, mesh)
+    return str(info.value)
+
+
+def test_models_from_different_seeds(gloo_pool) -> None:
+    for message in gloo_pool.run(other_seed, 2, world_size=4):
+        assert "rank 2 differs" in message and "values" in message and "weight" in message
+
+
+def two_meshes() -> list[int]:
+    """Two halves of the world, each with a model of its own, as pipeline stages have."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+    stage = mesh.get_local_rank("pp")
+    torch.manual_seed(stage)
+    model = p3d.parallelize(torch.nn.Linear(3 + stage, 4), mesh["shard"])
+    model(torch.ones(1, 3 + stage)).sum().backward()
+    return list(model.weight.grad.shape)
+
+
+def test_submeshes_are_compared_apart(gloo_pool) -> None:
+    assert gloo_pool.run(two_meshes, world_size=4) == [[4, 3], [4, 3], [4, 4], [4, 4]]

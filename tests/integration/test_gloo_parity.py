@@ -4,7 +4,6 @@ import functools
 
 import pytest
 from models import LM_PLAN, Lm, lm_loss, tokens
-
 from torch._dynamo.utils import counters
 
 from parallel3d import MeshLayout

@@ -1,0 +1,214 @@
+"""Preflight: what ``parallelize`` checks before it changes the model, on this rank and between ranks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from parallel3d._compat import ranks_are_simulated
+from parallel3d._units import Units, find_units
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
+from parallel3d.fsdp import MixedPrecisionPolicy
+from parallel3d.fsdp.axes import data_axes
+from parallel3d.fsdp.state import unit_of
+from parallel3d.mesh import check_agreement
+from parallel3d.tp import ResolvedPlan, Style, resolve_plan
+
+__all__ = ["Plan", "preflight"]
+
+Plan = Mapping[str, str | Style]
+
+
+def preflight(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    tp_plan: Plan | None,
+    units: Sequence[str] | None,
+    policy: MixedPrecisionPolicy,
+    *,
+    fsdp: bool,
+    strict: bool,
+    compile: bool | str,
+    **switches: bool,
+) -> tuple[ResolvedPlan | None, Units]:
+    """Checks the arguments of ``parallelize`` and that all ranks of ``mesh`` gave the same.
+
+    Returns:
+        The plan and the units, resolved against ``model``.
+
+    Raises:
+        Parallel3dError, PlanError, MeshError, AgreementError: as ``parallelize`` says.
+    """
+    plan, found, settings = None, Units([], [], []), {}
+    problem: Exception | None = None
+    try:
+        _check_model(model)
+        _check_switches(fsdp=fsdp, strict=strict, **switches)
+        _check_compile(compile)
+        _check_options(mesh, tp_plan, fsdp, policy)
+        plan = _resolve(model, mesh, tp_plan, strict)
+        found = find_units(model, units)
+        settings = _settings(model, plan, found, mesh, policy)
+        switches |= {"fsdp": fsdp}
+        settings |= {"compile": str(compile)} | {k: str(v) for k, v in switches.items()}
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        if not dist.is_initialized():
+            raise
+        problem = error
+    try:
+        _agree(mesh, {**settings, "problem": str(problem or "none")})
+    except AgreementError as error:
+        raise error from problem
+    if problem is not None:
+        raise problem
+    return plan, found
+
+
+def _agree(mesh: DeviceMesh, settings: dict[str, str]) -> None:
+    """Compares with the other ranks of ``mesh``; those outside it may do something else."""
+    ranks = None
+    if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
+        ranks = mesh.mesh.flatten().tolist()
+    check_agreement("parallelize", settings, ranks=ranks)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise Parallel3dError(f"model is {model!r}; it must be an nn.Module")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Parallel3dError(
+                f"{name or 'the model'} is a {kind}, whose parameters can't be replaced; give "
+                "parallelize the nn.Module it was scripted from"
+            )
+        if unit_of(module) is not None or kind in _WRAPPERS or _is_torch_fsdp(module):
+            raise Parallel3dError(
+                f"the model is parallel already: {name or 'it'} is a {kind}; give parallelize the plain "
+                "model, once"
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise Parallel3dError(
+                f"the model is parallel already: parameter {name} is a DTensor; give parallelize the "
+                "plain model, once"
+            )
+        if is_lazy(param):
+            raise Parallel3dError(
+                f"parameter {name} has no size yet; run a batch through the model before "
+                "parallelize, or use the module that is not lazy"
+            )
+        if param.layout is not torch.strided:
+            raise Parallel3dError(
+                f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a "
+                "dense parameter (to_dense()), or as a buffer"
+            )
+        if param.dtype.is_complex:
+            raise Parallel3dError(
+                f"parameter {name} is {param.dtype}; the engine reduces real dtypes: hold it as two real "
+                "parameters (torch.view_as_real)"
+            )
+    if not any(True for _ in model.parameters()):
+        raise Parallel3dError(
+            f"{type(model).__name__} has no parameters; there is nothing to shard"
+        )
+
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+
+
+def _is_torch_fsdp(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _check_switches(**switches: bool) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
+
+
+def _check_compile(value: bool | str) -> None:
+    if isinstance(value, bool):
+        return
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if value not in backends:
+        raise Parallel3dError(
+            f"compile is {value!r}; it must be True, False or a backend of torch.compile: "
+            f"{', '.join(backends)}"
+        )
+
+
+def _check_options(
+    mesh: DeviceMesh, tp_plan: Plan | None, fsdp: bool, policy: MixedPrecisionPolicy
+) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise Parallel3dError(f"mp_policy is {policy!r}; it must be a MixedPrecisionPolicy")
+    if tp_plan is not None and not isinstance(tp_plan, Mapping):
+        raise PlanError(
+            f"tp_plan is {tp_plan!r}; it must be a dict from module-name patterns to styles, such as "
+            '{"layers.*.attention.wq": "colwise"}, or None'
+        )
+    axes = data_axes(mesh)
+    tp = axes.size(axes.tp)
+    if not fsdp and axes.data_size > 1:
+        raise MeshError(
+            f"fsdp=False with {axes.data_size} data ranks (replicate {axes.size(axes.replicate)} x shard "
+            f"{axes.size(axes.shard)}): gradients would not be reduced. Use fsdp=True, or a mesh with "
+            f"replicate=1, shard=1, tp={mesh.size()}"
+        )
+    if tp > 1 and not tp_plan:
+        raise PlanError(
+            f"the mesh has tp={tp} but there is no tp_plan: {tp} ranks would do the same work. Give a "
+            f"plan, or use shard={axes.size(axes.shard) * tp}, tp=1"
+        )
+
+
+def _resolve(
+    model: nn.Module, mesh: DeviceMesh, tp_plan: Plan | None, strict: bool
+) -> ResolvedPlan | None:
+    """The plan against this model. With tp = 1 too: a wrong plan is wrong on every mesh."""
+    if tp_plan is None:
+        return None
+    axes = data_axes(mesh)
+    return resolve_plan(model, tp_plan, axes.size(axes.tp), strict=strict)
+
+
+def _settings(
+    model: nn.Module,
+    plan: ResolvedPlan | None,
+    units: Units,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+) -> dict[str, str]:
+    """What must be alike on all ranks for their collectives to match."""
+    first: dict[nn.Parameter, str] = {}
+    params = (
+        # With the name it goes by first, so that ties show.
+        f"{first.setdefault(p, n)} {n} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
+        for n, p in model.named_parameters(remove_duplicate=False)
+    )
+    named = [[name for name, _ in kind] for kind in (units.blocks, units.embeddings, units.tail)]
+    return {
+        "mesh": f"{mesh.mesh_dim_names} {tuple(mesh.shape)}",
+        "tp_plan": plan.fingerprint() if plan is not None else "none",
+        "parameters": "\n".join(params),
+        "values": "\n".join(f"{n} {_checksum(p)}" for n, p in model.named_parameters()),
+        "units": repr(named),
+        "mp_policy": repr(policy),
+    }
+
+
+def _checksum(param: nn.Parameter) -> str:
+    """Tells ranks that built their models from different seeds. A sum of bits, so order is no matter."""
+    if param.is_meta or ranks_are_simulated():
+        return "meta"
+    data = param.detach().contiguous().flatten().view(torch.uint8)
+    if data.numel() % 4 == 0:
+        data = data.view(torch.int32)
+    return str(int(data.sum()))
