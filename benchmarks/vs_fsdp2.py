@@ -22,108 +22,20 @@ from typing import Any
 
 import torch
 from measure import Rounds, alternate, no_gc, print_table, range_of, write_json
+from models import MlpBlock, SmallBlock, Stack, ours, ours_tp, torchs, torchs_tp
 from torch import distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh, fsdp
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed import DeviceMesh
 
 import parallel3d as p3d
-from parallel3d.fsdp import fully_shard
 from parallel3d.testing import GlooPool, fake_world
 
 UNITS = 16
 WORLD = 64
+WIDTH = 64
 RANKS = 4
 TOKENS = (4, 128)
 """Sequences and tokens in each, of each rank's batch, in the gloo benchmark."""
-
-PLAN = {
-    "blocks.*.w1": "colwise",
-    "blocks.*.w2": "rowwise",
-    "blocks.*.w3": "colwise",
-    "blocks.*.w4": "rowwise",
-}
-
-
-class SmallBlock(nn.Module):
-    """Ten small parameters and next to no computation: what is left is the engine's own time."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.w1, self.w2 = nn.Linear(width, width), nn.Linear(width, width)
-        self.w3, self.w4 = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.w2(torch.relu(self.w1(self.norm(x))))
-        return x + self.w4(torch.relu(self.w3(h)))
-
-
-class MlpBlock(nn.Module):
-    """The larger half of a transformer's block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """Blocks one after another."""
-
-    def __init__(self, block: Callable[[int], nn.Module], depth: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-# ---- the two sides ----
-
-
-def ours(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
-    """``model`` under our engine, on the three-axis ``mesh``."""
-    policy = _policy(p3d.MixedPrecisionPolicy, mixed)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def torchs(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
-    """``model`` under torch's FSDP2, on the axes of ``mesh`` that it takes."""
-    hsdp = mesh.shape[0] > 1
-    data = mesh["replicate", "shard"] if hsdp else mesh["shard"]
-    policy = _policy(fsdp.MixedPrecisionPolicy, mixed)
-    for block in model.blocks:
-        fsdp.fully_shard(block, mesh=data, mp_policy=policy)
-    fsdp.fully_shard(model, mesh=data, mp_policy=policy)
-    return model
-
-
-def _policy(kind: Callable[..., Any], mixed: bool) -> Any:
-    return kind(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else kind()
-
-
-def torchs_tp(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
-    """torch's tensor parallelism of ``PLAN`` under its FSDP2."""
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    # A style each, as torch's docs do; None: every rank has the same values, nothing to send.
-    plan = {name: styles[style]() for name, style in PLAN.items()}
-    parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
-    return torchs(model, mesh, mixed=mixed)
-
-
-def ours_tp(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
-    """The same in our one call, which shards each block and then the root."""
-    policy = _policy(p3d.MixedPrecisionPolicy, mixed)
-    return p3d.parallelize(model, mesh, tp_plan=PLAN, mp_policy=policy)
-
 
 # ---- host time ----
 
@@ -144,19 +56,16 @@ def host_step(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
     return step
 
 
-def host_case(
-    layout: p3d.MeshLayout, *, mixed: bool, width: int, rounds: int, tp: bool = False
-) -> dict[str, Any]:
+def host_case(mesh: DeviceMesh, *, mixed: bool, rounds: int, tp: bool = False) -> dict[str, Any]:
     """One row: microseconds per unit and step above the plain model."""
-    mesh = p3d.build_mesh(layout, device_type="cpu")
-    plain = Stack(SmallBlock, UNITS, width)
+    plain = Stack(SmallBlock, UNITS, WIDTH)
     left, right = (ours_tp, torchs_tp) if tp else (ours, torchs)
     models = {
         "plain": plain.bfloat16() if mixed else copy.deepcopy(plain),
         "ours": left(copy.deepcopy(plain).float(), mesh, mixed=mixed),
         "torch": right(copy.deepcopy(plain).float(), mesh, mixed=mixed),
     }
-    x = torch.randn(8, width)
+    x = torch.randn(8, WIDTH)
     steps = {
         name: host_step(model, x.bfloat16() if mixed and name == "plain" else x)
         for name, model in models.items()
@@ -243,8 +152,8 @@ def run_host(quick: bool) -> list[dict[str, Any]]:
     layouts = [p3d.MeshLayout(shard=WORLD), p3d.MeshLayout(replicate=2, shard=WORLD // 2)]
     with fake_world(0, WORLD):
         results = [
-            host_case(layout, mixed=mixed, width=64, rounds=rounds)
-            for layout in layouts
+            host_case(mesh, mixed=mixed, rounds=rounds)
+            for mesh in [p3d.build_mesh(layout, device_type="cpu") for layout in layouts]
             for mixed in (False, True)
         ]
     _print_host(f"host time per unit and step, {UNITS} units of 10 parameters", results)
@@ -254,11 +163,11 @@ def run_host(quick: bool) -> list[dict[str, Any]]:
 def run_tp(quick: bool) -> list[dict[str, Any]]:
     """FSDP over TP 2, both policies."""
     layout = p3d.MeshLayout(shard=WORLD // 2, tp=2)
+    rounds = 4 if quick else 15
     with fake_world(0, WORLD):
-        results = [
-            host_case(layout, mixed=mixed, width=64, rounds=4 if quick else 15, tp=True)
-            for mixed in (False, True)
-        ]
+        # One mesh for all: torch hands out an equal, earlier mesh's groups for a later one's.
+        mesh = p3d.build_mesh(layout, device_type="cpu")
+        results = [host_case(mesh, mixed=mixed, rounds=rounds, tp=True) for mixed in (False, True)]
     _print_host("host time per unit and step with 2 colwise/rowwise pairs on tp", results)
     return results
 
