@@ -217,6 +217,7 @@ def make_buckets(
     """Sorts a unit's parameters into buckets, in order of their first parameter."""
     grouped: dict[object, list[ShardedParam]] = {}
     for param in params:
-        tp = None if param.tp_mesh is None else param.tp_mesh.get_group().group_name
+        # By ranks: two equal meshes in one process have groups of other names.
+        tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
         grouped.setdefault((param.dtype, param.requires_grad, param.parts, tp), []).append(param)
     return [Bucket(unit, members, axes, policy) for members in grouped.values()]

@@ -57,7 +57,7 @@ class RunContext:
         """Issues the all-gather of the unit that came after ``position`` in the last iteration."""
         order = self.last_order
         if position + 1 < len(order) and order[position] is self.order[position]:
-            order[position + 1].group.issue_unshard(self.comm)
+            order[position + 1].issue_unshard(self)
 
     def prefetch_backward(self, position: int) -> None:
         """Issues the all-gather of the unit whose backward comes after that of ``position``."""
@@ -177,16 +177,21 @@ class Unit:
     def _begin_forward(self, context: RunContext) -> None:
         if self.is_root and not context.in_backward:
             context.begin_forward()
-        group = self.group
-        if group.state is GroupState.SHARDED and not group.shown and not context.in_backward:
-            group.adopt()
-            group.count_trainable()
-        group.unshard(context.comm)
-        group.show()
+        self.issue_unshard(context)
+        self.group.unshard(context.comm)
+        self.group.show()
         if not context.in_backward:
             self.position = len(context.order)
             context.order.append(self)
             context.prefetch_forward(self.position)
+
+    def issue_unshard(self, context: RunContext) -> None:
+        """Starts a forward's all-gather, with what the user has changed since the last one."""
+        group = self.group
+        if group.state is GroupState.SHARDED and not group.shown and not context.in_backward:
+            group.adopt()
+            group.count_trainable()
+        group.issue_unshard(context.comm)
 
     def _watch_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Passes aliases of the inputs on; their gradients are this call's share alone.

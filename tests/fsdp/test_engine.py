@@ -265,6 +265,35 @@ class TestUses:
 
         parity(shard_blocks, build=frozen)
 
+    def test_freezing_and_unfreezing_between_steps(self) -> None:
+        """Also for units that the step before has taught to be prefetched."""
+
+        class Loss:
+            calls = 0
+
+            def __call__(self, model, x):
+                # The plain model sees all four data ranks' samples, the parallel one all at once.
+                step = self.calls if isinstance(model, FSDPModule) else self.calls // 4
+                self.calls += 1
+                for p in model.layers[1].parameters():
+                    p.requires_grad_(step % 3 != 2)
+                return lm_loss(model, x)
+
+        plain, parallel = Loss(), Loss()
+
+        def loss(model, x):
+            return (parallel if isinstance(model, FSDPModule) else plain)(model, x)
+
+        assert_parity(
+            functools.partial(Lm, layers=2),
+            tokens,
+            MeshLayout(2, 2, 1),
+            loss=loss,
+            apply=shard_blocks,
+            steps=6,
+            fp32=False,
+        )
+
     def test_submodule_before_root(self) -> None:
         """torch 2.13: RuntimeError, already lazily initialized."""
 

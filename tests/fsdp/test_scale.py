@@ -79,6 +79,19 @@ def test_one_rank_of_4096(rank: int) -> None:
             check_counts(forward, backward)
 
 
+def test_a_second_equal_mesh_in_the_process() -> None:
+    """DTensor may answer with the first mesh where it is asked for the second; buckets must not split."""
+    with fake_world(0, 8):
+        for _ in range(2):
+            mesh = build_mesh(MeshLayout(1, 4, 2), device_type="cpu")
+            with torch.device("meta"):
+                model = Llama(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2))
+            parallelize(model, mesh, tp_plan=PLAN)
+            with record_collectives(mesh) as recorder:
+                model(torch.zeros(1, 8, dtype=torch.long, device="meta"))
+            assert recorder.count("all_gather", "shard", "layers.0") == 1
+
+
 def check_counts(forward, backward) -> None:
     """Exactly one all-gather forward and one backward, one reduce-scatter, one all-reduce."""
     blocks = [f"layers.{i}" for i in range(CONFIG.n_layers)]
