@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.state import unit_of
 
@@ -48,11 +47,9 @@ def materialize(
             "under torch.device('meta') first"
         )
     _check_initialisers(model, modules)
-    shards = _build_shards(model, target)
-    done: set[int] = set()
-    plain: dict[int, nn.Parameter] = {}
+    work = _Materialization(model, target, seed)
     for name, module in modules:
-        _initialise(model, name, module, shards, done, plain, target, seed)
+        work.initialise(name, module)
     return model
 
 
@@ -104,8 +101,8 @@ def _check_initialisers(model: nn.Module, modules: list[tuple[str, nn.Module]]) 
 
 def _build_shards(
     model: nn.Module, device: torch.device
-) -> dict[int, tuple[Bucket, torch.Tensor, ShardedParam]]:
-    """Real buffers for the units; sharded Parameter's id -> (bucket, its local view, description)."""
+) -> dict[int, tuple[torch.Tensor, ShardedParam]]:
+    """Real buffers for the units; sharded Parameter's id -> (its local view, description)."""
     shards = {}
     seen: set[int] = set()
     for module in model.modules():
@@ -117,49 +114,60 @@ def _build_shards(
             if bucket.flat.device.type == "meta":
                 bucket.build(device)
             for param, view in zip(bucket.params, bucket.local_views, strict=True):
-                shards[id(param.sharded)] = (bucket, view, param)
+                shards[id(param.sharded)] = (view, param)
         unit.group.refresh()
     return shards
 
 
-def _initialise(
-    model: nn.Module,
-    name: str,
-    module: nn.Module,
-    shards: dict[int, tuple[Bucket, torch.Tensor, ShardedParam]],
-    done: set[int],
-    plain: dict[int, nn.Parameter],
-    device: torch.device,
-    seed: int,
-) -> None:
-    """Runs one module's initialiser on whole tensors and keeps the shards."""
-    before = dict(module._parameters)
-    for key, param in before.items():
-        if param is not None:
-            whole = torch.empty(param.shape, dtype=param.dtype, device=device)
-            module._parameters[key] = nn.Parameter(whole, requires_grad=param.requires_grad)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.device.type == "meta":
-            module._buffers[key] = torch.empty_like(buffer, device=device)
-    with _generator(f"{seed}:{name}", device), torch.no_grad():
-        if hasattr(model, "_init_weights"):
-            model._init_weights(module)  # type: ignore[operator]
-        else:
-            module.reset_parameters()  # type: ignore[operator]
+class _Materialization:
+    """One call of ``materialize``: runs initialisers on whole tensors and keeps the shards."""
+
+    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
+        self.model = model
+        self.device = device
+        self.seed = seed
+        self.shards = _build_shards(model, device)
+        self.done: set[int] = set()  # ids of sharded Parameters that have their values
+        self.plain: dict[int, nn.Parameter] = {}  # id of a meta Parameter -> the one in its place
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Gives the direct parameters and buffers of one module values."""
+        before = dict(module._parameters)
+        try:
+            self._make_whole(module)
+            with _generator(f"{self.seed}:{name}", self.device), torch.no_grad():
+                if hasattr(self.model, "_init_weights"):
+                    self.model._init_weights(module)  # type: ignore[operator]
+                else:
+                    module.reset_parameters()  # type: ignore[operator]
+                made = dict(module._parameters)
+                self._keep_shards(before, made)
+        finally:
+            module._parameters.update(before)
         for key, param in before.items():
-            made = module._parameters[key]
-            if param is None or made is None:
-                continue
-            if id(param) in shards:
-                module._parameters[key] = param
-                if id(param) not in done:
-                    _, view, sharded = shards[id(param)]
-                    view.copy_(sharded.shard_of(made.detach(), tp_local=False))
-                    done.add(id(param))
-            elif param.device.type == "meta":
-                module._parameters[key] = plain.setdefault(id(param), made)
-            else:
-                module._parameters[key] = param
+            real = made[key]
+            if param is not None and param.is_meta and real is not None:
+                module._parameters[key] = self.plain.setdefault(id(param), real)
+
+    def _make_whole(self, module: nn.Module) -> None:
+        for key, param in module._parameters.items():
+            if param is not None:
+                whole = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+                module._parameters[key] = nn.Parameter(whole, requires_grad=param.requires_grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=self.device)
+
+    def _keep_shards(
+        self, before: dict[str, nn.Parameter | None], made: dict[str, nn.Parameter | None]
+    ) -> None:
+        for key, param in before.items():
+            if id(param) in self.shards and id(param) not in self.done:
+                view, sharded = self.shards[id(param)]
+                whole = made[key]
+                assert whole is not None
+                view.copy_(sharded.shard_of(whole.detach(), tp_local=False))
+                self.done.add(id(param))
 
 
 class _generator:

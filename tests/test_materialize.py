@@ -96,3 +96,20 @@ def test_no_way_to_initialise() -> None:
     with pytest.raises(Parallel3dError, match=r"1 \(Bare\)"):
         materialize(model, device="cpu")
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_an_initialiser_that_fails() -> None:
+    """The module's own Parameters are back in their places."""
+
+    class Fails(nn.Linear):
+        def reset_parameters(self) -> None:
+            if not self.weight.is_meta:
+                raise RuntimeError("no")
+
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = parallelize(meta(lambda: nn.Sequential(nn.Linear(3, 3), Fails(3, 3))), mesh)
+        before = list(model.parameters())
+        with pytest.raises(RuntimeError, match="no"):
+            materialize(model, device="cpu")
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))

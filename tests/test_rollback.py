@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.testing import fake_world
 from parallel3d.tp import Rowwise
@@ -154,3 +155,25 @@ def test_snapshot_sees_changes() -> None:
         change(model)
         with pytest.raises(AssertionError):
             before.check()
+
+
+def test_fully_shard_that_fails_late_leaves_the_module_alone(monkeypatch) -> None:
+    """Two dtypes make two buckets; the second can't be built."""
+    built: list[Bucket] = []
+    original = Bucket.build
+
+    def build(self: Bucket, device: torch.device) -> None:
+        built.append(self)
+        if len(built) == 2:
+            raise RuntimeError("out of memory")
+        original(self, device)
+
+    monkeypatch.setattr(Bucket, "build", build)
+    with fake_world(0, 2):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+        before = list(model.parameters())
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fully_shard(model, mesh=mesh)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        assert type(model) is nn.Sequential and not model._forward_pre_hooks

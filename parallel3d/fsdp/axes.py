@@ -64,7 +64,9 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
     unknown = [i for i in range(mesh.ndim) if i not in found.values()]
     for name in _NEVER:
         if name in names:
-            _fail(mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it")
+            _fail(
+                mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it"
+            )
     if unknown and found["tp"] is None and mesh.ndim <= 2:
         _place_by_position(mesh, found, unknown)
     elif unknown:

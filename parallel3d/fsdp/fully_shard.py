@@ -1,6 +1,7 @@
 """fully_shard: makes a module (or several as one) a unit of the sharding engine."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import TypeVar, overload
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d._rollback import unchanged_on_error
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import data_axes
@@ -90,17 +92,18 @@ def fully_shard(
     axes = data_axes(mesh)
     ignored = _check_ignored(ignored_params)
     found = list(_managed_params(modules, ignored))
-
-    params = [ShardedParam(name, param, slots, axes) for name, param, slots in found]
     name = type(modules[0]).__name__
-    with torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        for each in modules:
+            stack.enter_context(unchanged_on_error(each))
+        params = [ShardedParam(n, param, slots, axes) for n, param, slots in found]
         buckets = make_buckets(name, params, axes, mp_policy)
         _move_buffers(modules, mesh.device_type)
-    for _, param, _ in found:
-        setattr(param, _TAKEN, name)  # the user's object: a tied use in another unit shows
-    Unit(modules, ParamGroup(buckets), mp_policy, reshard_after_forward, mesh.device_type)
-    for each in modules:
-        each.__class__ = _extended_class(type(each))
+        for _, param, _ in found:
+            setattr(param, _TAKEN, name)  # the user's object: a tied use in another unit shows
+        Unit(modules, ParamGroup(buckets), mp_policy, reshard_after_forward, mesh.device_type)
+        for each in modules:
+            each.__class__ = _extended_class(type(each))
     return module
 
 
