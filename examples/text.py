@@ -40,7 +40,8 @@ def batch_of(text: Tensor, batch_size: int, seq_len: int, *, seed: int, step: in
     Returns:
         int64, (batch_size, seq_len + 1): the inputs and, moved by one, the targets.
     """
-    generator = torch.Generator().manual_seed((seed << 32) + step)
+    # The CPU generator uses the low 32 bits of a seed only.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)
     start = torch.randint(len(text) - seq_len, (batch_size, 1), generator=generator)
     return text[start + torch.arange(seq_len + 1)].long()
 
