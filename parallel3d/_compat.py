@@ -26,6 +26,9 @@ __all__ = [
     "dtensor_shard_box",
     "foreach_copy_",
     "get_local_tensor",
+    "gradient_hooks",
+    "has_tensor_hooks",
+    "in_backward_pass",
     "init_fake_group",
     "inner_tensors",
     "make_dtensor",
@@ -119,6 +122,22 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Runs ``callback`` once when the backward pass under way ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What ``register_post_accumulate_grad_hook`` has set on ``param``."""
+    hooks = param._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def has_tensor_hooks(param: torch.Tensor) -> bool:
+    """Whether ``register_hook`` was called on ``param``."""
+    return bool(param._backward_hooks)
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

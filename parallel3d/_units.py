@@ -52,9 +52,15 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
             continue  # parameters beside submodules: the root's
         if past_blocks:
             tail.append((name, module))
-        elif isinstance(module, nn.Embedding):
+        elif _is_plain_embedding(module):
             embeddings.append((name, module))
     return Units(blocks, embeddings, tail)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether the module only looks rows up: then its backward doesn't read the table."""
+    own_forward = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+    return isinstance(module, nn.Embedding) and own_forward
 
 
 def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -14,12 +14,14 @@ The last three keep their tensors and views for the model's life; only their sto
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from parallel3d._compat import foreach_copy_, inner_tensors, make_dtensor
+from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.grads import GradientSlots
@@ -71,7 +73,7 @@ class Bucket:
         self.policy = policy
         self.parts = self.params[0].parts
         self._find_groups()
-        self.waiting_for = 0  # gradients that this backward may still bring
+        self.gathering: Any = None  # an all-gather under way: what to wait for, and its input
         self.build(self._device())
 
     def _find_groups(self) -> None:
@@ -163,6 +165,13 @@ class Bucket:
         locals_ = [p.local for p in self.params]
         if all(a is b for a, b in zip(locals_, self.local_views, strict=True)):
             return False
+        kinds = {(local.dtype, local.device) for local in locals_}
+        if len(kinds) > 1:
+            raise Parallel3dError(
+                f"a conversion gave the parameters of unit {self.unit} different dtypes or devices "
+                f"({', '.join(f'{d} on {v}' for d, v in sorted(kinds, key=str))}); they share one buffer: "
+                "convert the whole unit, or convert before fully_shard"
+            )
         for param, local in zip(self.params, locals_, strict=True):
             param.set_dtype(local.dtype)
         self.build(locals_[0].device)

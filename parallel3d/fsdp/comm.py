@@ -66,7 +66,6 @@ class CpuComm:
     """
 
     def __init__(self) -> None:
-        self.gathers: dict[Bucket, Any] = {}
         self.scattering: tuple[ReduceJob, ScatterWork | None] | None = None
         self.reducing: list[tuple[ReduceJob, list[Any]]] = []
 
@@ -76,14 +75,14 @@ class CpuComm:
             return
         output, part = bucket.gather_buffers()
         work = all_gather(output, part, bucket.shard_group, unit=bucket.unit)
-        self.gathers[bucket] = (work, part)
+        bucket.gathering = (work, part)  # gloo reads ``part`` until it is done
 
     def finish_gather(self, bucket: Bucket) -> None:
         """See ``Comm``."""
         if bucket.shard_group is None:
             bucket.cast_whole()
             return
-        work, _ = self.gathers.pop(bucket)
+        (work, _), bucket.gathering = bucket.gathering, None
         if work is not None:
             work.wait()
         bucket.copy_out()
@@ -154,7 +153,6 @@ class StreamComm:
         self.gather = device_module.Stream(priority=-1)
         self.scatter = device_module.Stream(priority=-1)
         self.replicate = device_module.Stream()
-        self.gathers: dict[Bucket, tuple[Any, torch.Tensor]] = {}
         self.in_flight: list[_InFlight] = []
 
     def issue_gather(self, bucket: Bucket) -> None:
@@ -172,14 +170,14 @@ class StreamComm:
                 work.wait()  # the backend's own stream -> ours; does not block the CPU
             event = self.gather.record_event()
         # ``part`` stays alive until compute has waited for the gather that reads it.
-        self.gathers[bucket] = (event, part)
+        bucket.gathering = (event, part)
 
     def finish_gather(self, bucket: Bucket) -> None:
         """See ``Comm``."""
         if bucket.shard_group is None:
             bucket.cast_whole()
             return
-        event, _ = self.gathers.pop(bucket)
+        (event, _), bucket.gathering = bucket.gathering, None
         self.device.current_stream().wait_event(event)
         bucket.copy_out()
         bucket.free_gathered()

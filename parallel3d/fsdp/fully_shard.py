@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d._compat import gradient_hooks, has_tensor_hooks
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
@@ -186,6 +187,11 @@ def _check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is tied to one that the unit {taken_by} already has; tied parameters "
             "must be in one unit: pass their modules to fully_shard as one list, or leave both "
             "to the unit around them"
+        )
+    if has_tensor_hooks(param) or gradient_hooks(param):
+        raise Parallel3dError(
+            f"parameter {name} has a hook, which would not be called for its shard; remove it, and use "
+            "register_post_accumulate_grad_hook on the sharded parameter: it sees the reduced gradient"
         )
     if param.dtype.is_complex:
         raise Parallel3dError(

@@ -6,20 +6,22 @@ What ``.grad`` of a sharded Parameter may hold at rest:
 - reduced: a DTensor placed as the Parameter. The gradient.
 - partial: ``Partial()`` on replicate: reduce-scattered, waiting for the all-reduce that
   ``set_requires_all_reduce(False)`` put off.
-- unsharded: ``Partial()`` on replicate and shard: this rank's own sum, waiting for the reduction that
+- unsharded: ``Partial("avg")`` on replicate and shard: this rank's own sum, waiting for the reduction that
   ``set_requires_gradient_sync(False)`` put off.
 
-Because the waiting sums are in ``.grad``, ``zero_grad()`` clears them like any gradient.
+A gradient that is there already is folded into the waiting sum, so ``.grad`` is all there is:
+``zero_grad()``, scaling and setting to None do to a waiting sum what they do to any gradient.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from parallel3d._compat import get_local_tensor, make_dtensor
+from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
@@ -50,32 +52,40 @@ class ReduceJob:
 
 
 class HeldSum:
-    """A sum that waits for its reduction: a flat buffer whose parts stand in the parameters' ``.grad``."""
+    """A sum that waits for its reduction: a flat buffer whose parts stand in the parameters' ``.grad``.
+
+    Attributes:
+        parts: the buffer by parameter, in the shape gradients are added in.
+        marks: DTensors of the same memory, what ``.grad`` is.
+        placed: indices whose mark was put into ``.grad``.
+    """
 
     def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor], marks: list) -> None:
         self.flat = flat
         self.parts = parts
         self.marks = marks
-        self.earlier: dict[int, torch.Tensor | None] = {}
+        self.placed: set[int] = set()
 
-    def install(self, index: int, param: torch.nn.Parameter) -> None:
-        """Puts part ``index`` into ``param.grad``, keeping what was there.
+    def place(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """Puts part ``index`` into ``param.grad``; returns the gradient that was there, if any.
 
         A part that is no longer there was cleared by the user: its sum is dropped.
         """
-        if param.grad is self.marks[index]:
-            return
-        if index in self.earlier:
+        before = param.grad
+        if before is self.marks[index]:
+            return None
+        if index in self.placed:
             self.parts[index].zero_()
-        self.earlier[index] = param.grad
+        self.placed.add(index)
         param.grad = self.marks[index]
+        return before
 
     def take(self, params: list[torch.nn.Parameter]) -> list[int]:
-        """Puts what was there before back into ``.grad``; returns the indices that hold a sum."""
+        """Empties ``.grad``; returns the indices that still hold a sum. The others' parts become zero."""
         held = []
-        for index, earlier in self.earlier.items():
+        for index in self.placed:
             if params[index].grad is self.marks[index]:
-                params[index].grad = earlier
+                params[index].grad = None
                 held.append(index)
             else:
                 self.parts[index].zero_()
@@ -133,8 +143,37 @@ class GradientSlots:
                 make_dtensor(p.compute_view(r), p.unreduced_spec(over_shard=True)) for p, r in pairs
             ]
             self.whole = HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
-        self.whole.install(index, bucket.params[index].sharded)
+        before = self.whole.place(index, bucket.params[index].sharded)
+        if before is not None:
+            self._fold_into_whole(index, before)
         self.whole.parts[index].add_(by_rank)
+
+    def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
+        """Adds a gradient that is reduced already (or reduce-scattered) to this rank's own sum.
+
+        What follows sums over the data axes and divides by their size. A shard's owner alone adds it,
+        so it is multiplied by the number of ranks that would have had to: those of the shard axis, and
+        of replicate too if it is partial there.
+        """
+        assert self.whole is not None
+        bucket, param = self.bucket, self.bucket.params[index]
+        factor: float = bucket.parts
+        local = get_local_tensor(grad).clone()
+        if self.partial is not None and grad is self.partial.marks[index]:
+            factor = bucket.axes.data_size
+            self.partial.placed.discard(index)
+            self.partial.parts[index].zero_()
+        if param.layout.tp_grad == "partial":
+            factor /= param.tp_size  # it has been summed over tp, and will be again
+        slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
+        param.local_view(slot).copy_(local.mul_(factor))
+        coordinate = bucket.axes.coordinate(bucket.axes.shard) if bucket.parts > 1 else 0
+        mine = param.slots_by_rank(slot.unsqueeze(0)).select(0, 0)
+        self.whole.parts[index].select(0, coordinate).add_(mine)
+
+    def forget(self) -> None:
+        """Drops what a broken backward has brought."""
+        self.arrived, self.input, self.input_views = set(), None, []
 
     # -- reduction ---------------------------------------------------------------------------------
 
@@ -176,19 +215,25 @@ class GradientSlots:
         parts = self.bucket.local_parts(flat)
         if job.all_reduce or not self.bucket.replicate_groups:
             self._accumulate(flat, parts, job.used)
+            for index in job.used:
+                param = self.bucket.params[index].sharded
+                for hook in gradient_hooks(param):
+                    hook(param)
             return
-        if self.partial is None:
+        held = self.partial
+        if held is None:
             marks = [
                 make_dtensor(part, p.unreduced_spec(over_shard=False))
                 for p, part in zip(self.bucket.params, parts, strict=True)
             ]
-            self.partial = HeldSum(flat, parts, marks)
-            for index in job.used:
-                self.partial.install(index, self.bucket.params[index].sharded)
-        else:
-            for index in job.used:
-                self.partial.install(index, self.bucket.params[index].sharded)
-            self.partial.flat.add_(flat)
+            held = self.partial = HeldSum(flat, parts, marks)
+        copies = math.prod(group.size() for _, group in self.bucket.replicate_groups)
+        for index in job.used:
+            before = held.place(index, self.bucket.params[index].sharded)
+            if before is not None:  # reduced: every rank of the all-reduce to come has it
+                held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)
+        if held.flat is not flat:
+            held.flat.add_(flat)
 
     def _accumulate(self, flat: torch.Tensor, parts: list[torch.Tensor], used: list[int]) -> None:
         params = self.bucket.params

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from parallel3d.errors import StateError
 from parallel3d.fsdp.state import Unit, unit_of
 
 __all__ = ["FSDPModule", "UnshardHandle"]
@@ -79,6 +80,17 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this unit's parameters; False where it doesn't read them."""
         _unit(self).unshard_in_backward = unshard_in_backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refused: a copy would share process groups and hooks with this one.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            f"{type(self).__name__} can't be deep-copied; copy the plain model before parallelize, or "
+            "build another one and load this one's state_dict()"
+        )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""

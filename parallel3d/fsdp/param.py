@@ -119,9 +119,9 @@ class ShardedParam:
         """The description of a gradient not yet summed over replicate (and, if so said, shard)."""
         placements = list(self.spec.placements)
         if self.axes.replicate is not None:
-            placements[self.axes.replicate] = Partial()
+            placements[self.axes.replicate] = Partial("avg" if over_shard else "sum")
         if self.axes.shard is not None and (over_shard or self.dim is None):
-            placements[self.axes.shard] = Partial()
+            placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
         if over_shard and self.tp_mesh is not None and self.layout.tp_grad == "partial":
             placements[-1] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, self.dtype)

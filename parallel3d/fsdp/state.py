@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d._compat import queue_backward_callback
+from parallel3d._compat import in_backward_pass, queue_backward_callback
 from parallel3d._trace import issuing
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
@@ -29,6 +29,21 @@ _ATTRIBUTE = "_parallel3d_unit"
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module (or one of whose modules) ``module`` is."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+class Call:
+    """One forward call of a unit.
+
+    Attributes:
+        position: place in the order of forwards.
+        watched: whether an input has a gradient, whose completion ends the call's backward.
+    """
+
+    __slots__ = ("position", "watched")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.watched = False
 
 
 class RunContext:
@@ -50,6 +65,9 @@ class RunContext:
 
     def begin_forward(self) -> None:
         """The root's forward begins."""
+        for unit in self.units:
+            if unit.group.state is GroupState.GATHERING:  # the last forward did not get there
+                unit.group.reshard(self.comm)
         if self.order:
             self.last_order, self.order = self.order, []
 
@@ -73,6 +91,15 @@ class RunContext:
             self.in_backward = True
             queue_backward_callback(self.finish_backward)
 
+    def leave_broken_backward(self) -> None:
+        """After a backward that an exception ended: autograd has dropped the callback with it."""
+        self.comm = make_comm(self.root.device_type)
+        for unit in self.units:
+            unit.end_backward()
+            for bucket in unit.group.buckets:
+                bucket.grads.forget()
+        self.in_backward = False
+
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
         for unit in reversed(self.units):
@@ -92,7 +119,8 @@ class Unit:
         reshard_after_forward: True, False, or None: True unless the unit is the root.
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
-        live_calls: forward calls whose inputs' gradients are still to come.
+        call: the forward call under way, or the last one.
+        begun: calls that this backward has reached and not yet left.
     """
 
     def __init__(
@@ -115,7 +143,8 @@ class Unit:
         self.context: RunContext | None = None
         self.to_run: set[nn.Module] = set()
         self.position = -1
-        self.live_calls = 0
+        self.begun: set[Call] = set()
+        self.call = Call(-1)
         self.arrived = 0
         self.backward_begun = False
         group.watch_gradients(self.on_grad)
@@ -164,8 +193,9 @@ class Unit:
         context = self.ready_context()
         if not self.to_run or not self.group.shown:
             self._begin_forward(context)
-            if torch.is_grad_enabled() and not (context.in_backward and self.live_calls > 0):
-                args, kwargs = self._watch_inputs(args, kwargs)
+            self.call = Call(self.position)
+            if torch.is_grad_enabled():
+                args, kwargs = self._watch_inputs(self.call, args, kwargs)
             issuing.unit = self.label
             if len(self.modules) > 1:
                 self.to_run = set(self.modules)
@@ -175,6 +205,8 @@ class Unit:
         return args, kwargs
 
     def _begin_forward(self, context: RunContext) -> None:
+        if context.in_backward and not in_backward_pass():
+            context.leave_broken_backward()
         if self.is_root and not context.in_backward:
             context.begin_forward()
         self.issue_unshard(context)
@@ -188,15 +220,20 @@ class Unit:
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
-        if group.state is GroupState.SHARDED and not group.shown and not context.in_backward:
-            group.adopt()
-            group.count_trainable()
+        if not context.in_backward:
+            if group.state is GroupState.UNSHARDED and group.is_stale():
+                group.hide()
+                group.reshard(context.comm)
+            if group.state is GroupState.SHARDED:
+                group.adopt()
+                group.count_trainable()
         group.issue_unshard(context.comm)
 
-    def _watch_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _watch_inputs(self, call: Call, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Passes aliases of the inputs on; their gradients are this call's share alone.
 
-        A hook on an input itself would wait for everything else that uses the input.
+        A hook on an input itself would wait for everything else that uses the input. Lists and dicts are
+        passed on as they are: the module may write to them.
         """
         remaining = 0
 
@@ -204,21 +241,22 @@ class Unit:
             nonlocal remaining
             remaining -= 1
             if remaining == 0:
-                self.live_calls -= 1
+                self.begun.discard(call)
                 self._maybe_end_backward()
 
-        def alias(tensor: torch.Tensor) -> torch.Tensor:
+        def alias(value: Any) -> Any:
             nonlocal remaining
-            if not tensor.requires_grad:
-                return tensor
-            view = tensor.view_as(tensor)
+            if isinstance(value, tuple) and type(value) is tuple:
+                return tuple(map(alias, value))
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            view = value.view_as(value)
             view.register_hook(fired)
             remaining += 1
             return view
 
-        args, kwargs = map_tensors(alias, (args, kwargs))
-        if remaining:
-            self.live_calls += 1
+        args, kwargs = alias(args), {key: alias(value) for key, value in kwargs.items()}
+        call.watched = remaining > 0
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -230,10 +268,10 @@ class Unit:
             output = map_tensors(lambda t: _cast(t, dtype), output)
         grad = torch.is_grad_enabled()
         if grad:
-            position = self.position
+            call = self.call
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.pre_backward(position))
+                    tensor.register_hook(lambda _: self.pre_backward(call))
         self.to_run.discard(module)
         if self.to_run or context.in_backward:  # recomputed for a backward that comes next
             return output
@@ -241,31 +279,33 @@ class Unit:
         reshard = self.reshard_after_forward
         if not grad or reshard or (reshard is None and not self.is_root):
             self.group.reshard(context.comm)
-        if self.is_root and not grad:
-            self._settle(context)
+        if self.is_root:
+            self._settle(context, backward_to_come=grad)
         return output
 
-    def _settle(self, context: RunContext) -> None:
-        """After a forward without a backward to come: nothing stays gathered."""
+    def _settle(self, context: RunContext, *, backward_to_come: bool) -> None:
+        """At the end of the root's forward all units show their shards; without a backward that is all."""
         for unit in context.units:
             unit.to_run.clear()
             unit.group.hide()
-            unit.group.reshard(context.comm)
+            if not backward_to_come:
+                unit.group.reshard(context.comm)
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def pre_backward(self, position: int) -> None:
-        """Hook on every output: the first gradient to reach the unit."""
+    def pre_backward(self, call: Call) -> None:
+        """Hook on every output: the first gradient to reach a call of the unit."""
         context = self.context
         assert context is not None
         context.enter_backward()
+        self.begun.add(call)
         if self.backward_begun:
             return
         self.backward_begun = True
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
-        context.prefetch_backward(position)
+        context.prefetch_backward(call.position)
         issuing.unit = self.label
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
@@ -279,9 +319,16 @@ class Unit:
             self._maybe_end_backward()
 
     def _maybe_end_backward(self) -> None:
-        """Ends the unit's backward once nothing in it will read the parameters again."""
-        if self.live_calls > 0 or self.arrived < self.group.trainable:
+        """Ends the unit's backward once nothing in it will read the parameters again.
+
+        A parameter whose gradient is complete has been read for the last time. A frozen one has been when
+        the gradients of the inputs are complete; where no input has one, nothing tells before the end.
+        """
+        if self.arrived < self.group.trainable:
             return
+        for call in self.begun:
+            if call.watched or self.group.frozen:
+                return
         context = self.context
         assert context is not None
         context.enter_backward()
@@ -292,6 +339,7 @@ class Unit:
                 if bucket.grads.arrived:
                     context.comm.reduce(bucket, all_reduce=self.all_reduce)
         self.arrived = 0
+        self.begun.clear()
         self.backward_begun = False
 
     def reduce_rest(self) -> None:
@@ -311,7 +359,7 @@ class Unit:
         self.group.reshard(context.comm)
         for bucket in self.group.buckets:
             bucket.grads.arrived.clear()
-        self.live_calls = 0
+        self.begun.clear()
         self.arrived = 0
         self.backward_begun = False
 

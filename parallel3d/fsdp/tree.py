@@ -13,7 +13,8 @@ __all__ = ["map_tensors", "tensors_in"]
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with ``fn`` applied to each tensor in tuples, lists, mappings and dataclasses.
 
-    Containers keep their type; one without a changed tensor is returned as it is.
+    Containers keep their type; one without a changed tensor is returned as it is. Others are copied:
+    what a module then writes to a list or dict does not reach its caller.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)

@@ -12,7 +12,7 @@ from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 
-def plain_grads(samples: list[int], data_size: int = 2) -> dict[str, torch.Tensor]:
+def plain_grads(samples: list[int], data_size: int) -> dict[str, torch.Tensor]:
     """Gradients of the plain model: mean over data ranks, sum over ``samples``."""
     torch.manual_seed(0)
     model = Lm(layers=1).double()
@@ -45,9 +45,12 @@ class Run:
     def check(self, samples: list[int], **others: list[int]) -> None:
         """Every rank's gradient shards against the plain gradients of ``samples``."""
         with self.world.paused():
-            expected = plain_grads(samples)
+            size = self.layout.data_size
+            expected = plain_grads(samples, size)
             for name, other in others.items():
-                expected[name.replace("__", ".")] = plain_grads(other)[name.replace("__", ".")]
+                expected[name.replace("__", ".")] = plain_grads(other, size)[
+                    name.replace("__", ".")
+                ]
             for name, p in self.model.named_parameters():
                 for rank, box, local in shards_of(p.grad):
                     message = f"{name} on rank {rank}"
@@ -112,7 +115,7 @@ class TestSyncPutOff:
             run.model.set_requires_gradient_sync(False)
             run.backward(0)
             grad = run.model.layers[0].up.weight.grad
-            assert grad.placements == (Partial(), Partial(), Shard(0))
+            assert grad.placements == (Partial("avg"), Partial("avg"), Shard(0))
             before = [t.clone() for t in world.per_rank(grad)]
             run.backward(0)
             for once, twice in zip(before, world.per_rank(grad), strict=True):
@@ -146,6 +149,27 @@ class TestSyncPutOff:
             run.model.set_requires_all_reduce(True)
             run.backward(4)
             run.check([0, 1, 2, 3, 4])
+
+    @pytest.mark.parametrize("layout", [HSDP, FSDP, MeshLayout(2, 2, 1)], ids=str)
+    @pytest.mark.parametrize("kind", ["sync", "all_reduce"])
+    def test_scaling_and_zeroing_reach_all_that_waits(self, layout, kind) -> None:
+        """Also a gradient that was reduced before: it is not hidden behind the waiting sum."""
+        with local_world(4) as world:
+            run = Run(world, layout)
+            switch = {
+                "sync": run.model.set_requires_gradient_sync,
+                "all_reduce": run.model.set_requires_all_reduce,
+            }[kind]
+            for scale in (0.0, 2.0):
+                run.backward(0)
+                switch(False)
+                run.backward(1)
+                for p in run.model.parameters():
+                    p.grad.mul_(scale)
+                switch(True)
+                run.backward(2)
+                run.check([2] if scale == 0 else [0, 1, 0, 1, 2])
+                run.model.zero_grad()
 
     def test_nothing_is_communicated_over_data_axes(self) -> None:
         with fake_world(0, 4):

@@ -162,6 +162,23 @@ def test_next_gather_does_not_wait_for_this_compute(device: Device) -> None:
         assert log.index(gather) < log.index(compute)  # issued first
 
 
+def test_backward_gathers_the_previous_block_before_this_ones_backward(device: Device) -> None:
+    """In backward order, each issued before the backward of the block after it has freed anything."""
+    log = [what for what, _, _ in train_step(device)]
+    backward = log[max(i for i, what in enumerate(log) if what.startswith("compute")) :]
+    order = [what for what in backward if what.startswith(("all_gather", "reduce_scatter"))]
+    assert order == [
+        "all_gather layers.2",
+        "reduce_scatter norm",
+        "all_gather layers.1",
+        "reduce_scatter layers.2",
+        "all_gather layers.0",
+        "reduce_scatter layers.1",
+        "reduce_scatter layers.0",
+        "reduce_scatter embed",
+    ]
+
+
 def test_all_reduce_overlaps_the_next_reduce_scatter(device: Device) -> None:
     log = train_step(device)
     for this, following in (("layers.2", "layers.1"), ("layers.1", "layers.0")):

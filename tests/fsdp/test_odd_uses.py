@@ -1,0 +1,335 @@
+"""What users do to a model between and around steps; each of these once went wrong."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from models import Block, Lm, lm_loss, tokens
+from torch import nn
+from torch.nn import functional as F
+
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d._compat import inner_tensors
+from parallel3d.fsdp import FSDPModule, fully_shard
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
+
+DATA = MeshLayout(2, 2, 1)
+
+
+def shard_blocks(model: nn.Module, mesh) -> nn.Module:
+    """Each block, then the root."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def parity(build, apply=shard_blocks, loss=lm_loss, layout=DATA, batch=tokens) -> None:
+    """Float64, three steps."""
+    assert_parity(build, batch, layout, loss=loss, apply=apply, steps=3, fp32=False)
+
+
+def is_parallel(model: nn.Module) -> bool:
+    return any(isinstance(m, FSDPModule) for m in model.modules())
+
+
+def floats(index: int) -> torch.Tensor:
+    return torch.randn(2, 12, generator=torch.Generator().manual_seed(index))
+
+
+class Stack(nn.Module):
+    """Blocks and nothing else."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+class Boom(Exception):
+    pass
+
+
+def explode(*_: object) -> None:
+    raise Boom
+
+
+class TestExceptions:
+    def test_in_backward(self) -> None:
+        """The next step is a normal one: all gradients, right values."""
+
+        def loss(model, x):
+            if is_parallel(model):
+                handle = model.layers[1].register_full_backward_hook(explode)
+                with pytest.raises(Boom):
+                    mean_square(model, x).backward()
+                handle.remove()
+            return mean_square(model, x)
+
+        parity(Stack, loss=loss, batch=floats)
+
+    @pytest.mark.parametrize("how", ["no backward", "exception"])
+    def test_unfinished_forward_then_new_weights(self, how) -> None:
+        """What was kept or prefetched is not used after the weights have changed."""
+        torch.manual_seed(0)
+        plain = Lm(layers=3).double()
+        model = copy.deepcopy(plain)
+        with local_world(2) as world:
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            parallelize(model, mesh)
+            ids = world.map(lambda r: tokens(0))
+            lm_loss(model, ids).backward()  # teaches the order, for prefetch
+            if how == "exception":
+                handle = model.layers[1].up.register_forward_pre_hook(explode)
+                with pytest.raises(Boom):
+                    model(ids)
+                handle.remove()
+            else:
+                lm_loss(model, ids)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+            got = lm_loss(model, ids).detach()
+            with world.paused():
+                for p in plain.parameters():
+                    p.data.mul_(0.5)
+                want = lm_loss(plain, tokens(0)).detach()
+            assert all(torch.allclose(value, want) for value in world.per_rank(got))
+
+
+class TestFrozen:
+    def test_frozen_before_trained_in_a_root_with_integer_inputs(self) -> None:
+        class Probe(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Embedding(19, 12)
+                self.frozen, self.head = nn.Linear(12, 12), nn.Linear(12, 19)
+                self.frozen.requires_grad_(False)
+
+            def forward(self, ids):
+                return self.head(self.frozen(self.embed(ids)))
+
+        def apply(model, mesh):
+            fully_shard(model.embed, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
+
+        parity(Probe, apply)
+
+    def test_two_backwards_through_one_graph(self) -> None:
+        def build():
+            model = Stack()
+            for layer in model.layers:
+                layer.norm.requires_grad_(False)
+                layer.up.requires_grad_(False)
+            return model
+
+        def loss(model, x):
+            value = mean_square(model, x)
+            parts = 4 if not is_parallel(model) else 1
+            (value / parts).backward(retain_graph=True)
+            return value
+
+        parity(build, loss=loss, batch=floats)
+
+    def test_list_unit_whose_second_input_needs_the_gradient(self) -> None:
+        class Two(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.a = nn.Linear(12, 12), nn.Linear(12, 12)
+                self.b = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+                self.a.requires_grad_(False)
+                self.b[0].requires_grad_(False)
+
+            def forward(self, x):
+                return self.a(x) + self.b(self.first(x))
+
+        def apply(model, mesh):
+            fully_shard([model.a, model.b], mesh=mesh)
+            return fully_shard(model, mesh=mesh)
+
+        parity(Two, apply, loss=mean_square, batch=floats)
+
+    def test_frozen_unit_is_freed_before_the_backward_ends(self) -> None:
+        held = []
+
+        def build():
+            model = Stack(3)
+            model.layers[1].requires_grad_(False)
+            return model
+
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = shard_blocks(build(), mesh)
+            (bucket,) = unit_of(model.layers[1]).group.buckets
+            model.layers[0].norm.register_full_backward_hook(
+                lambda *_: held.append(
+                    sum(t.untyped_storage().size() for t in inner_tensors(bucket.unsharded))
+                )
+            )
+            model(floats(0)).sum().backward()
+        assert held == [0]
+
+    def test_frozen_parameters_are_not_reduced(self) -> None:
+        """LoRA's promise: a frozen bucket is gathered, and has no gradient or reduce buffer."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            block = Block()
+            block.up.requires_grad_(False)
+            fully_shard(block, mesh=mesh)
+            buckets = unit_of(block).group.buckets
+            trained = [b.numel for b in buckets if b.params[0].requires_grad]
+            with record_collectives(mesh) as recorder:
+                block(floats(0)).sum().backward()
+            assert len(buckets) == 2 and recorder.count("all_gather") == 2
+            (scatter,) = recorder.select("reduce_scatter")
+            assert scatter.bytes == trained[0] * 2 * 4
+            assert block.up.weight.grad is None
+
+
+class TestModules:
+    def test_embedding_that_computes_with_its_table(self) -> None:
+        class Normalized(nn.Embedding):
+            def forward(self, ids):
+                return F.embedding(ids, F.normalize(self.weight))
+
+        def build():
+            model = Lm(layers=1)
+            model.embed = Normalized(19, 12)
+            return model
+
+        parity(build, parallelize)
+
+    def test_block_that_writes_to_a_list_and_a_dict(self) -> None:
+        class Writes(Block):
+            def forward(self, x, notes, cache):
+                y = super().forward(x)
+                notes.append(y.mean())
+                cache[len(cache)] = y
+                return y
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(Writes() for _ in range(3))
+
+            def forward(self, x):
+                notes, cache = [x.sum()], {}
+                for layer in self.layers:
+                    x = layer(x, notes, cache=cache)
+                return x + sum(notes) + sum(cache.values())
+
+        parity(Model, loss=mean_square, batch=floats)
+
+    def test_tail_of_which_only_the_norm_runs(self) -> None:
+        class Features(Lm):
+            def forward(self, ids):
+                x = self.embed(ids)
+                for layer in self.layers:
+                    x = layer(x)
+                return self.norm(x)
+
+        def loss(model, ids):
+            value = mean_square(model, ids)
+            if is_parallel(model):
+                assert type(model.head.weight.data).__name__ == "DTensor"
+            return value
+
+        parity(functools.partial(Features, layers=1), parallelize, loss=loss)
+
+    def test_two_roots_that_share_units(self) -> None:
+        class Other(nn.Module):
+            def __init__(self, layers) -> None:
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, x):
+                for layer in reversed(self.layers):
+                    x = layer(x)
+                return x
+
+        torch.manual_seed(0)
+        plain = Stack()
+        model = copy.deepcopy(plain)
+        x = floats(0)
+        want = (plain(x).sum() + Other(plain.layers)(x).square().sum()).detach()
+        with local_world(2) as world:
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            shard_blocks(model, mesh)
+            other = fully_shard(Other(model.layers), mesh=mesh)
+            ids = world.map(lambda r: x)
+            for _ in range(3):
+                first, second = model(ids), other(ids)
+                got = (first.sum() + second.square().sum()).detach()
+                for value in world.per_rank(got):
+                    torch.testing.assert_close(value, want)
+                first.sum().backward()
+                second.square().sum().backward()
+
+    def test_evaluation_that_skips_a_prefetched_block(self) -> None:
+        class Skips(Stack):
+            skip = False
+
+            def forward(self, x):
+                for layer in self.layers[:1] if self.skip else self.layers:
+                    x = layer(x)
+                return x
+
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = shard_blocks(Skips(), mesh)
+            model(floats(0)).sum().backward()
+            model.skip = True
+            with torch.no_grad():
+                model(floats(0))
+            for layer in model.layers:
+                (bucket,) = unit_of(layer).group.buckets
+                assert bucket.gathered.untyped_storage().size() == 0
+
+
+class TestHooksAndCopies:
+    @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_parameter_with_a_hook_is_refused(self, kind) -> None:
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            block = Block()
+            getattr(block.up.weight, kind)(lambda *_: None)
+            with pytest.raises(Parallel3dError, match=r"up\.weight has a hook"):
+                fully_shard(block, mesh=mesh)
+
+    def test_hook_on_the_sharded_parameter_sees_the_reduced_gradient(self) -> None:
+        seen = []
+        with fake_world(0, 4):
+            mesh = build_mesh(DATA, device_type="cpu")
+            block = fully_shard(Block(), mesh=mesh)
+            block.up.weight.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.placements == p.placements)
+            )
+            block.set_requires_all_reduce(False)
+            block(floats(0)).sum().backward()
+            assert seen == []
+            block.set_requires_all_reduce(True)
+            block(floats(0)).sum().backward()
+            assert seen == [True]
+
+    def test_converting_a_part_of_a_unit(self) -> None:
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            block = fully_shard(Block(), mesh=mesh)
+            block.up.bfloat16()
+            with pytest.raises(Parallel3dError, match="convert the whole unit"):
+                block(floats(0))
+
+    def test_deepcopy_says_what_to_do(self) -> None:
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            with pytest.raises(StateError, match="state_dict"):
+                copy.deepcopy(shard_blocks(Stack(), mesh))
