@@ -19,6 +19,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "all_gather_single",
+    "assert_async",
     "backend_name",
     "clear_dtensor_caches",
     "concatenate_meshes",
@@ -40,6 +41,7 @@ __all__ = [
     "root_mesh",
     "set_local_tensor",
     "simulation_paused",
+    "tensors_by_rank",
 ]
 
 from torch.distributed._local_tensor import (
@@ -122,6 +124,16 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Runs ``callback`` once when the backward pass under way ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Raises if ``condition`` is false, without waiting for an accelerator."""
+    torch._assert_async(condition, message)
+
+
+def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:
+    """What each simulated rank holds; None for an ordinary tensor."""
+    return tensor._local_tensors if isinstance(tensor, LocalTensor) else None
 
 
 def in_backward_pass() -> bool:

@@ -7,13 +7,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from parallel3d._compat import ranks_are_simulated
 from parallel3d._units import Units, find_units
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import data_axes
+from parallel3d.fsdp.checks import check_param
 from parallel3d.fsdp.state import unit_of
 from parallel3d.mesh import check_agreement
 from parallel3d.tp import ResolvedPlan, Style, resolve_plan
@@ -97,21 +97,7 @@ def _check_model(model: nn.Module) -> None:
                 f"the model is parallel already: parameter {name} is a DTensor; give parallelize the "
                 "plain model, once"
             )
-        if is_lazy(param):
-            raise Parallel3dError(
-                f"parameter {name} has no size yet; run a batch through the model before "
-                "parallelize, or use the module that is not lazy"
-            )
-        if param.layout is not torch.strided:
-            raise Parallel3dError(
-                f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a "
-                "dense parameter (to_dense()), or as a buffer"
-            )
-        if param.dtype.is_complex:
-            raise Parallel3dError(
-                f"parameter {name} is {param.dtype}; the engine reduces real dtypes: hold it as two real "
-                "parameters (torch.view_as_real)"
-            )
+        check_param(name, param)
     if not any(True for _ in model.parameters()):
         raise Parallel3dError(
             f"{type(model).__name__} has no parameters; there is nothing to shard"

@@ -39,6 +39,8 @@ def materialize(
         Parallel3dError: nothing is on meta, or a module has no way to initialise itself; the model is
             then as before.
     """
+    if not isinstance(model, nn.Module):
+        raise Parallel3dError(f"materialize was given {model!r}; it needs an nn.Module")
     target = _target_device(model, device)
     modules = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
     if not modules:

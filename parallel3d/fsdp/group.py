@@ -37,6 +37,7 @@ class ParamGroup:
         self.shown = False
         self.trainable = self.frozen = 0
         self.versions: list[int] = []
+        self.computing: set[int] = set()
         self.slots: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
         self._on_grad: Callable[[Bucket, int, nn.Parameter], None] | None = None
         self.refresh()
@@ -49,6 +50,7 @@ class ParamGroup:
             for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
             for module, name in param.slots
         ]
+        self.computing = {id(compute) for _, _, _, compute in self.slots}
         if self._on_grad is not None:
             self.watch_gradients(self._on_grad)
         self.count_trainable()
@@ -63,6 +65,10 @@ class ParamGroup:
                     compute.requires_grad_(True)  # the hook can be set on no other parameter
                     compute.register_post_accumulate_grad_hook(_GradHook(on_grad, bucket, index))
                     compute.requires_grad_(was)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one of the unsharded parameters."""
+        return id(tensor) in self.computing
 
     def count_trainable(self) -> None:
         """Lets the computing parameters follow ``requires_grad`` of the sharded ones."""

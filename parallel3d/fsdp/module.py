@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel3d.errors import StateError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.state import Unit, unit_of
 
 __all__ = ["FSDPModule", "UnshardHandle"]
@@ -58,6 +58,7 @@ class FSDPModule:
         With False a rank's own sum waits in ``.grad`` (a DTensor with ``Partial()`` placements) for the next
         backward with True; ``zero_grad()`` clears it.
         """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             unit.sync = requires_gradient_sync
 
@@ -67,18 +68,13 @@ class FSDPModule:
         With False gradients are reduce-scattered over shard, and wait in ``.grad`` with ``Partial()`` on
         replicate for the next backward with True.
         """
+        _check_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
             unit.all_reduce = requires_all_reduce
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether parameters are freed after forward and gathered again in backward."""
-        for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this unit's parameters; False where it doesn't read them."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
         _unit(self).unshard_in_backward = unshard_in_backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -100,6 +96,11 @@ class FSDPModule:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit.group.adopt()
         return result
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
 
 
 def _unit(module: Any) -> Unit:

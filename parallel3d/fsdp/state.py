@@ -15,6 +15,7 @@ from torch import nn
 
 from parallel3d._compat import in_backward_pass, queue_backward_callback
 from parallel3d._trace import issuing
+from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm, make_comm
@@ -270,6 +271,7 @@ class Unit:
         if grad:
             call = self.call
             for tensor in tensors_in(output):
+                self._check_output(tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.pre_backward(call))
         self.to_run.discard(module)
@@ -282,6 +284,15 @@ class Unit:
         if self.is_root:
             self._settle(context, backward_to_come=grad)
         return output
+
+    def _check_output(self, tensor: torch.Tensor) -> None:
+        """A parameter, or a view of one, must not leave its unit: its memory is about to be freed."""
+        base = tensor._base if tensor._base is not None else tensor
+        if self.group.owns(base):
+            raise Parallel3dError(
+                f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
+                f"{tuple(tensor.shape)}; return a copy (.clone()), or use it inside the unit"
+            )
 
     def _settle(self, context: RunContext, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""

@@ -30,6 +30,11 @@ def accumulate(model: nn.Module, micro_batches: Iterable[T]) -> Iterator[T]:
     Raises:
         Parallel3dError: ``model`` has no sharded unit, or there is no micro-batch.
     """
+    if not isinstance(model, nn.Module) or not isinstance(micro_batches, Iterable):
+        raise Parallel3dError(
+            f"accumulate was given {type(model).__name__} and {type(micro_batches).__name__}; it needs a "
+            "module and an iterable of micro-batches"
+        )
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise Parallel3dError(

@@ -36,7 +36,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is nan or infinite (waits for the device).
 
     Returns:
-        The norm before clipping, a scalar tensor, the same on every rank.
+        The norm before clipping, a scalar tensor; the same on every rank if plain gradients (of ignored
+        parameters, say) are.
 
     Raises:
         Parallel3dError: bad ``max_norm`` or ``norm_type``, or a non-finite norm if asked for.
@@ -73,6 +74,10 @@ def _tensors(
         return list(parameters.parameters())
     if isinstance(parameters, torch.Tensor):
         return [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, str):
+        raise Parallel3dError(
+            f"parameters is {parameters!r}; it must be a module, a tensor or an iterable of tensors"
+        )
     return list(parameters)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import LocalTensor, dtensor_shard_box, get_local_tensor, root_mesh
+from parallel3d._compat import dtensor_shard_box, get_local_tensor, root_mesh, tensors_by_rank
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
@@ -326,7 +326,8 @@ def _coordinate(mesh: DeviceMesh, rank: int) -> list[int]:
 
 
 def _by_rank(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    if isinstance(tensor, LocalTensor):
-        yield from sorted(tensor._local_tensors.items())
+    by_rank = tensors_by_rank(tensor)
+    if by_rank is not None:
+        yield from sorted(by_rank.items())
     else:
         yield (dist.get_rank() if dist.is_initialized() else 0), tensor

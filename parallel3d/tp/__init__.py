@@ -1,6 +1,6 @@
 """Tensor parallelism on local tensors: styles, plans, and the collectives under them."""
 
-from .collectives import (
+from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
     gather_from_tp,
@@ -10,9 +10,9 @@ from .collectives import (
     scatter_sequence,
     split_to_tp,
 )
-from .names import STYLE_NAMES, parse_style
-from .plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
-from .styles import (
+from parallel3d.tp.names import STYLE_NAMES, parse_style
+from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
+from parallel3d.tp.styles import (
     Colwise,
     PrepareInput,
     Replicated,

@@ -9,10 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PlanError
-from .checks import ParamRule
-from .names import parse_style
-from .styles import Colwise, PrepareInput, Rowwise, SequenceParallel, Style, VocabParallel
+from parallel3d.errors import PlanError
+from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.names import parse_style
+from parallel3d.tp.styles import (
+    Colwise,
+    PrepareInput,
+    Rowwise,
+    SequenceParallel,
+    Style,
+    VocabParallel,
+)
 
 __all__ = ["Resolution", "RuledModule"]
 

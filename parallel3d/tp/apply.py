@@ -7,15 +7,15 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from .._compat import make_dtensor, make_spec, ranks_are_simulated
-from .._layout import local_chunk, set_param_layout
-from ..errors import MeshError, PlanError
-from .checks import ParamRule
-from .collectives import TpAxis
-from .forwards import SequenceLength
+from parallel3d._compat import make_dtensor, make_spec, ranks_are_simulated
+from parallel3d._layout import local_chunk, set_param_layout
+from parallel3d.errors import MeshError, PlanError
+from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.forwards import SequenceLength
 
 if TYPE_CHECKING:
-    from .plan import ResolvedPlan
+    from parallel3d.tp.plan import ResolvedPlan
 
 __all__ = ["apply_plan"]
 

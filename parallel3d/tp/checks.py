@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from .._layout import ParamLayout
-from ..errors import PlanError
+from parallel3d._layout import ParamLayout
+from parallel3d.errors import PlanError
 
 __all__ = [
     "ParamRule",

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .._compat import all_gather_single, reduce_scatter_single
-from .._layout import local_chunk
+from parallel3d._compat import all_gather_single, reduce_scatter_single
+from parallel3d._layout import local_chunk
 
 __all__ = [
     "TpAxis",

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import StateError
-from .collectives import (
+from parallel3d._compat import assert_async
+from parallel3d.errors import StateError
+from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
     gather_from_tp,
@@ -30,7 +31,7 @@ from .collectives import (
 )
 
 if TYPE_CHECKING:
-    from .styles import Style
+    from parallel3d.tp.styles import Style
 
 __all__ = ["SequenceLength", "TpState", "bind_forward"]
 
@@ -180,9 +181,7 @@ def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
     ids = input
     if isinstance(start, torch.SymInt):  # simulated ranks: a factory call makes one tensor each
         ids = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device).copy_(ids)
-    torch._assert_async(
-        ((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}"
-    )
+    assert_async(((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}")
     local = ids - start
     elsewhere = (local < 0) | (local >= chunk)
     weight = self.weight

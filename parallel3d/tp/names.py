@@ -3,8 +3,15 @@
 import difflib
 from typing import Any
 
-from ..errors import PlanError
-from .styles import Colwise, Replicated, Rowwise, SequenceParallel, Style, VocabParallel
+from parallel3d.errors import PlanError
+from parallel3d.tp.styles import (
+    Colwise,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    Style,
+    VocabParallel,
+)
 
 __all__ = ["STYLE_NAMES", "parse_style"]
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..errors import PlanError
-from ._resolve import Resolution
-from .apply import apply_plan
-from .checks import ParamRule
-from .styles import Style
+from parallel3d.errors import PlanError
+from parallel3d.tp._resolve import Resolution
+from parallel3d.tp.apply import apply_plan
+from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.styles import Style
 
 __all__ = ["PlannedModule", "PlannedParam", "ResolvedPlan", "resolve_plan"]
 

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from ..errors import PlanError
-from . import forwards
-from .checks import (
+from parallel3d.errors import PlanError
+from parallel3d.tp import forwards
+from parallel3d.tp.checks import (
     ParamRule,
     check_size,
     fit_rules,
@@ -24,8 +24,8 @@ from .checks import (
     need_plain,
     refuse_lookup_options,
 )
-from .collectives import TpAxis
-from .forwards import SequenceLength, TpState, bind_forward
+from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward
 
 __all__ = [
     "Colwise",

@@ -333,3 +333,18 @@ class TestHooksAndCopies:
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             with pytest.raises(StateError, match="state_dict"):
                 copy.deepcopy(shard_blocks(Stack(), mesh))
+
+    @pytest.mark.parametrize("view", [False, True])
+    def test_returning_a_parameter_is_an_error(self, view) -> None:
+        """Its memory is freed when the unit is: reading it would crash."""
+
+        class Leaks(Block):
+            def forward(self, x):
+                weight = self.up.weight
+                return super().forward(x), weight.t() if view else weight
+
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            block = fully_shard(Leaks(), mesh=mesh)
+            with pytest.raises(Parallel3dError, match=r"returns a parameter of its own.*clone"):
+                block(floats(0))

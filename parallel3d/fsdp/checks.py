@@ -1,0 +1,98 @@
+"""What ``fully_shard`` refuses."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from parallel3d._compat import gradient_hooks, has_tensor_hooks
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp.state import unit_of
+
+__all__ = ["TAKEN", "check_ignored", "check_modules", "check_param"]
+
+TAKEN = "_parallel3d_taken_by"  # on a user's Parameter: the unit that has replaced it
+
+
+def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    """The modules of one unit as a list."""
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
+    if len({id(each) for each in modules}) < len(modules):
+        raise Parallel3dError(
+            f"fully_shard was given a list of {len(modules)} modules in which one stands twice; "
+            "list each once"
+        )
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise Parallel3dError(
+                f"fully_shard was given {each!r}; it needs an nn.Module or a list of them"
+            )
+        if unit_of(each) is not None:
+            raise Parallel3dError(
+                f"fully_shard was already applied to this {type(each).__name__}; "
+                "apply it once to each unit, inner units first"
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+            raise Parallel3dError(
+                f"fully_shard was given an nn.{type(each).__name__}, which has no forward to hook; "
+                "apply it to each of its modules, or pass them as one list"
+            )
+    return modules
+
+
+def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
+    """The ids of the parameters to leave alone."""
+    if params is None:
+        return set()
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise Parallel3dError(
+            f"ignored_params is {params!r}; it must be a set or list of Parameters"
+        )
+    given = list(params)
+    for param in given:
+        if not isinstance(param, nn.Parameter):
+            raise Parallel3dError(
+                f"ignored_params holds {param!r}; it must hold the Parameters themselves, such as "
+                "[model.scale]"
+            )
+    return {id(param) for param in given}
+
+
+def check_param(name: str, param: nn.Parameter) -> None:
+    """Raises if the engine can't take ``param``."""
+    taken_by = getattr(param, TAKEN, None)
+    if taken_by is not None:
+        raise Parallel3dError(
+            f"parameter {name} is tied to one that the unit {taken_by} already has; tied parameters "
+            "must be in one unit: pass their modules to fully_shard as one list, or leave both "
+            "to the unit around them"
+        )
+    if has_tensor_hooks(param) or gradient_hooks(param):
+        raise Parallel3dError(
+            f"parameter {name} has a hook, which would not be called for its shard; remove it, and use "
+            "register_post_accumulate_grad_hook on the sharded parameter: it sees the reduced gradient"
+        )
+    if is_lazy(param):
+        raise Parallel3dError(
+            f"parameter {name} has no size yet; run a batch through the model first, or use the module "
+            "that is not lazy"
+        )
+    if param.layout is not torch.strided:
+        raise Parallel3dError(
+            f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a dense "
+            "parameter (to_dense()), or as a buffer"
+        )
+    if param.dtype.is_complex:
+        raise Parallel3dError(
+            f"parameter {name} is {param.dtype}; the engine reduces real dtypes: hold it as two real "
+            "parameters (torch.view_as_real)"
+        )
+    if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
+        raise MeshError(
+            f"parameter {name} is already a DTensor on the mesh {param.device_mesh}; the engine takes "
+            "plain parameters and DTensors on one tp axis: is the model parallel already?"
+        )
