@@ -7,6 +7,7 @@ are replaced by :meth:`~parallel3d.tp.ResolvedPlan.apply`, which knows about sha
 """
 
 import difflib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -39,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Style:
+class Style(ABC):
     """Base of the styles. ``str()`` shows the fields that differ from their defaults."""
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -66,15 +67,17 @@ class Style:
         """The style this one means on ``module``: itself, but for names used for two things."""
         return self
 
+    @abstractmethod
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         """The rule of each of the module's own parameters, by name.
 
         Raises:
             PlanError: a module type or a size this style can't do on ``tp`` ranks.
         """
-        raise NotImplementedError
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+    def install(  # noqa: B027 (optional)
+        self, module: nn.Module, axis: TpAxis, sequence: SequenceLength
+    ) -> None:
         """Gives ``module`` its tensor-parallel forward. Base: the forward it has is right."""
 
     def communicates(self) -> tuple[str, str]:

@@ -8,21 +8,14 @@ import torch
 from models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.nn import functional as F
+from wrapped import held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
-from parallel3d._compat import inner_tensors
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.state import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 DATA = MeshLayout(2, 2, 1)
-
-
-def shard_blocks(model: nn.Module, mesh) -> nn.Module:
-    """Each block, then the root."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def parity(build, apply=shard_blocks, loss=lm_loss, layout=DATA, batch=tokens) -> None:
@@ -171,9 +164,7 @@ class TestFrozen:
             model = shard_blocks(build(), mesh)
             (bucket,) = unit_of(model.layers[1]).group.buckets
             model.layers[0].norm.register_full_backward_hook(
-                lambda *_: held.append(
-                    sum(t.untyped_storage().size() for t in inner_tensors(bucket.unsharded))
-                )
+                lambda *_: held.append(held_bytes(bucket.unsharded))
             )
             model(floats(0)).sum().backward()
         assert held == [0]

@@ -1,0 +1,128 @@
+"""Other dtypes, loaded values: what ``_apply``, ``load_state_dict`` and mixed precision do to a unit."""
+
+import pytest
+import torch
+from models import Block, Lm, lm_loss, tokens
+from torch import nn
+from wrapped import at_rest, build, shard_blocks
+
+from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import fake_world, local_world, record_collectives
+
+
+class TestConversions:
+    def test_to_empty_double_and_back(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            objects = [id(p) for p in model.parameters()]
+            model.double()
+            assert [id(p) for p in model.parameters()] == objects
+            lm_loss(model, tokens(0)).backward()
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+            assert at_rest(model)
+            for unit in {unit_of(m) for m in model.modules()} - {None}:
+                for bucket in unit.group.buckets:
+                    assert not bucket.adopt()  # locals are views of the buffer again
+
+    def test_double_keeps_values(self) -> None:
+        with local_world(2) as world:
+            model, _ = build()
+            before = [p.to_local().clone() for p in model.parameters()]
+            model.double()
+            for old, p in zip(before, model.parameters(), strict=True):
+                for a, b in zip(world.per_rank(old), world.per_rank(p), strict=True):
+                    assert torch.equal(a.double(), b)
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_load_state_dict(self, assign) -> None:
+        with local_world(2) as world:
+            model, _ = build()
+            state = {k: v.clone() + 1 for k, v in model.state_dict().items()}
+            objects = [id(p) for p in model.parameters()]
+            model.load_state_dict(state, assign=assign)
+            assert [id(p) for p in model.parameters()] == objects
+            for name, p in model.named_parameters():
+                for a, b in zip(world.per_rank(p), world.per_rank(state[name]), strict=True):
+                    assert torch.equal(a, b), name
+            model.layers[0].unshard()  # the buffer has them too
+            whole = state["layers.0.up.weight"].full_tensor()
+            pairs = zip(
+                world.per_rank(whole), world.per_rank(model.layers[0].up.weight.data), strict=True
+            )
+            assert all(torch.equal(a, b) for a, b in pairs)
+            model.layers[0].reshard()
+            assert at_rest(model)
+
+    def test_assign_whole_tensors(self) -> None:
+        """A plain state dict, assigned: each rank keeps its shard of it."""
+        torch.manual_seed(1)
+        state = Lm(layers=2).state_dict()
+        with local_world(2) as world:
+            model, _ = build()
+            model.load_state_dict(state, assign=True)
+            model.layers[1].unshard()
+            for got in world.per_rank(model.layers[1].up.weight.data):
+                assert torch.equal(got, state["layers.1.up.weight"])
+            model.layers[1].reshard()
+
+
+class TestMixedPrecision:
+    def test_dtypes(self) -> None:
+        seen = {}
+
+        class Spy(Block):
+            def forward(self, x):
+                seen["weight"], seen["input"] = self.up.weight.dtype, x.dtype
+                return super().forward(x)
+
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            model = fully_shard(Spy(), mesh=mesh, mp_policy=policy)
+            with record_collectives(mesh) as recorder:
+                out = model(torch.randn(2, 12))
+                out.sum().backward()
+            assert seen == {"weight": torch.bfloat16, "input": torch.bfloat16}
+            assert out.dtype == torch.float64
+            assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+            numel = sum(b.numel for b in unit_of(model).group.buckets) * 2
+            (gather, *_) = recorder.select("all_gather")
+            (scatter,) = recorder.select("reduce_scatter")
+            assert (gather.bytes, scatter.bytes) == (numel * 2, numel * 4)
+
+    def test_close_to_full_precision(self) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        torch.manual_seed(0)
+        plain = Lm(layers=2)
+        torch.manual_seed(0)
+        model = Lm(layers=2)
+        want = lm_loss(plain, tokens(0))
+        want.backward()
+        with local_world(2) as world:
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            shard_blocks(model, mesh, mp_policy=policy)
+            lm_loss(model, world.map(lambda r: tokens(0))).backward()
+            got = model.layers[0].up.weight.grad.full_tensor().reconcile()
+        expected = plain.layers[0].up.weight.grad
+        assert (got - expected).abs().max() < 0.05 * expected.abs().max()
+        assert not torch.equal(got, expected)  # it did compute in bfloat16
+
+    def test_output_in_containers(self) -> None:
+        class Out(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lin = nn.Linear(4, 4)
+
+            def forward(self, x, *, extra):
+                return {"a": self.lin(x), "b": (self.lin(extra["x"]), 3)}
+
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = fully_shard(Out(), mesh=mesh, mp_policy=policy)
+            out = model(torch.randn(2, 4), extra={"x": torch.randn(2, 4), "n": 1})
+            assert out["a"].dtype == out["b"][0].dtype == torch.float32 and out["b"][1] == 3
+            (out["a"].sum() + out["b"][0].sum()).backward()
+            assert at_rest(model)
