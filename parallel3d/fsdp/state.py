@@ -33,18 +33,48 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 class Call:
-    """One forward call of a unit.
+    """One forward call of a unit, and when its backward is over.
+
+    It passes the inputs on as aliases, whose gradients are this call's share alone: a hook on an input
+    itself would wait for everything else that uses the input.
 
     Attributes:
         position: place in the order of forwards.
-        watched: whether an input has a gradient, whose completion ends the call's backward.
+        inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
+        remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = ("position", "watched")
+    __slots__ = ("inputs", "position", "remaining", "unit")
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, unit: Unit, position: int) -> None:
+        self.unit = unit
         self.position = position
-        self.watched = False
+        self.inputs = self.remaining = 0
+
+    def alias(self, value: Any) -> Any:
+        """``value`` with its tensors aliased. Lists and dicts stay: the module may write to them."""
+        if type(value) is tuple:
+            return tuple(map(self.alias, value))
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        view = value.view_as(value)
+        view.register_hook(self.input_done)
+        self.inputs += 1
+        return view
+
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """Hook on every output: the first gradient to reach this call."""
+        if self not in self.unit.begun:
+            self.unit.begun.add(self)
+            self.remaining = self.inputs
+        self.unit.pre_backward(self)
+
+    def input_done(self, _: torch.Tensor) -> None:
+        """Hook on every alias."""
+        self.remaining -= 1
+        if self.remaining == 0:
+            self.unit.begun.discard(self)
+            self.unit.maybe_end_backward()
 
 
 class RunContext:
@@ -145,7 +175,7 @@ class Unit:
         self.to_run: set[nn.Module] = set()
         self.position = -1
         self.begun: set[Call] = set()
-        self.call = Call(-1)
+        self.call: Call | None = None
         self.arrived = 0
         self.backward_begun = False
         group.watch_gradients(self.on_grad)
@@ -194,9 +224,10 @@ class Unit:
         context = self.ready_context()
         if not self.to_run or not self.group.shown:
             self._begin_forward(context)
-            self.call = Call(self.position)
             if torch.is_grad_enabled():
-                args, kwargs = self._watch_inputs(self.call, args, kwargs)
+                self.call = call = Call(self, self.position)
+                args = call.alias(args)
+                kwargs = {key: call.alias(value) for key, value in kwargs.items()}
             issuing.unit = self.label
             if len(self.modules) > 1:
                 self.to_run = set(self.modules)
@@ -230,36 +261,6 @@ class Unit:
                 group.count_trainable()
         group.issue_unshard(context.comm)
 
-    def _watch_inputs(self, call: Call, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Passes aliases of the inputs on; their gradients are this call's share alone.
-
-        A hook on an input itself would wait for everything else that uses the input. Lists and dicts are
-        passed on as they are: the module may write to them.
-        """
-        remaining = 0
-
-        def fired(_: torch.Tensor) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == 0:
-                self.begun.discard(call)
-                self._maybe_end_backward()
-
-        def alias(value: Any) -> Any:
-            nonlocal remaining
-            if isinstance(value, tuple) and type(value) is tuple:
-                return tuple(map(alias, value))
-            if not isinstance(value, torch.Tensor) or not value.requires_grad:
-                return value
-            view = value.view_as(value)
-            view.register_hook(fired)
-            remaining += 1
-            return view
-
-        args, kwargs = alias(args), {key: alias(value) for key, value in kwargs.items()}
-        call.watched = remaining > 0
-        return args, kwargs
-
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Hook after each module's forward."""
         context = self.context
@@ -268,12 +269,12 @@ class Unit:
         if dtype is not None:
             output = map_tensors(lambda t: _cast(t, dtype), output)
         grad = torch.is_grad_enabled()
-        if grad:
-            call = self.call
+        call = self.call
+        if grad and call is not None:
             for tensor in tensors_in(output):
                 self._check_output(tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.pre_backward(call))
+                    tensor.register_hook(call.begin_backward)
         self.to_run.discard(module)
         if self.to_run or context.in_backward:  # recomputed for a backward that comes next
             return output
@@ -305,11 +306,10 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------
 
     def pre_backward(self, call: Call) -> None:
-        """Hook on every output: the first gradient to reach a call of the unit."""
+        """A gradient has reached ``call``: the parameters must be there."""
         context = self.context
         assert context is not None
         context.enter_backward()
-        self.begun.add(call)
         if self.backward_begun:
             return
         self.backward_begun = True
@@ -327,9 +327,9 @@ class Unit:
         bucket.grads.accept(index, grad, sync=self.sync)
         if fresh:
             self.arrived += 1
-            self._maybe_end_backward()
+            self.maybe_end_backward()
 
-    def _maybe_end_backward(self) -> None:
+    def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
 
         A parameter whose gradient is complete has been read for the last time. A frozen one has been when
@@ -338,7 +338,7 @@ class Unit:
         if self.arrived < self.group.trainable:
             return
         for call in self.begun:
-            if call.watched or self.group.frozen:
+            if call.inputs or self.group.frozen:
                 return
         context = self.context
         assert context is not None
@@ -354,7 +354,7 @@ class Unit:
         self.backward_begun = False
 
     def reduce_rest(self) -> None:
-        """At the end of the backward: reduces what ``_maybe_end_backward`` never saw complete."""
+        """At the end of the backward: reduces what ``maybe_end_backward`` never saw complete."""
         context = self.context
         assert context is not None
         for bucket in self.group.buckets:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -66,6 +67,31 @@ class TestAtRest:
             assert isinstance(model, FSDPModule) and isinstance(model, Lm)
             assert type(model).__name__ == "FSDPLm"
             assert type(model.layers[0]) is type(model.layers[1])
+
+
+def test_steps_leave_no_garbage() -> None:
+    """With the collector off, the number of objects stays what it was: no cycle is made per step."""
+    with fake_world(0, 8):
+        model, _ = build((2, 4, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            lm_loss(model, tokens(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        gc.collect()
+        gc.disable()
+        try:
+            before = len(gc.get_objects())
+            for _ in range(20):
+                step()
+            grown = len(gc.get_objects()) - before
+        finally:
+            gc.enable()
+        assert grown < 20  # less than one a step
 
 
 class TestUnshard:
