@@ -172,11 +172,13 @@ class Bucket:
                 f"({', '.join(f'{d} on {v}' for d, v in sorted(kinds, key=str))}); they share one buffer: "
                 "convert the whole unit, or convert before fully_shard"
             )
-        for param, local in zip(self.params, locals_, strict=True):
-            param.set_dtype(local.dtype)
-        self.build(locals_[0].device)
-        for view, local in zip(self.local_views, locals_, strict=True):
-            view.copy_(local)
+        # Also during inference: tensors made in inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            for param, local in zip(self.params, locals_, strict=True):
+                param.set_dtype(local.dtype)
+            self.build(locals_[0].device)
+            for view, local in zip(self.local_views, locals_, strict=True):
+                view.copy_(local)
         return True
 
     def requires_grad_from_sharded(self) -> None:

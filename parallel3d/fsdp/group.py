@@ -26,7 +26,8 @@ class ParamGroup:
 
     Attributes:
         state: see ``GroupState``.
-        trainable, frozen: number of parameters that get a gradient, and of the others.
+        trainable: number of parameters that get a gradient.
+        kept: whether the user's ``unshard()`` gathered the group, to stay so until ``reshard()``.
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
             rest, also while an unsharded copy is kept).
     """
@@ -35,8 +36,8 @@ class ParamGroup:
         self.buckets = buckets
         self.state = GroupState.SHARDED
         self.shown = False
-        self.trainable = self.frozen = 0
-        self.versions: list[int] = []
+        self.trainable = 0
+        self.kept = False
         self.computing: set[int] = set()
         self.slots: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
         self._on_grad: Callable[[Bucket, int, nn.Parameter], None] | None = None
@@ -72,12 +73,10 @@ class ParamGroup:
 
     def count_trainable(self) -> None:
         """Lets the computing parameters follow ``requires_grad`` of the sharded ones."""
-        self.trainable = self.frozen = 0
+        self.trainable = 0
         for bucket in self.buckets:
             bucket.requires_grad_from_sharded()
-            trainable = sum(p.requires_grad for p in bucket.compute_params)
-            self.trainable += trainable
-            self.frozen += len(bucket.compute_params) - trainable
+            self.trainable += sum(p.requires_grad for p in bucket.compute_params)
 
     def adopt(self) -> None:
         """Takes back Parameters and values that ordinary calls have replaced or moved."""
@@ -103,17 +102,9 @@ class ParamGroup:
     def issue_unshard(self, comm: Comm) -> None:
         """Starts the all-gathers if the group is sharded."""
         if self.state is GroupState.SHARDED:
-            self.versions = self._versions()
             for bucket in self.buckets:
                 comm.issue_gather(bucket)
             self.state = GroupState.GATHERING
-
-    def is_stale(self) -> bool:
-        """Whether the sharded Parameters were written to since they were gathered."""
-        return self.versions != self._versions()
-
-    def _versions(self) -> list[int]:
-        return [param.sharded._version for bucket in self.buckets for param in bucket.params]
 
     def unshard(self, comm: Comm) -> None:
         """Makes the unsharded parameters ready for use on the current stream."""
@@ -125,6 +116,7 @@ class ParamGroup:
 
     def reshard(self, comm: Comm) -> None:
         """Frees the unsharded parameters."""
+        self.kept = False
         if self.state is GroupState.GATHERING:
             self.unshard(comm)  # the collective is under way on the other ranks too
         if self.state is GroupState.UNSHARDED:

@@ -37,6 +37,7 @@ class FSDPModule:
             async_op: return a handle at once; ``wait()`` on it before the parameters are used.
         """
         unit = _unit(self)
+        unit.group.kept = True
         unit.group.issue_unshard(unit.ready_context().comm)
         handle = UnshardHandle(unit)
         if async_op:
@@ -76,6 +77,21 @@ class FSDPModule:
         """Whether backward gathers this unit's parameters; False where it doesn't read them."""
         _check_bool("unshard_in_backward", unshard_in_backward)
         _unit(self).unshard_in_backward = unshard_in_backward
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, also after a backward that an exception ended."""
+        _unit(self).come_to_rest()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names."""
+        _unit(self).come_to_rest()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.load_state_dict``; with ``assign=True`` too the Parameters stay the same objects."""
+        _unit(self).come_to_rest()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Refused: a copy would share process groups and hooks with this one.

@@ -188,6 +188,7 @@ class ShardedParam:
         The first call creates the Parameter and puts it in the module; later ones keep the object.
         """
         placed = nn.Parameter(make_dtensor(local, self.spec), requires_grad=self.requires_grad)
+        set_local_tensor(placed, local)  # nn.Parameter has made an alias of its own
         if not self.placed:
             vars(placed).update(vars(self.sharded))
             self.sharded = placed

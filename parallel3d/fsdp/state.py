@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel3d._compat import in_backward_pass, queue_backward_callback
 from parallel3d._trace import issuing
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm, make_comm
@@ -52,10 +52,16 @@ class Call:
         self.inputs = self.remaining = 0
 
     def alias(self, value: Any) -> Any:
-        """``value`` with its tensors aliased. Lists and dicts stay: the module may write to them."""
+        """``value`` with its tensors aliased. Other containers stay: the module may write to them."""
         if type(value) is tuple:
             return tuple(map(self.alias, value))
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        if not isinstance(value, torch.Tensor):
+            for tensor in tensors_in(value):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.input_done)
+                    self.inputs += 1
+            return value
+        if not value.requires_grad:
             return value
         view = value.view_as(value)
         view.register_hook(self.input_done)
@@ -84,6 +90,8 @@ class RunContext:
         order: units in the order of their forwards, this iteration.
         last_order: the same of the iteration before, for forward prefetch.
         in_backward: whether the end-of-backward callback is queued.
+        iteration: number of the root's forwards so far.
+        running: whether one is under way.
     """
 
     def __init__(self, root: Unit, device_type: str) -> None:
@@ -93,9 +101,13 @@ class RunContext:
         self.order: list[Unit] = []
         self.last_order: list[Unit] = []
         self.in_backward = False
+        self.iteration = 0
+        self.running = False
 
     def begin_forward(self) -> None:
         """The root's forward begins."""
+        self.iteration += 1
+        self.running = True
         for unit in self.units:
             if unit.group.state is GroupState.GATHERING:  # the last forward did not get there
                 unit.group.reshard(self.comm)
@@ -175,6 +187,7 @@ class Unit:
         self.to_run: set[nn.Module] = set()
         self.position = -1
         self.begun: set[Call] = set()
+        self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
         self.arrived = 0
         self.backward_begun = False
@@ -182,7 +195,8 @@ class Unit:
         for module in modules:
             setattr(module, _ATTRIBUTE, self)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            # Also when forward raises: the module must show its shards again.
+            module.register_forward_hook(self.post_forward, always_call=True)
             module.register_load_state_dict_post_hook(self.after_load)
 
     # -- context -------------------------------------------------------------------------------------
@@ -237,8 +251,7 @@ class Unit:
         return args, kwargs
 
     def _begin_forward(self, context: RunContext) -> None:
-        if context.in_backward and not in_backward_pass():
-            context.leave_broken_backward()
+        self.come_to_rest()
         if self.is_root and not context.in_backward:
             context.begin_forward()
         self.issue_unshard(context)
@@ -253,9 +266,13 @@ class Unit:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
         if not context.in_backward:
-            if group.state is GroupState.UNSHARDED and group.is_stale():
+            current = context.running and self.gathered_in == context.iteration
+            if group.state is GroupState.UNSHARDED and not (current or group.kept):
+                # Left over from another forward: the weights may have changed since, and no version
+                # counter tells (fused and foreach optimizers don't touch a DTensor's).
                 group.hide()
                 group.reshard(context.comm)
+            self.gathered_in = context.iteration
             if group.state is GroupState.SHARDED:
                 group.adopt()
                 group.count_trainable()
@@ -297,6 +314,7 @@ class Unit:
 
     def _settle(self, context: RunContext, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
+        context.running = False
         for unit in context.units:
             unit.to_run.clear()
             unit.group.hide()
@@ -312,6 +330,12 @@ class Unit:
         context.enter_backward()
         if self.backward_begun:
             return
+        if torch.is_grad_enabled() and any(b.has_own_unsharded for b in self.group.buckets):
+            raise StateError(
+                f"unit {self.label}: a backward with create_graph=True would need its parameters again "
+                "after they are freed; compute such gradients with the plain model, or on a mesh with "
+                "shard=1 in full precision"
+            )
         self.backward_begun = True
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
@@ -332,14 +356,11 @@ class Unit:
     def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
 
-        A parameter whose gradient is complete has been read for the last time. A frozen one has been when
-        the gradients of the inputs are complete; where no input has one, nothing tells before the end.
+        That is when all gradients have arrived and those of every call's inputs are complete. A call
+        without inputs that have a gradient is over when the whole backward is.
         """
-        if self.arrived < self.group.trainable:
+        if self.begun or self.arrived < self.group.trainable:
             return
-        for call in self.begun:
-            if call.inputs or self.group.frozen:
-                return
         context = self.context
         assert context is not None
         context.enter_backward()
@@ -373,6 +394,12 @@ class Unit:
         self.begun.clear()
         self.arrived = 0
         self.backward_begun = False
+
+    def come_to_rest(self) -> None:
+        """Shows the shards again where an exception has ended a backward half-way."""
+        context = self.context
+        if context is not None and context.in_backward and not in_backward_pass():
+            context.leave_broken_backward()
 
     # -- state dict ----------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ import torch
 from models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.nn import functional as F
-from wrapped import held_bytes, shard_blocks
+from wrapped import at_rest, held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d._compat import get_local_tensor
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.state import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
@@ -89,14 +90,39 @@ class TestExceptions:
             else:
                 lm_loss(model, ids)
             with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(0.5)
+                # As foreach and fused optimizers do: no version counter of a DTensor sees it.
+                torch._foreach_mul_([get_local_tensor(p) for p in model.parameters()], 0.5)
             got = lm_loss(model, ids).detach()
             with world.paused():
                 for p in plain.parameters():
                     p.data.mul_(0.5)
                 want = lm_loss(plain, tokens(0)).detach()
             assert all(torch.allclose(value, want) for value in world.per_rank(got))
+
+    @pytest.mark.parametrize("where", ["forward", "backward"])
+    def test_at_rest_right_after(self, where) -> None:
+        """zero_grad, state_dict and load_state_dict find the shards, before any other forward."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = parallelize(Lm(layers=3), mesh)
+            lm_loss(model, tokens(0)).backward()
+            saved = model.state_dict()
+            if where == "forward":
+                handle = model.layers[1].up.register_forward_pre_hook(explode)
+                with pytest.raises(Boom):
+                    model(tokens(0))
+            else:
+                handle = model.layers[1].register_full_backward_hook(explode)
+                with pytest.raises(Boom):
+                    lm_loss(model, tokens(0)).backward()
+            handle.remove()
+            model.zero_grad()
+            assert all(type(p.data).__name__ == "DTensor" for p in model.parameters())
+            assert all(p.grad is None for p in model.parameters())
+            assert {type(v).__name__ for v in model.state_dict().values()} == {"DTensor"}
+            model.load_state_dict(saved)
+            lm_loss(model, tokens(0)).backward()
+            assert at_rest(model)
 
 
 class TestFrozen:
@@ -235,6 +261,52 @@ class TestModules:
             return value
 
         parity(functools.partial(Features, layers=1), parallelize, loss=loss)
+
+    def test_weight_also_used_detached_and_inputs_in_a_list(self) -> None:
+        """The gradient of a weight is complete before its detached use is done with it."""
+
+        class Odd(Block):
+            def forward(self, inputs):
+                (x,) = inputs
+                x = F.linear(F.linear(x, self.up.weight.detach()), self.down.weight.detach())
+                return [super().forward(x)]
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(Odd() for _ in range(2))
+                self.first = nn.Linear(12, 12)
+
+            def forward(self, x):
+                values = [self.first(x)]
+                for layer in self.layers:
+                    values = layer(values)
+                return values[0]
+
+        parity(Model, loss=mean_square, batch=floats)
+
+    def test_first_forward_in_inference_mode(self) -> None:
+        """The buffers stay those of fully_shard, and can be trained."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = shard_blocks(Stack(), mesh)
+            buffers = [b.flat for m in model.layers for b in unit_of(m).group.buckets]
+            with torch.inference_mode():
+                model(floats(0))
+            after = [b.flat for m in model.layers for b in unit_of(m).group.buckets]
+            assert all(a is b for a, b in zip(buffers, after, strict=True))
+            model(floats(0)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    def test_create_graph_is_an_error(self) -> None:
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = shard_blocks(Stack(), mesh)
+            x = floats(0).requires_grad_()
+            with pytest.raises(StateError, match="create_graph"):
+                torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            model(x).sum().backward()
+            assert at_rest(model)
 
     def test_two_roots_that_share_units(self) -> None:
         class Other(nn.Module):
