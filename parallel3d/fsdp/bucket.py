@@ -2,15 +2,14 @@
 
 Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots):
 
-- ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors are views of it, so
+- ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors share its memory, so
   the all-gather needs no packing and a cast is one kernel.
 - ``gathered`` (n * S): what the all-gather writes, one row of S per rank. Alive during the gather.
 - ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
   and no cast it is ``flat`` itself.
-- ``reduce_input`` (n * S): gradients, laid out as ``gathered``. Alive from the first gradient's arrival to
-  the end of the reduce-scatter.
 
-The last three keep their tensors and views for the model's life; only their storage comes and goes.
+The last two keep their tensors and views for the model's life; only their storage comes and goes. The
+input of the reduce-scatter, laid out as ``gathered``, belongs to ``grads``.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import foreach_copy_, inner_tensors, make_dtensor
+from parallel3d._compat import foreach_copy_, inner_tensors
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import DataAxes
@@ -58,7 +57,7 @@ class Bucket:
 
     Attributes:
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
-        replicate_groups: (axis name, group) pairs that gradients are all-reduced over.
+        replicate_groups: groups that gradients are all-reduced over.
         tp_group: group that partial gradients are summed over, None where there are none.
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
     """
@@ -78,17 +77,15 @@ class Bucket:
 
     def _find_groups(self) -> None:
         axes = self.axes
-        names = axes.mesh.mesh_dim_names or tuple(str(i) for i in range(axes.mesh.ndim))
         self.shard_group: ProcessGroup | None = None
-        self.shard_axis = ""
-        self.replicate_groups: list[tuple[str, ProcessGroup]] = []
+        self.replicate_groups: list[ProcessGroup] = []
         for axis in (axes.shard, axes.replicate):
             if axis is None or axes.size(axis) == 1:
                 continue
             if axis == axes.shard and self.parts > 1:
-                self.shard_axis, self.shard_group = names[axis], axes.group(axis)
+                self.shard_group = axes.group(axis)
             else:
-                self.replicate_groups.append((names[axis], axes.group(axis)))
+                self.replicate_groups.append(axes.group(axis))
         partial = [p for p in self.params if p.layout.tp_grad == "partial" and p.tp_size > 1]
         self.tp_group: ProcessGroup | None = None
         if partial and partial[0].tp_mesh is not None:
@@ -134,10 +131,8 @@ class Bucket:
         regions = self.unsharded.split([n * size for size in self.slot_sizes])
         self.region_views = [p.by_rank(r) for p, r in zip(params, regions, strict=True)]
         # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
-        self.gathers_in_place = n > 1 and len(params) == 1 and params[0].dim == 0
-        self.gathered = self.unsharded
-        if n > 1 and not self.gathers_in_place:
-            self.gathered = torch.empty_like(self.unsharded)
+        in_place = n == 1 or (len(params) == 1 and params[0].dim == 0)
+        self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
         columns = self.gathered.view(n, self.numel).split(self.slot_sizes, dim=1)
         self.gathered_views = [p.slots_by_rank(c) for p, c in zip(params, columns, strict=True)]
         self.compute_params = [
@@ -216,10 +211,6 @@ class Bucket:
         """Frees what the unsharded parameters live in."""
         if self.has_own_unsharded:
             release(self.unsharded)
-
-    def make_dtensor(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor like sharded parameter ``index``, around ``local``."""
-        return make_dtensor(local, self.params[index].spec)
 
 
 def make_buckets(

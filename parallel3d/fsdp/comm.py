@@ -108,7 +108,7 @@ class CpuComm:
         _finish_scatter(job, work)
         works: list[Any] = []
         if job.all_reduce:
-            for _, group in job.bucket.replicate_groups:
+            for group in job.bucket.replicate_groups:
                 # One at a time where there are two: the second sums the first's result.
                 for earlier in works:
                     earlier.wait()
@@ -212,7 +212,7 @@ class StreamComm:
             return scattered
         self.replicate.wait_event(scattered)  # it sums the reduce-scatter's result
         with self.device.stream(self.replicate):
-            for _, group in job.bucket.replicate_groups:
+            for group in job.bucket.replicate_groups:
                 work = all_reduce(job.tensor, group, unit=job.bucket.unit)
                 if work is not None:
                     work.wait()

@@ -227,7 +227,7 @@ class GradientSlots:
                 for p, part in zip(self.bucket.params, parts, strict=True)
             ]
             held = self.partial = HeldSum(flat, parts, marks)
-        copies = math.prod(group.size() for _, group in self.bucket.replicate_groups)
+        copies = math.prod(group.size() for group in self.bucket.replicate_groups)
         for index in job.used:
             before = held.place(index, self.bucket.params[index].sharded)
             if before is not None:  # reduced: every rank of the all-reduce to come has it

@@ -185,7 +185,7 @@ class Unit:
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
         self.to_run: set[nn.Module] = set()
-        self.position = -1
+        self.position = 0
         self.begun: set[Call] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
@@ -257,7 +257,8 @@ class Unit:
         self.issue_unshard(context)
         self.group.unshard(context.comm)
         self.group.show()
-        if not context.in_backward:
+        self.position = 0
+        if context.running and not context.in_backward:
             self.position = len(context.order)
             context.order.append(self)
             context.prefetch_forward(self.position)
@@ -371,7 +372,6 @@ class Unit:
                 if bucket.grads.arrived:
                     context.comm.reduce(bucket, all_reduce=self.all_reduce)
         self.arrived = 0
-        self.begun.clear()
         self.backward_begun = False
 
     def reduce_rest(self) -> None:

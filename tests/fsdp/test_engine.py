@@ -61,6 +61,18 @@ class TestAtRest:
             assert sizes[0] == sizes[1] == 0 < sizes[2]
             loss.backward()
 
+    def test_a_block_run_alone_again_and_again(self) -> None:
+        """Outside the root's forward a unit takes no part in the order of forwards."""
+        with fake_world(0, 2):
+            model, _ = build()
+            lm_loss(model, tokens(0)).backward()
+            order = unit_of(model).context.order
+            before = len(order)
+            for _ in range(5):
+                model.layers[0](torch.randn(2, 12)).sum().backward()
+            assert len(order) == before
+            assert at_rest(model)
+
     def test_class_and_repr(self) -> None:
         with fake_world(0, 2):
             model, _ = build()
