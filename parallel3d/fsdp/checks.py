@@ -9,11 +9,10 @@ from torch.nn.parameter import is_lazy
 
 from parallel3d._compat import gradient_hooks, has_tensor_hooks
 from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state import unit_of
 
-__all__ = ["TAKEN", "check_ignored", "check_modules", "check_param"]
-
-TAKEN = "_parallel3d_taken_by"  # on a user's Parameter: the unit that has replaced it
+__all__ = ["check_ignored", "check_modules", "check_param"]
 
 
 def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -64,12 +63,13 @@ def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
 
 def check_param(name: str, param: nn.Parameter) -> None:
     """Raises if the engine can't take ``param``."""
-    taken_by = getattr(param, TAKEN, None)
-    if taken_by is not None:
+    owner = owner_of(param)
+    if owner is not None:
+        unit = owner.unit() if owner.unit is not None else None
         raise Parallel3dError(
-            f"parameter {name} is tied to one that the unit {taken_by} already has; tied parameters "
-            "must be in one unit: pass their modules to fully_shard as one list, or leave both "
-            "to the unit around them"
+            f"parameter {name} is tied to parameter {owner.name} of the unit "
+            f"{unit.label if unit is not None else '(gone)'}; tied parameters must be in one unit: pass "
+            "their modules to fully_shard as one list, or leave both to the unit around them"
         )
     if has_tensor_hooks(param) or gradient_hooks(param):
         raise Parallel3dError(

@@ -1,5 +1,6 @@
 """fully_shard: makes a module (or several as one) a unit of the sharding engine."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TypeVar, overload
@@ -13,10 +14,10 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.bucket import make_buckets
-from parallel3d.fsdp.checks import TAKEN, check_ignored, check_modules, check_param
+from parallel3d.fsdp.checks import check_ignored, check_modules, check_param
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.module import FSDPModule
-from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.param import ShardedParam, mark_taken
 from parallel3d.fsdp.state import Unit, unit_of
 
 __all__ = ["fully_shard"]
@@ -95,12 +96,15 @@ def fully_shard(
     with ExitStack() as stack, torch.no_grad():
         for each in modules:
             stack.enter_context(unchanged_on_error(each))
-        params = [ShardedParam(n, param, slots, axes) for n, param, slots in found]
+        params = [ShardedParam(n, param, places, axes) for n, param, places in found]
         buckets = make_buckets(name, params, axes, mp_policy)
         _move_buffers(modules, mesh.device_type)
-        for _, param, _ in found:
-            setattr(param, TAKEN, name)  # the user's object: a tied use in another unit shows
-        Unit(modules, ParamGroup(buckets), mp_policy, reshard_after_forward, mesh.device_type)
+        unit = Unit(
+            modules, ParamGroup(buckets), mp_policy, reshard_after_forward, mesh.device_type
+        )
+        for (_, param, _), sharded in zip(found, params, strict=True):
+            mark_taken(param, sharded)  # the user's object: a tied use in another unit shows
+            sharded.unit = weakref.ref(unit)
         for each in modules:
             each.__class__ = _extended_class(type(each))
     return module
@@ -112,7 +116,7 @@ def _managed_params(
     """(name, parameter, places that hold it) of the parameters outside inner units."""
     names: dict[int, str] = {}
     params: dict[int, nn.Parameter] = {}
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     seen: set[nn.Module] = set()
     for root in modules:
         for prefix, module in _outside_units(root, seen):
@@ -123,9 +127,9 @@ def _managed_params(
                 check_param(name, param)
                 names.setdefault(id(param), name)
                 params[id(param)] = param
-                slots.setdefault(id(param), []).append((module, attribute))
+                places.setdefault(id(param), []).append((module, attribute))
     for key, param in params.items():
-        yield names[key], param, slots[key]
+        yield names[key], param, places[key]
 
 
 def _outside_units(

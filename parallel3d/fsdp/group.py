@@ -46,10 +46,10 @@ class ParamGroup:
     def refresh(self) -> None:
         """After the buckets were built: the swap list and the gradient hooks."""
         self.slots = [
-            (module._parameters, name, param.sharded, compute)
+            (holder, name, param.sharded, compute)
             for bucket in self.buckets
             for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
-            for module, name in param.slots
+            for holder, name in param.slots
         ]
         self.computing = {id(compute) for _, _, _, compute in self.slots}
         if self._on_grad is not None:
@@ -83,8 +83,8 @@ class ParamGroup:
         assert not self.shown
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.local_views, strict=True):
-                for module, name in param.slots:
-                    current = module._parameters.get(name)
+                for holder, name in param.slots:
+                    current = holder.get(name)
                     if current is param.sharded or current is None:
                         continue
                     with torch.no_grad():
@@ -92,7 +92,7 @@ class ParamGroup:
                             param.sharded.copy_(current)
                         else:
                             view.copy_(param.shard_of(current, tp_local=False))
-                    module._parameters[name] = param.sharded
+                    holder[name] = param.sharded
         moved = [bucket.adopt() for bucket in self.buckets]
         if any(moved):
             self.refresh()

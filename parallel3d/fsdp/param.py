@@ -6,8 +6,10 @@ tp ranks, so that collectives have equal sizes everywhere. A rank that holds les
 unused. Padding exists in the engine's buffers only; at rest a rank's local tensor has its real rows.
 """
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +30,39 @@ from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
 
-__all__ = ["ShardedParam"]
+__all__ = ["ShardedParam", "Slots", "mark_taken", "owner_of"]
+
+Slots = list[tuple[dict[str, Any], str]]
+
+_TAKEN = "_parallel3d_taken_by"  # on a user's Parameter that a unit has replaced
+_owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
+
+
+class _TakenBy:
+    """A weak reference that is left behind when its Parameter is copied or pickled."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: "ShardedParam | None" = None) -> None:
+        self.owner = weakref.ref(owner) if owner is not None else lambda: None
+
+    def __reduce__(self) -> Any:
+        return _TakenBy, ()
+
+
+def owner_of(param: torch.Tensor) -> "ShardedParam | None":
+    """The ShardedParam that ``param`` belongs to: as its sharded Parameter, or as the user's Parameter
+    from before. None if there is none, or its model is gone."""
+    owner = _owners.get(id(param))
+    if owner is not None and owner.sharded is param:
+        return owner
+    taken = getattr(param, _TAKEN, None)
+    return taken.owner() if taken is not None else None
+
+
+def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
+    """Lets ``owner_of`` find ``owner`` from the user's Parameter that it has replaced."""
+    setattr(param, _TAKEN, _TakenBy(owner))
 
 
 class ShardedParam:
@@ -37,6 +71,9 @@ class ShardedParam:
     Attributes:
         name: name within the unit's modules, for messages.
         slots: the ``(module._parameters, name)`` places that hold it; more than one where it is tied.
+            Not the modules, which would be a cycle: what is deleted must be freed at once.
+        module: weak reference to the first module that holds it.
+        unit: weak reference to its unit, as soon as there is one.
         dim: the dim the engine shards; None where the parameter is whole on the shard axis.
         sharded: the Parameter the user sees at rest; the same object for the model's life.
         spec: its DTensor description.
@@ -46,11 +83,13 @@ class ShardedParam:
         self,
         name: str,
         param: nn.Parameter,
-        slots: list[tuple[nn.Module, str]],
+        places: list[tuple[nn.Module, str]],
         axes: DataAxes,
     ) -> None:
         self.name = name
-        self.slots = slots
+        self.slots: Slots = [(module._parameters, attribute) for module, attribute in places]
+        self.module = weakref.ref(places[0][0])
+        self.unit: weakref.ref | None = None
         self.axes = axes
         self.layout: ParamLayout = get_param_layout(param)
         self.tp_mesh, self.tp_placement, whole = _split_tp(name, param, axes)
@@ -193,8 +232,9 @@ class ShardedParam:
             vars(placed).update(vars(self.sharded))
             self.sharded = placed
             self.placed = True
-            for module, attribute in self.slots:
-                module._parameters[attribute] = placed
+            _owners[id(placed)] = self
+            for holder, attribute in self.slots:
+                holder[attribute] = placed
             return
         old = self.local
         if (old.device, old.dtype) == (local.device, local.dtype):
