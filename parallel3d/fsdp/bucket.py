@@ -105,8 +105,9 @@ class Bucket:
         axes = self.axes
         self.shard_group: ProcessGroup | None = None
         self.replicate_groups: list[ProcessGroup] = []
+        empty = all(p.slot_numel == 0 for p in self.params)  # nothing to communicate
         for axis in (axes.shard, axes.replicate):
-            if axis is None or axes.size(axis) == 1:
+            if axis is None or axes.size(axis) == 1 or empty:
                 continue
             if axis == axes.shard and self.parts > 1:
                 self.shard_group = axes.group(axis)

@@ -258,6 +258,12 @@ class ShardedParam:
         coordinate = self.axes.coordinate(self.axes.shard)
         return local_chunk(whole, self.dim, self.parts, coordinate)
 
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter, given whole or as a DTensor."""
+        if isinstance(whole, DTensor):
+            return get_local_tensor(whole.redistribute(self.spec.mesh, self.spec.placements))
+        return self.shard_of(whole, tp_local=False)
+
     def as_compute(self, local: torch.Tensor) -> torch.Tensor:
         """What forward sees: ``local`` itself, or the DTensor that the parameter was around it."""
         mesh = self.on.compute_mesh
