@@ -12,7 +12,7 @@ The last two keep their tensors and views for the model's life; only their stora
 input of the reduce-scatter, laid out as ``gathered``, belongs to ``grads``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,20 +60,46 @@ class Bucket:
         replicate_groups: groups that gradients are all-reduced over.
         tp_group: group that partial gradients are summed over, None where there are none.
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
+        home: device of ``flat``; not that of the other buffers under CPU offload.
+        pin: whether what is at home on the CPU is in pinned memory.
+        divide_factor: what sums over ranks are divided by; None: their number.
+        reduce_unused: whether parameters without a gradient get a zero one.
+        all_reduce_hook: called on the reduced flat gradient; on ``all_reduce_hook_stream`` if there is one.
+        gather_comm, scatter_comm: the user's own collectives in place of ours.
+        scatter_group: group of the reduce-scatter if it has its own; else ``shard_group``.
+        max_inputs: how many reduce inputs may be in flight.
+        force_sum: whether the user has asked for sums only, which ours always are.
     """
 
     def __init__(
-        self, unit: str, params: list[ShardedParam], axes: DataAxes, policy: MixedPrecisionPolicy
+        self,
+        unit: str,
+        params: list[ShardedParam],
+        axes: DataAxes,
+        policy: MixedPrecisionPolicy,
+        offload: Any = None,
     ) -> None:
         self.unit = unit
         # Partial gradients last: their sum over tp is then one collective on the buffer's tail.
         self.params = sorted(params, key=lambda p: p.layout.tp_grad == "partial")
         self.axes = axes
         self.policy = policy
+        self.offload = offload
+        self._set_options()
         self.parts = self.params[0].parts
         self._find_groups()
         self.gathering: Any = None  # an all-gather under way: what to wait for, and its input
         self.build(self._device())
+
+    def _set_options(self) -> None:
+        self.divide_factor: float | None = None
+        self.reduce_unused = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: Any = None
+        self.gather_comm: Any = None
+        self.scatter_comm: Any = None
+        self.max_inputs = 1
+        self.force_sum = False
 
     def _find_groups(self) -> None:
         axes = self.axes
@@ -86,6 +112,7 @@ class Bucket:
                 self.shard_group = axes.group(axis)
             else:
                 self.replicate_groups.append(axes.group(axis))
+        self.scatter_group = self.shard_group
         partial = [p for p in self.params if p.layout.tp_grad == "partial" and p.tp_size > 1]
         self.tp_group: ProcessGroup | None = None
         if partial and partial[0].tp_mesh is not None:
@@ -109,6 +136,8 @@ class Bucket:
         self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
         self.slot_sizes = [p.slot_numel for p in params]
         self.numel = sum(self.slot_sizes)
+        self.home = device
+        self.pin = False
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         # Zeros: padding must stay finite, norms and casts run over whole buffers.
         self.flat = torch.zeros(self.numel, dtype=self.dtype, device=device)
@@ -214,7 +243,11 @@ class Bucket:
 
 
 def make_buckets(
-    unit: str, params: Sequence[ShardedParam], axes: DataAxes, policy: MixedPrecisionPolicy
+    unit: str,
+    params: Sequence[ShardedParam],
+    axes: DataAxes,
+    policy: MixedPrecisionPolicy,
+    offload: Any = None,
 ) -> list[Bucket]:
     """Sorts a unit's parameters into buckets, in order of their first parameter."""
     grouped: dict[object, list[ShardedParam]] = {}
@@ -222,4 +255,4 @@ def make_buckets(
         # By ranks: two equal meshes in one process have groups of other names.
         tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
         grouped.setdefault((param.dtype, param.requires_grad, param.parts, tp), []).append(param)
-    return [Bucket(unit, members, axes, policy) for members in grouped.values()]
+    return [Bucket(unit, members, axes, policy, offload) for members in grouped.values()]

@@ -16,6 +16,7 @@ A gradient that is there already is folded into the waiting sum, so ``.grad`` is
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,12 +97,19 @@ class GradientSlots:
     """See the module's docstring. Shapes: n = size of the shard axis, S = slots of all parameters."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+        self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
         self.arrived: set[int] = set()
         self.input: torch.Tensor | None = None
         self.input_views: list[torch.Tensor] = []
         self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
         self.partial: HeldSum | None = None  # put off by set_requires_all_reduce(False)
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket whose gradients these are."""
+        bucket = self._bucket()
+        assert bucket is not None
+        return bucket
 
     @property
     def sharded(self) -> list[torch.nn.Parameter]:
