@@ -1,7 +1,7 @@
 """parallelize: one call from a plain model to a parallel one. The order of the steps is the contract."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d._forward import as_if, wrap_forward
 from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
@@ -78,12 +79,13 @@ def parallelize(
         # Recompute inside the compiled region, so that the compiler sees both.
         if activation_checkpointing:
             for block in blocks:
-                _set_forward(block, functools.partial(_checkpointed, block.forward))
+                wrap_forward(block, _checkpointed, "checkpoint")
         # Compile inside the hooks: a unit's gathers and frees stay outside the graph.
         if compile:
             backend = compile if isinstance(compile, str) else "inductor"
+            compiled = functools.partial(torch.compile, backend=backend)
             for block in blocks:
-                _set_forward(block, torch.compile(block.forward, backend=backend))
+                wrap_forward(block, compiled, ("compile", backend))
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
         shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         for block in blocks:
@@ -99,9 +101,8 @@ def parallelize(
     return model
 
 
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    module.forward = forward
+def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(inner, self), *args, use_reentrant=False, **kwargs)
 
-
-def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return as_if(forward, inner)

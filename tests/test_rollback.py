@@ -60,9 +60,11 @@ def test_failure_in_any_fully_shard_is_rolled_back(monkeypatch, number: int, lay
     check_rolled_back(layout, compile="eager", activation_checkpointing=True)
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_failure_in_compile_is_rolled_back(monkeypatch, number: int) -> None:
-    monkeypatch.setattr(torch, "compile", failing_on_call(number, torch.compile))
+# Three blocks: checkpointing, then compile.
+@pytest.mark.parametrize("number", [1, 3, 4, 6])
+def test_failure_in_a_new_forward_is_rolled_back(monkeypatch, number: int) -> None:
+    failing = failing_on_call(number, implementation.wrap_forward)
+    monkeypatch.setattr(implementation, "wrap_forward", failing)
     check_rolled_back(TWO_BY_TWO, compile="eager", activation_checkpointing=True)
 
 

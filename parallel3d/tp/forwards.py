@@ -1,16 +1,16 @@
 """The forwards that styles give to module instances, and what those forwards need to know.
 
-A forward is a plain function bound to its module with ``types.MethodType``; all it needs lies in
-the module's ``_parallel3d_tp``. So ``copy.deepcopy`` of a model rebinds it, ``torch.compile``
-traces it, and names and ``state_dict`` keys stay those of the plain model.
+A forward is a plain function, the method of a subclass that the module's class becomes; all it needs
+lies in the module's ``_parallel3d_tp``. So a copy of a model has its own, ``torch.compile`` traces it,
+nothing refers back to the module, and names and ``state_dict`` keys stay those of the plain model.
 
 Inside a forward ``self.weight`` is this rank's local tensor: the engine puts it there.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel3d._compat import assert_async
+from parallel3d._forward import as_if, wrap_forward
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     TpAxis,
@@ -85,34 +86,27 @@ class TpState:
         style: the style that put it there.
         axis: the tp axis.
         sequence: shared by all modules of one ``apply``.
-        inner: the forward the module instance had of its own; ``None``: its class's.
+        inner: the forward the module had, a function of the module and its arguments.
         first: name of the first argument of the module's forward; ``""`` when it takes none.
     """
 
     style: "Style"
     axis: TpAxis
     sequence: SequenceLength
-    inner: Callable[..., Any] | None = None
+    inner: Callable[..., Any] = nn.Module.forward
     first: str = ""
 
 
-def bind_forward(module: nn.Module, forward: Callable[..., Any], state: TpState) -> None:
+def bind_forward(module: nn.Module, forward: Any, state: TpState) -> None:
     """Makes ``forward(module, ...)`` the module's forward."""
-    state.inner = module.__dict__.get("forward")
     names = [
         p.name
         for p in inspect.signature(module.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     state.first = names[0] if names else ""
+    state.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
     module.__dict__[_STATE] = state
-    module.__dict__["forward"] = MethodType(forward, module)
-
-
-def _call_inner(module: nn.Module, tp: TpState, args: tuple[Any, ...], kwargs: dict) -> Any:
-    if tp.inner is not None:
-        return tp.inner(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
 
 
 def _take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
@@ -163,7 +157,7 @@ def colwise_embedding(self: Any, input: Tensor) -> Tensor:
     """(...) ids -> (..., width / tp), or (..., width) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    y = _call_inner(self, tp, (input,), {})
+    y = tp.inner(self, input)
     if style.output == "replicate":
         y = gather_from_tp(y, -1, self.embedding_dim, tp.axis)
     return y
@@ -206,7 +200,7 @@ def sequence_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     if style.input == "replicate":
         args, kwargs = _map_first(tp, args, kwargs, split)
-    y = _call_inner(self, tp, args, kwargs)
+    y = tp.inner(self, *args, **kwargs)
     if style.output == "replicate":
         y = gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
     return y
@@ -224,7 +218,7 @@ def prepare_input(self: Any, *args: Any, **kwargs: Any) -> Any:
     for name in style.keywords:
         if name != tp.first and isinstance(kwargs.get(name), Tensor):
             kwargs[name] = take(kwargs[name])
-    return _call_inner(self, tp, args, kwargs)
+    return tp.inner(self, *args, **kwargs)
 
 
 def _map_first(
