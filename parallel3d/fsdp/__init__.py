@@ -2,6 +2,14 @@
 
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.fully_shard import fully_shard
+from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "UnshardHandle", "fully_shard"]
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

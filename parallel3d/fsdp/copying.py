@@ -60,7 +60,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     done.append((module, new))
     for other in unit.modules:
         copy.deepcopy(other, memo)  # those of a list belong together
-    if len(done) == len(unit.modules):
+    if memo.pop(id(unit), None) is not None:
         copied = dict(done)
         _copy_unit(unit, [copied[each] for each in unit.modules], memo)
     return new

@@ -29,9 +29,9 @@ class ParamGroup:
     Attributes:
         state: see ``GroupState``.
         trainable: number of parameters that get a gradient.
-        kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a forward
-            or backward reshards it.
-        held: the weights' stamp when the group was left gathered for the next forward; None where it wasn't.
+        kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a
+            forward or backward reshards it.
+        held: the weights' stamp when the group was left gathered for the next forward, or None.
         parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
             rest, also while an unsharded copy is held).

@@ -119,8 +119,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         the_unit(self).backward_prefetch = _refs("backward", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """An event recorded after the optimizer step, which the next forward's first gather waits for instead of
-        all that the current stream has been given. Used once; set a new one each step.
+        """An event recorded after the optimizer step, which the next forward's first gather waits for
+        instead of all that the current stream has been given. Used once; set a new one each step.
         """
         unit = the_unit(self)
         root = unit if unit.context is None else unit.context.root

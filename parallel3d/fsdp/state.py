@@ -274,7 +274,7 @@ class Unit:
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: _cast(t, dtype), output)
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() and output is not None  # None: an exception, or no backward
         if grad and self.call is not None:
             self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
@@ -284,7 +284,7 @@ class Unit:
         self.call = None
         if context.in_backward:  # recomputed for a backward that comes next
             return output
-        self._end_forward(context)
+        self._end_forward(context, backward_to_come=grad)
         if self.is_root:
             self._settle(context, backward_to_come=grad)
         return output
@@ -301,13 +301,13 @@ class Unit:
             if tensor.requires_grad:
                 tensor.register_hook(call.begin_backward)
 
-    def _end_forward(self, context: RunContext) -> None:
+    def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self.reshard_after_forward
         if reshard is None:
             reshard = not self.is_root
         if not self.group.kept or reshard:
             self.group.hide()
-        if not torch.is_grad_enabled():
+        if not backward_to_come:
             if self.keep_in_eval and not reshard:
                 self.group.hold()
             elif reshard or not self.group.kept:

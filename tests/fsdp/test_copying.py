@@ -26,7 +26,7 @@ def step(model, seed=0):
     return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
 
 
-@parity("fault n: copy.deepcopy (EMA)")
+@parity("fault n: copy.deepcopy")
 @pytest.mark.parametrize("mesh_shape", [(1, 2, 1), (2, 2, 1), (1, 3, 1)])
 def test_copy_trains_on_its_own(mesh_shape):
     """torch's fully_shard refuses deepcopy with an AssertionError."""
@@ -50,7 +50,7 @@ def test_copy_trains_on_its_own(mesh_shape):
         assert at_rest(twin) and at_rest(model)
 
 
-@parity("fault n: copy.deepcopy (EMA)")
+@parity("fault n: copy.deepcopy")
 def test_averaged_model():
     with local_world(2):
         model, _ = build()
