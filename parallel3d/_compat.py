@@ -5,19 +5,24 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
 __all__ = [
     "DTensorSpec",
+    "DataParallelMeshDims",
     "LocalTensor",
     "LocalTensorMode",
+    "ShardPlacementResult",
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",
+    "TorchMixedPrecisionPolicy",
     "all_gather_single",
     "assert_async",
     "backend_name",
@@ -25,6 +30,7 @@ __all__ = [
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
+    "flatten_axes",
     "foreach_copy_",
     "get_local_tensor",
     "gradient_hooks",
@@ -50,11 +56,18 @@ from torch.distributed._local_tensor import (
     LocalTensorMode,
     local_tensor_mode,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+else:  # 2.11 has neither
+    from parallel3d._torch_2_11 import DataParallelMeshDims, ShardPlacementResult
 
 if not hasattr(LocalIntNode, "str"):
     # rms_norm and others prepare an error message with the sizes, and ask each for its text; on
@@ -84,6 +97,11 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of ``meshes`` in order; they must be slices of one root mesh."""
     return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The axes ``names`` of ``mesh`` as one, of the name torch gives it; made once per mesh."""
+    return mesh[names]._flatten("_".join(names))
 
 
 def default_store() -> dist.Store:

@@ -12,6 +12,7 @@ from parallel3d._compat import ranks_are_simulated
 from parallel3d._units import Units, find_units
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy
+from parallel3d.fsdp.api import check_policy
 from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.checks import check_param
 from parallel3d.fsdp.state import unit_of
@@ -133,8 +134,7 @@ def _check_options(
 ) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise Parallel3dError(f"mp_policy is {policy!r}; it must be a MixedPrecisionPolicy")
+    check_policy(policy)
     if tp_plan is not None and not isinstance(tp_plan, Mapping):
         raise PlanError(
             f"tp_plan is {tp_plan!r}; it must be a dict from module-name patterns to styles, such as "

@@ -61,10 +61,10 @@ CASES = [
         (r"mp_policy is torch\.bfloat16", r"MixedPrecisionPolicy"),
     ),
     Case(
-        "fully_shard without a mesh",
-        lambda model, mesh: fully_shard(model, mesh=None),
+        "fully_shard with a device for a mesh",
+        lambda model, mesh: fully_shard(model, mesh="cpu"),
         MeshError,
-        (r"mesh is None", r"build_mesh"),
+        (r"mesh is 'cpu'", r"build_mesh", r"or None"),
     ),
     # materialize
     Case(

@@ -1,13 +1,23 @@
 """The sharding engine: ``fully_shard`` and what comes with it."""
 
-from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.api import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
 from parallel3d.fsdp.fully_shard import fully_shard
 from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
 
 __all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

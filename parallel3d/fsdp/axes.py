@@ -1,12 +1,16 @@
 """DataAxes: which axes of a DeviceMesh the engine replicates and shards over, found by name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import MeshError
 
-__all__ = ["DataAxes", "data_axes"]
+__all__ = ["DataAxes", "Spmd", "checked_mesh", "data_axes"]
 
 _REPLICATE = ("replicate", "dp_replicate")
 _SHARD = ("shard", "dp_shard")
@@ -14,27 +18,61 @@ _TP = ("tp",)
 _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 
+@dataclass(frozen=True, eq=False)
+class Spmd:
+    """What ``dp_mesh_dims`` adds: parameters that are DTensors on the data axes too.
+
+    Attributes:
+        mesh: the whole mesh, on which forward sees the parameters.
+        own: position in it -> position at rest, of the axes that are no data axes.
+        replicas: positions at rest of the replicate axes.
+        replicate: them as one axis, if they are several at rest.
+    """
+
+    mesh: DeviceMesh
+    own: Mapping[int, int]
+    replicas: tuple[int, ...]
+    replicate: DeviceMesh | None
+
+
 @dataclass(frozen=True)
 class DataAxes:
     """The axes of ``mesh`` as the engine uses them.
 
     Attributes:
-        mesh: the mesh the user gave, with one to three axes.
-        replicate, shard, tp: positions of the axes in ``mesh``, or None where it has none.
+        mesh: the mesh that parameters lie on at rest (save for axes that they bring themselves).
+        replicate, shard, tp: positions of the axes in ``mesh``, or None where it has none. Where several
+            axes replicate (``dp_mesh_dims``), the first of them stands for all.
+        spmd: see ``Spmd``; None without ``dp_mesh_dims``.
     """
 
     mesh: DeviceMesh
     replicate: int | None
     shard: int | None
     tp: int | None
+    spmd: Spmd | None = None
 
     def size(self, axis: int | None) -> int:
         """Ranks along ``axis``; 1 where the mesh has none."""
-        return 1 if axis is None else self.mesh.size(axis)
+        if axis is None:
+            return 1
+        several = self._several(axis)
+        return self.mesh.size(axis) if several is None else several.size()
 
     def group(self, axis: int) -> ProcessGroup:
         """This rank's process group along ``axis``."""
-        return self.mesh.get_group(axis)
+        several = self._several(axis)
+        return self.mesh.get_group(axis) if several is None else several.get_group()
+
+    def _several(self, axis: int) -> DeviceMesh | None:
+        return self.spmd.replicate if self.spmd is not None and axis == self.replicate else None
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Positions of all axes that replicate."""
+        if self.spmd is not None:
+            return self.spmd.replicas
+        return () if self.replicate is None else (self.replicate,)
 
     def coordinate(self, axis: int | None) -> int:
         """This rank's place along ``axis``; a ``SymInt`` under simulated ranks."""
@@ -73,6 +111,43 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
         _fail(mesh, f"axis {names[unknown[0]]!r} is not known")
     _check_order(mesh, found)
     return DataAxes(mesh, found["replicate"], found["shard"], found["tp"])
+
+
+def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """``mesh``; for None, one axis over all ranks, on the accelerator if there is one.
+
+    As torch does, None initialises the default process group if there is none.
+
+    Raises:
+        MeshError: not a mesh, one that this rank is not in, or no process group and no way to make one.
+    """
+    if mesh is None:
+        return _default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"mesh is {mesh!r}; it must be a DeviceMesh, as parallel3d.build_mesh makes, or None"
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"this rank is not in {mesh}; call fully_shard on the ranks of its mesh only, or give each rank "
+            "a mesh that it is in"
+        )
+    return mesh
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group()
+        except (ValueError, RuntimeError) as error:
+            raise MeshError(
+                "mesh is None and there is no default process group, nor can one be initialised: "
+                f"{error}. Start the program with torchrun, or call torch.distributed.init_process_group "
+                "first, or give a mesh"
+            ) from error
+    device = torch.accelerator.current_accelerator()
+    # Unnamed, as torch makes it: DTensors of both compute together.
+    return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))
 
 
 def _place_by_position(mesh: DeviceMesh, found: dict[str, int | None], unknown: list[int]) -> None:

@@ -249,10 +249,16 @@ def make_buckets(
     policy: MixedPrecisionPolicy,
     offload: Any = None,
 ) -> list[Bucket]:
-    """Sorts a unit's parameters into buckets, in order of their first parameter."""
+    """Sorts a unit's parameters into buckets, in order of their first parameter.
+
+    Each bucket has its parameters' own axes, and ``axes`` is what most of them have. Parameters on meta
+    may get values one by one, so they are apart from those that have some.
+    """
     grouped: dict[object, list[ShardedParam]] = {}
     for param in params:
         # By ranks: two equal meshes in one process have groups of other names.
         tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
-        grouped.setdefault((param.dtype, param.requires_grad, param.parts, tp), []).append(param)
-    return [Bucket(unit, members, axes, policy, offload) for members in grouped.values()]
+        meta = param.initial is not None and param.initial.is_meta
+        key = (param.dtype, param.requires_grad, param.parts, tp, param.axes, meta)
+        grouped.setdefault(key, []).append(param)
+    return [Bucket(unit, members, members[0].axes, policy, offload) for members in grouped.values()]

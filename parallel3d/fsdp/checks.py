@@ -1,22 +1,23 @@
 """What ``fully_shard`` refuses."""
 
+import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from parallel3d._compat import gradient_hooks, has_tensor_hooks
-from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state import unit_of
 
-__all__ = ["check_ignored", "check_modules", "check_param"]
+__all__ = ["check_ignored", "check_modules", "check_param", "check_reshard"]
 
 
 def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    """The modules of one unit as a list."""
+    """The modules of one unit as a list, without those that are inside others of it."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
@@ -35,12 +36,50 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard was already applied to this {type(each).__name__}; "
                 "apply it once to each unit, inner units first"
             )
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+        if (
+            isinstance(each, (nn.ModuleList, nn.ModuleDict))
+            and type(each).forward is nn.Module.forward
+        ):
             raise Parallel3dError(
                 f"fully_shard was given an nn.{type(each).__name__}, which has no forward to hook; "
                 "apply it to each of its modules, or pass them as one list"
             )
-    return modules
+    inside = {id(m) for each in modules for m in each.modules() if m is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | None:
+    """``reshard_after_forward`` as a unit takes it.
+
+    As in torch, the number of all shard ranks means True, and 1 means False: each rank keeps the whole.
+
+    Args:
+        meshes: the axes of the unit's parameters; all must be able to shard over ``value`` ranks.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    sizes = sorted({axes.size(axes.shard) for axes in meshes})
+    divisors = [n for n in range(2, sizes[0]) if all(size % n == 0 for size in sizes)]
+    hint = f"{', '.join(map(str, divisors))}" if divisors else "no number of ranks between"
+    if not isinstance(value, int):
+        raise Parallel3dError(
+            f"reshard_after_forward is {value!r}; it must be True, False, None or a number of ranks to stay "
+            f"sharded over, of which {' and '.join(map(str, sizes))} shard ranks have: {hint}"
+        )
+    if value < 1 or any(size % value for size in sizes):
+        raise Parallel3dError(
+            f"reshard_after_forward is {value}; as a number of ranks it must divide the shard axis of "
+            f"{' and of '.join(map(str, sizes))} ranks. Non-trivial divisors: {hint}. True frees the "
+            "parameters after forward, False keeps them"
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 is a number of ranks: each keeps the whole parameters, as with False. "
+            "Say True to free them after forward",
+            stacklevel=3,
+        )
+        return False
+    return True if sizes == [value] else value
 
 
 def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
@@ -90,9 +129,4 @@ def check_param(name: str, param: nn.Parameter) -> None:
         raise Parallel3dError(
             f"parameter {name} is {param.dtype}; the engine reduces real dtypes: hold it as two real "
             "parameters (torch.view_as_real)"
-        )
-    if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
-        raise MeshError(
-            f"parameter {name} is already a DTensor on the mesh {param.device_mesh}; the engine takes "
-            "plain parameters and DTensors on one tp axis: is the model parallel already?"
         )

@@ -1,24 +1,33 @@
 """fully_shard: makes a module (or several as one) a unit of the sharding engine."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TypeVar, overload
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
+from parallel3d._compat import DataParallelMeshDims, TorchMixedPrecisionPolicy
 from parallel3d._rollback import unchanged_on_error
-from parallel3d.errors import MeshError, Parallel3dError
-from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.axes import data_axes
+from parallel3d.fsdp.api import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_offload,
+    check_policy,
+)
+from parallel3d.fsdp.axes import checked_mesh, data_axes
 from parallel3d.fsdp.bucket import make_buckets
-from parallel3d.fsdp.checks import check_ignored, check_modules, check_param
+from parallel3d.fsdp.checks import check_ignored, check_modules, check_reshard
 from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.managed import managed_modules, managed_params
 from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.param import ShardedParam, mark_taken
-from parallel3d.fsdp.state import Unit, unit_of
+from parallel3d.fsdp.placement_fn import ShardPlacementFn, wishes
+from parallel3d.fsdp.spmd import spmd_axes
+from parallel3d.fsdp.state import Unit
+from parallel3d.fsdp.ties import Tie, check_ties, join
 
 __all__ = ["fully_shard"]
 
@@ -30,118 +39,105 @@ _classes: dict[type, type] = {}
 def fully_shard(
     module: ModuleT,
     *,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: TorchMixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleT: ...
 @overload
 def fully_shard(
     module: list[nn.Module],
     *,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: TorchMixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> list[nn.Module]: ...
 
 
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (holds nothing)
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> nn.Module | list[nn.Module]:
     """Shards the parameters of ``module`` that no unit inside it has, and makes it a unit.
 
     Apply it bottom-up: to the blocks, then to the whole model. At rest each parameter is a DTensor of
     the plain model's global shape; during forward and backward the module sees the whole (under tensor
-    parallelism: the whole local) parameter.
+    parallelism: the whole local) parameter. Arguments are those of ``torch.distributed.fsdp.fully_shard``.
 
     Args:
         module: the unit. A list is one unit whose parameters are gathered when the first of its modules
-            runs and freed when all have run.
+            runs and freed when all have run. Modules inside others of the list are left out.
         mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name; see ``fsdp.axes``. With a
-            ``tp`` axis every parameter becomes a DTensor on the whole mesh.
+            ``tp`` axis every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
         reshard_after_forward: free parameters after forward and gather them again in backward. None:
-            True except for the root.
+            True except for the root. A number, which divides the shard axis: keep them sharded over so many
+            ranks.
+        shard_placement_fn: called once with each parameter; returns ``Shard(dim)``,
+            ``ShardPlacementResult(placement, mesh_info)`` where the parameter has a mesh of its own (torch's
+            ``FSDPMeshInfo`` or a ``DeviceMesh``; gradients are averaged over its ranks), or None for the
+            default: dim 0, or the first that a DTensor can express.
         mp_policy: dtypes.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state in
+            the CPU's memory.
         ignored_params: parameters to leave as they are: not moved, sharded or reduced.
+        dp_mesh_dims: which axes of ``mesh`` are data axes, where parameters are DTensors on the whole of it;
+            forward sees them so. See ``fsdp.spmd``.
 
     Returns:
         ``module`` itself, its class extended by ``FSDPModule``.
 
     Raises:
         Parallel3dError: not a module, a container without a forward, a unit already, a parameter of
-            another unit.
+            another unit; an argument that can't be. Nothing is changed.
         MeshError: a mesh without usable axes.
     """
     modules = check_modules(module)
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"mesh is {mesh!r}; it must be a DeviceMesh, as parallel3d.build_mesh makes"
-        )
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise Parallel3dError(
-            f"reshard_after_forward is {reshard_after_forward!r}; it must be True, False or None"
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise Parallel3dError(f"mp_policy is {mp_policy!r}; it must be a MixedPrecisionPolicy")
-    axes = data_axes(mesh)
     ignored = check_ignored(ignored_params)
-    found = list(_managed_params(modules, ignored))
+    check_policy(mp_policy)
+    check_offload(offload_policy)
+    mesh = checked_mesh(mesh)
+    axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
+    managed = list(managed_params(modules, ignored))
+    found = [each for each in managed if each.owner is None]
+    wanted = wishes(shard_placement_fn, [(each.name, each.param) for each in found], axes)
+    reshard = check_reshard(reshard_after_forward, {axes} | {wish.axes for wish in wanted})
+    policy = cast(MixedPrecisionPolicy, mp_policy)  # or torch's, whose fields are the same
+    ties = [Tie(each.name, each.owner, each.places) for each in managed if each.owner is not None]
+    check_ties(ties, policy)
     name = type(modules[0]).__name__
     with ExitStack() as stack, torch.no_grad():
-        for each in modules:
-            stack.enter_context(unchanged_on_error(each))
-        params = [ShardedParam(n, param, places, axes) for n, param, places in found]
-        buckets = make_buckets(name, params, axes, mp_policy)
+        for root in modules:
+            stack.enter_context(unchanged_on_error(root))
+        params = [
+            ShardedParam(each.name, each.param, each.places, *wish)
+            for each, wish in zip(found, wanted, strict=True)
+        ]
+        buckets = make_buckets(name, params, axes, policy, offload_policy)
         _move_buffers(modules, mesh.device_type)
-        unit = Unit(
-            modules, ParamGroup(buckets), mp_policy, reshard_after_forward, mesh.device_type
-        )
-        for (_, param, _), sharded in zip(found, params, strict=True):
-            mark_taken(param, sharded)  # the user's object: a tied use in another unit shows
+        unit = Unit(modules, ParamGroup(buckets), policy, reshard, mesh.device_type)
+        for each, sharded in zip(found, params, strict=True):
+            mark_taken(each.param, sharded)  # the user's object: a tied use in another unit shows
             sharded.unit = weakref.ref(unit)
-        for each in modules:
-            each.__class__ = _extended_class(type(each))
+        for inner in managed_modules(modules, ignored):  # for dynamo
+            vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+        for root in modules:
+            root.__class__ = _extended_class(type(root))
+        join(unit, ties)
     return module
-
-
-def _managed_params(
-    modules: list[nn.Module], ignored: set[int]
-) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """(name, parameter, places that hold it) of the parameters outside inner units."""
-    names: dict[int, str] = {}
-    params: dict[int, nn.Parameter] = {}
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    seen: set[nn.Module] = set()
-    for root in modules:
-        for prefix, module in _outside_units(root, seen):
-            for attribute, param in module._parameters.items():
-                if param is None or id(param) in ignored:
-                    continue
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                check_param(name, param)
-                names.setdefault(id(param), name)
-                params[id(param)] = param
-                places.setdefault(id(param), []).append((module, attribute))
-    for key, param in params.items():
-        yield names[key], param, places[key]
-
-
-def _outside_units(
-    root: nn.Module, seen: set[nn.Module], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    if root in seen or (prefix and unit_of(root) is not None):
-        return
-    seen.add(root)
-    yield prefix, root
-    for name, child in root._modules.items():
-        if child is not None and unit_of(child) is None:
-            yield from _outside_units(child, seen, f"{prefix}.{name}" if prefix else name)
 
 
 def _move_buffers(modules: list[nn.Module], device_type: str) -> None:
@@ -159,5 +155,7 @@ def _extended_class(cls: type) -> type:
     if extended is None:
         extended = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
         extended.__module__ = cls.__module__
+        # Where torch's FSDPModule.__new__ finds the class to make, when a container is sliced.
+        extended._orig_cls_mro_index = extended.__mro__.index(cls)  # type: ignore[attr-defined]
         _classes[cls] = extended
     return extended

@@ -1,34 +1,32 @@
 """ShardedParam: one parameter's layouts, from the whole tensor to this rank's shard and back.
 
-The *global* shape is the plain model's; the *compute* shape is what forward sees, the tp chunk of it. Every
-rank's *slot* in the buffers has the same number of elements, that of the largest chunk over shard and
-tp ranks, so that collectives have equal sizes everywhere. A rank that holds less leaves the rest of its slot
-unused. Padding exists in the engine's buffers only; at rest a rank's local tensor has its real rows.
+The *global* shape is the plain model's; the *compute* shape is what forward sees: the part that the
+parameter's own axes (tp) leave of it. Every rank's *slot* in the buffers has the same number of elements,
+that of the largest chunk over all ranks, so that collectives have equal sizes everywhere. A rank that holds
+less leaves the rest of its slot unused. Padding exists in the engine's buffers only; at rest a rank's local
+tensor has its real rows.
 """
 
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from parallel3d._compat import (
     DTensorSpec,
-    StridedShard,
-    concatenate_meshes,
-    dtensor_shard_box,
     get_local_tensor,
     make_dtensor,
     make_spec,
     set_local_tensor,
 )
 from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
-from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
+from parallel3d.fsdp.placement import ParamAxes, ceil_div, chunk_length
 
 __all__ = ["ShardedParam", "Slots", "mark_taken", "owner_of"]
 
@@ -74,6 +72,9 @@ class ShardedParam:
             Not the modules, which would be a cycle: what is deleted must be freed at once.
         module: weak reference to the first module that holds it.
         unit: weak reference to its unit, as soon as there is one.
+        axes: the engine's axes for it.
+        on: all axes it lies on.
+        tp_mesh: the one axis it brings, if any: that of tensor parallelism; tp_size: ranks along it.
         dim: the dim the engine shards; None where the parameter is whole on the shard axis.
         sharded: the Parameter the user sees at rest; the same object for the model's life.
         spec: its DTensor description.
@@ -85,80 +86,74 @@ class ShardedParam:
         param: nn.Parameter,
         places: list[tuple[nn.Module, str]],
         axes: DataAxes,
+        dim: int | None = None,
     ) -> None:
+        """``dim``: the dim to shard, from 0; by default ``ParamAxes`` chooses."""
         self.name = name
         self.slots: Slots = [(module._parameters, attribute) for module, attribute in places]
         self.module = weakref.ref(places[0][0])
         self.unit: weakref.ref | None = None
         self.axes = axes
         self.layout: ParamLayout = get_param_layout(param)
-        self.tp_mesh, self.tp_placement, whole = _split_tp(name, param, axes)
-        self.tp_dim = self.tp_placement.dim if isinstance(self.tp_placement, Shard) else None
+        self.on = ParamAxes(name, param, axes)
+        own = self.on.compute_mesh
+        self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
         self.tp_size = self.tp_mesh.size() if self.tp_mesh is not None else 1
         self.global_shape = param.shape
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
-        self.dim = _choose_dim(self.global_shape, self.tp_dim, self.tp_size, axes.size(axes.shard))
+        self.dim = self.on.default_dim(param.shape) if dim is None else self._checked(dim)
         self.parts = 1 if self.dim is None else axes.size(axes.shard)
         self._set_shapes()
-        self.initial: torch.Tensor | None = whole  # tp-local data, until the bucket has taken it
-        self.spec = self._make_spec()
+        whole = param.detach()
+        # This rank's part on the own axes, until the bucket has taken it.
+        self.initial: torch.Tensor | None = (
+            get_local_tensor(whole) if isinstance(whole, DTensor) else whole
+        )
+        self.spec = make_spec(self.on.mesh, self.on.placements(self.dim), param.shape, param.dtype)
         self.sharded: nn.Parameter = param  # the user's, until ``place``
         self.placed = False
 
     # -- shapes ------------------------------------------------------------------------------------
 
+    def _checked(self, dim: int) -> int:
+        works = self.on.dims(self.global_shape)
+        if dim not in works:
+            raise Parallel3dError(
+                f"parameter {self.name} of shape {tuple(self.global_shape)} can't be sharded on dim {dim} "
+                f"over {self.axes.size(self.axes.shard)} ranks: it is {self.on.compute_placements} on "
+                f"{self.on.compute_mesh}, and no DTensor placement tells where the rows then are. "
+                f"Dims that work: {', '.join(map(str, works)) or 'none (return None: it stays whole)'}"
+            )
+        return dim
+
     def _set_shapes(self) -> None:
-        largest = list(self.global_shape)
-        if self.tp_dim is not None:
-            largest[self.tp_dim] = _ceil_div(largest[self.tp_dim], self.tp_size)
+        largest = self.on.largest(self.global_shape)
         padded = list(largest)
         if self.dim is not None:
-            padded[self.dim] = _ceil_div(largest[self.dim], self.parts) * self.parts
+            padded[self.dim] = ceil_div(largest[self.dim], self.parts) * self.parts
         chunk = list(padded)
         if self.dim is not None:
             chunk[self.dim] //= self.parts
         self.slot_numel = _product(chunk)
         # Sizes below may be SymInts under simulated ranks.
-        compute = list(largest)
-        if self.tp_dim is not None and self.tp_mesh is not None:
-            coordinate = self.tp_mesh.get_local_rank()
-            compute[self.tp_dim] = _chunk_length(
-                self.global_shape[self.tp_dim], self.tp_size, coordinate
-            )
+        compute = self.on.mine(self.global_shape)
         local, region, chunk_local = list(compute), list(compute), list(compute)
         if self.dim is not None:
             coordinate = self.axes.coordinate(self.axes.shard)
-            local[self.dim] = _chunk_length(compute[self.dim], self.parts, coordinate)
+            local[self.dim] = chunk_length(compute[self.dim], self.parts, coordinate)
             region[self.dim], chunk_local[self.dim] = padded[self.dim], chunk[self.dim]
         self.compute_shape = tuple(compute)
         self.local_shape = tuple(local)
         self.region_shape = tuple(region)
         self.chunk_shape = tuple(chunk_local)
-        tp_even = self.tp_dim is None or self.global_shape[self.tp_dim] % self.tp_size == 0
-        self.even = tp_even and padded == largest
-
-    def _make_spec(self) -> DTensorSpec:
-        placements: list[Placement] = [Replicate() for _ in range(self.axes.mesh.ndim)]
-        if self.dim is not None and self.axes.shard is not None:
-            strided = self.tp_dim == self.dim and self.tp_size > 1
-            placements[self.axes.shard] = (
-                StridedShard(self.dim, split_factor=self.tp_size) if strided else Shard(self.dim)
-            )
-        mesh = self.axes.mesh
-        if self.tp_mesh is not None:
-            if self.axes.tp is None:
-                mesh = concatenate_meshes([mesh, self.tp_mesh])
-                placements.append(self.tp_placement)
-            else:
-                placements[self.axes.tp] = self.tp_placement
-        return make_spec(mesh, placements, self.global_shape, self.dtype)
+        self.even = self.on.are_even(self.global_shape) and padded == largest
 
     def unreduced_spec(self, *, over_shard: bool) -> DTensorSpec:
         """The description of a gradient not yet summed over replicate (and, if so said, shard)."""
         placements = list(self.spec.placements)
-        if self.axes.replicate is not None:
-            placements[self.axes.replicate] = Partial("avg" if over_shard else "sum")
+        for axis in self.axes.replicas:
+            placements[axis] = Partial("avg" if over_shard else "sum")
         if self.axes.shard is not None and (over_shard or self.dim is None):
             placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
         if over_shard and self.tp_mesh is not None and self.layout.tp_grad == "partial":
@@ -269,97 +264,30 @@ class ShardedParam:
 
     def shard_of(self, whole: torch.Tensor, *, tp_local: bool) -> torch.Tensor:
         """This rank's shard of ``whole``, which has the compute shape (tp_local) or the global one."""
-        if not tp_local and self.tp_dim is not None and self.tp_mesh is not None:
-            coordinate = self.tp_mesh.get_local_rank()
-            whole = local_chunk(whole, self.tp_dim, self.tp_size, coordinate)
+        if not tp_local:
+            whole = self.on.part_of(whole)
         if self.dim is None or self.parts == 1:
             return whole
         coordinate = self.axes.coordinate(self.axes.shard)
         return local_chunk(whole, self.dim, self.parts, coordinate)
 
     def as_compute(self, local: torch.Tensor) -> torch.Tensor:
-        """What forward sees: ``local`` itself, or a DTensor on the tp axis around it."""
-        if self.tp_mesh is None or self.layout.compute == "local":
+        """What forward sees: ``local`` itself, or the DTensor that the parameter was around it."""
+        mesh = self.on.compute_mesh
+        if mesh is None or self.layout.compute == "local":
             return local
-        spec = make_spec(self.tp_mesh, (self.tp_placement,), self.global_shape, local.dtype)
-        return make_dtensor(local, spec)
+        return make_dtensor(
+            local, make_spec(mesh, self.on.compute_placements, self.global_shape, local.dtype)
+        )
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient as a plain tensor of compute_shape, whatever forward computed with."""
         if not isinstance(grad, DTensor):
             return grad
-        if grad.placements != (self.tp_placement,):
-            grad = grad.redistribute(placements=(self.tp_placement,))
+        wanted = self.on.gradient_placements(grad.placements)
+        if grad.placements != wanted:
+            grad = grad.redistribute(placements=wanted)
         return grad.to_local()
-
-
-def _split_tp(
-    name: str, param: nn.Parameter, axes: DataAxes
-) -> tuple[DeviceMesh | None, Placement, torch.Tensor]:
-    """(tp mesh, tp placement, tp-local data) of a parameter that may be a DTensor on ``tp``."""
-    mesh = axes.mesh
-    if not isinstance(param, DTensor):
-        tp_mesh = None if axes.tp is None else mesh[(mesh.mesh_dim_names or ())[axes.tp]]
-        return tp_mesh, Replicate(), param.detach()
-    if param.device_mesh.ndim != 1:
-        raise MeshError(
-            f"parameter {name} is already a DTensor on the {param.device_mesh.ndim}-axis mesh "
-            f"{param.device_mesh}; the engine takes plain parameters and DTensors on one tp axis"
-        )
-    if isinstance(param.placements[0], (Partial, StridedShard)):
-        raise Parallel3dError(
-            f"parameter {name} has placement {param.placements[0]} on tp; "
-            "the engine takes Shard(dim) and Replicate()"
-        )
-    if axes.tp is not None and param.device_mesh.size() != mesh.size(axes.tp):
-        raise MeshError(
-            f"parameter {name} is a DTensor on {param.device_mesh}, which is not the tp axis of {mesh}"
-        )
-    return param.device_mesh, param.placements[0], get_local_tensor(param.detach())
-
-
-def _choose_dim(shape: torch.Size, tp_dim: int | None, tp: int, parts: int) -> int | None:
-    """The dim to shard: 0, as torch does, unless tp has cut it in a way that DTensor can't express."""
-    if len(shape) == 0:
-        return None
-    if tp_dim != 0 or tp == 1 or _strided_shard_is_exact(shape[0], parts, tp):
-        return 0
-    return 1 if len(shape) > 1 else None
-
-
-@lru_cache(maxsize=4096)
-def _strided_shard_is_exact(size: int, parts: int, tp: int) -> bool:
-    """Whether "tp first, then shard" can be cut alike on all tp ranks and told to DTensor.
-
-    Alike: the shard chunk has the same number of rows on every tp rank, so that slots agree. Told:
-    DTensor's (_StridedShard(0, tp), Shard(0)) puts every rank's rows where we do.
-    """
-    if size % (parts * tp) == 0:
-        return True
-    chunk = _ceil_div(_ceil_div(size, tp), parts)
-    placements = (StridedShard(0, split_factor=tp), Shard(0))
-    for tp_rank in range(tp):
-        tp_rows = _chunk_length(size, tp, tp_rank)
-        if tp_rows and _ceil_div(tp_rows, parts) != chunk:
-            return False
-        tp_start = min(tp_rank * _ceil_div(size, tp), size)
-        for rank in range(parts):
-            rows = _chunk_length(tp_rows, parts, rank)
-            start = tp_start + min(rank * chunk, tp_rows)
-            box = dtensor_shard_box((size,), (parts, tp), (rank, tp_rank), placements)
-            if box[0][0] != rows or (rows and box[1][0] != start):
-                return False
-    return True
-
-
-def _chunk_length(size: int, parts: int, index: int) -> int:
-    """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
-    chunk = _ceil_div(size, parts)
-    return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _product(sizes: Sequence[int]) -> int:

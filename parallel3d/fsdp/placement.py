@@ -1,0 +1,253 @@
+"""ParamAxes: the axes that one parameter lies on, and the dims that they cut.
+
+The engine's axes are replicate and shard. A parameter may bring *own* axes, of tensor or expert
+parallelism: those cut it first, the shard axis cuts what they leave. At rest it is one DTensor on all of
+them; the dims that the engine shards are those for which DTensor tells where each rank's rows are.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from parallel3d._compat import StridedShard, concatenate_meshes, dtensor_shard_box
+from parallel3d._layout import local_chunk
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp.axes import DataAxes
+
+__all__ = ["ParamAxes", "ceil_div", "chunk_length"]
+
+
+class ParamAxes:
+    """See the module's docstring.
+
+    Attributes:
+        data: the engine's axes.
+        mesh: all axes; the mesh of the parameter at rest.
+        compute_mesh: the mesh of the DTensor that the parameter was; the tp axis for a plain one, or None.
+        compute_placements: its placements there, ``Replicate()`` on data axes.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, data: DataAxes) -> None:
+        self.data = data
+        self.compute_mesh: DeviceMesh | None
+        self.compute_placements: tuple[Placement, ...]
+        if data.spmd is not None:
+            self._from_spmd(name, param)
+        elif isinstance(param, DTensor):
+            self._from_dtensor(name, param)
+        else:
+            self._from_plain()
+        # (position in compute_mesh, dim) of the own axes that cut, outermost first.
+        self.cuts: list[tuple[int, int]] = []
+        for axis, placement in enumerate(self.compute_placements):
+            if isinstance(placement, Shard):
+                self.cuts.append((axis, placement.dim))
+
+    # _at_rest: position in ``mesh`` -> position in ``compute_mesh``, of the own axes.
+
+    def _from_plain(self) -> None:
+        self.mesh, self._at_rest = self.data.mesh, {}
+        self.compute_mesh, self.compute_placements = None, ()
+        if self.data.tp is not None:
+            self.compute_mesh = self.mesh[(self.mesh.mesh_dim_names or ())[self.data.tp]]
+            self.compute_placements = (Replicate(),)
+            self._at_rest = {self.data.tp: 0}
+
+    def _from_dtensor(self, name: str, param: DTensor) -> None:
+        data, own = self.data, param.device_mesh
+        self.compute_mesh, self.compute_placements = own, param.placements
+        for placement in self.compute_placements:
+            _check_own(name, placement)
+        if data.tp is None:
+            self.mesh = _joined(name, data.mesh, own)
+            self._at_rest = {data.mesh.ndim + axis: axis for axis in range(own.ndim)}
+            return
+        if own.ndim != 1 or own.size() != data.mesh.size(data.tp):
+            raise MeshError(
+                f"parameter {name} is a DTensor on {own}, which is not the tp axis of {data.mesh}"
+            )
+        self.mesh, self._at_rest = data.mesh, {data.tp: 0}
+
+    def _from_spmd(self, name: str, param: nn.Parameter) -> None:
+        spmd = self.data.spmd
+        assert spmd is not None
+        names = spmd.mesh.mesh_dim_names or ()
+        if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
+            what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "plain"
+            raise MeshError(
+                f"parameter {name} is {what}; with dp_mesh_dims all parameters must be DTensors on the "
+                f"mesh given, {spmd.mesh}, as torch.distributed.tensor.distribute_module makes them"
+            )
+        for axis, placement in enumerate(param.placements):
+            if axis in spmd.own:
+                _check_own(name, placement)
+            elif not isinstance(placement, Replicate):
+                raise MeshError(
+                    f"parameter {name} has placement {placement} on axis {names[axis]!r}, which "
+                    "dp_mesh_dims names as a data axis; it must be Replicate() there"
+                )
+        self.mesh = self.data.mesh
+        self.compute_mesh, self.compute_placements = param.device_mesh, param.placements
+        self._at_rest = {rest: axis for axis, rest in spmd.own.items()}
+
+    # -- cuts by the own axes ----------------------------------------------------------------------
+
+    def _size(self, axis: int) -> int:
+        assert self.compute_mesh is not None
+        return self.compute_mesh.size(axis)
+
+    def _coordinate(self, axis: int) -> int:
+        assert self.compute_mesh is not None
+        return self.compute_mesh.get_local_rank(axis)
+
+    def largest(self, shape: Sequence[int]) -> list[int]:
+        """The largest shape that a rank's part of ``shape`` has."""
+        sizes = list(shape)
+        for axis, dim in self.cuts:
+            sizes[dim] = ceil_div(sizes[dim], self._size(axis))
+        return sizes
+
+    def mine(self, shape: Sequence[int]) -> list[int]:
+        """The shape of this rank's part of ``shape``; SymInts under simulated ranks."""
+        sizes = list(shape)
+        for axis, dim in self.cuts:
+            sizes[dim] = chunk_length(sizes[dim], self._size(axis), self._coordinate(axis))
+        return sizes
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``whole``."""
+        for axis, dim in self.cuts:
+            whole = local_chunk(whole, dim, self._size(axis), self._coordinate(axis))
+        return whole
+
+    def are_even(self, shape: Sequence[int]) -> bool:
+        """Whether every rank's part has the same shape."""
+        for dim in {dim for _, dim in self.cuts}:
+            if shape[dim] % prod(self._size(axis) for axis, d in self.cuts if d == dim):
+                return False
+        return True
+
+    # -- the engine's cut --------------------------------------------------------------------------
+
+    def placements(self, dim: int | None) -> list[Placement]:
+        """The placements at rest on ``mesh`` with ``dim`` sharded."""
+        result: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
+        for rest, axis in self._at_rest.items():
+            result[rest] = self.compute_placements[axis]
+        if dim is not None and self.data.shard is not None:
+            _, inside = self._cuts_around(dim)
+            factor = prod(inside)
+            result[self.data.shard] = (
+                StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+            )
+        return result
+
+    def gradient_placements(self, found: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """The placements that a gradient found with ``found`` is brought to: those of the parameter.
+
+        What is partial on a data axis (``dp_mesh_dims``) stays so: the engine's reduction sums it.
+        """
+        spmd = self.data.spmd
+        if spmd is None:
+            return self.compute_placements
+        return tuple(
+            at if axis not in spmd.own and isinstance(at, Partial) else wanted
+            for axis, (at, wanted) in enumerate(zip(found, self.compute_placements, strict=True))
+        )
+
+    def default_dim(self, shape: Sequence[int]) -> int | None:
+        """The dim to shard: 0, as torch does, or the first that DTensor can express; None if none."""
+        return next(iter(self.dims(shape)), None)
+
+    def dims(self, shape: Sequence[int]) -> list[int]:
+        """The dims that the engine can shard."""
+        parts = self.data.size(self.data.shard)
+        return [
+            dim for dim, size in enumerate(shape) if _is_exact(size, *self._cuts_around(dim), parts)
+        ]
+
+    def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the own axes that cut ``dim``: those outside the shard axis, and those inside."""
+        outside: list[int] = []
+        inside: list[int] = []
+        for rest, axis in sorted(self._at_rest.items()):
+            if (axis, dim) in self.cuts and self._size(axis) > 1:
+                after = self.data.shard is not None and rest > self.data.shard
+                (inside if after else outside).append(self._size(axis))
+        return tuple(outside), tuple(inside)
+
+
+def _check_own(name: str, placement: Placement) -> None:
+    if isinstance(placement, (Partial, StridedShard)) or not isinstance(
+        placement, (Shard, Replicate)
+    ):
+        raise Parallel3dError(
+            f"parameter {name} is a DTensor with placement {placement}; "
+            "the engine takes Shard(dim) and Replicate()"
+        )
+
+
+def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
+    try:
+        return concatenate_meshes([data, own])
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise MeshError(
+            f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: the "
+            "engine takes plain parameters, and DTensors on other axes (tp, ep) of one named mesh that "
+            "both are slices of. If it is a DTensor on the data axes as well, give fully_shard the whole "
+            "mesh, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+        ) from error
+
+
+@lru_cache(maxsize=4096)
+def _is_exact(size: int, outside: tuple[int, ...], inside: tuple[int, ...], parts: int) -> bool:
+    """Whether "own axes first, then shard" can be cut alike on all their ranks and told to DTensor.
+
+    Alike: the shard chunk has the same number of rows on every rank of the own axes, so that slots agree.
+    Told: DTensor's placements, of ``outside`` axes, shard and ``inside`` axes, put every rank's rows where
+    we do.
+    """
+    own = outside + inside
+    if not own or size % (parts * prod(own)) == 0:
+        return True
+    chunk = ceil_div(_successive(size, own), parts)
+    shard = StridedShard(0, split_factor=prod(inside)) if inside else Shard(0)
+    placements = [Shard(0)] * len(outside) + [shard] + [Shard(0)] * len(inside)
+    for coordinates in product(*map(range, own)):
+        start, rows = 0, size
+        for n, index in zip(own, coordinates, strict=True):
+            start += min(index * ceil_div(rows, n), rows)
+            rows = chunk_length(rows, n, index)
+        if rows and ceil_div(rows, parts) != chunk:
+            return False
+        for rank in range(parts):
+            length = chunk_length(rows, parts, rank)
+            begin = start + min(rank * chunk, rows)
+            where = (*coordinates[: len(outside)], rank, *coordinates[len(outside) :])
+            box = dtensor_shard_box((size,), (*outside, parts, *inside), where, placements)
+            if box[0][0] != length or (length and box[1][0] != begin):
+                return False
+    return True
+
+
+def _successive(size: int, parts: Sequence[int]) -> int:
+    for n in parts:
+        size = ceil_div(size, n)
+    return size
+
+
+def chunk_length(size: int, parts: int, index: int) -> int:
+    """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
+    chunk = ceil_div(size, parts)
+    return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below a / b."""
+    return -(-a // b)
