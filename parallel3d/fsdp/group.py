@@ -15,6 +15,9 @@ from parallel3d.fsdp.freshness import weights_stamp
 __all__ = ["GroupState", "ParamGroup"]
 
 
+_WATCHED = "_parallel3d_watched_by"  # on an unsharded parameter: the unit its gradient hook calls
+
+
 class GroupState(Enum):
     """Where a group's unsharded parameters are."""
 
@@ -77,7 +80,10 @@ class ParamGroup:
         self._unit = unit
         for bucket in self.buckets:
             for index, compute in enumerate(bucket.compute_params):
+                if getattr(compute, _WATCHED, None) is unit:
+                    continue  # its bucket was not built anew
                 if compute.dtype.is_floating_point or compute.dtype.is_complex:
+                    setattr(compute, _WATCHED, unit)
                     was = compute.requires_grad
                     compute.requires_grad_(True)  # the hook can be set on no other parameter
                     compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
