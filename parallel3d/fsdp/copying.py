@@ -73,6 +73,7 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
         modules, ParamGroup(buckets), unit.policy, unit.reshard_after_forward, unit.device_type
     )
     new.take_settings(unit)
+    new.label = unit.label
     for bucket in buckets:
         for param in bucket.params:
             param.unit = new.ref
@@ -81,7 +82,7 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
 def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
     new.params = [_copy_param(param, memo) for param in bucket.params]
-    new.local_views = [None] * len(new.params)  # so that adopt() sees them moved
+    new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() finds all moved
     new.gathering = None
     new.adopt()  # buffers of its own
     return new

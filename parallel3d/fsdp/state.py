@@ -25,6 +25,7 @@ from parallel3d.fsdp.call import Call
 from parallel3d.fsdp.comm import Comm, make_comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.tree import map_tensors, tensors_in
 
 __all__ = ["UNIT_ATTRIBUTES", "Unit", "the_unit", "unit_of", "units_of"]
@@ -56,22 +57,13 @@ def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
             yield unit
 
 
-class Unit:
+class Unit(Settings):
     """One module (or list of modules) given to ``fully_shard``.
 
-    Modules hold their unit; the unit refers to them weakly.
+    Modules hold their unit; the unit refers to them weakly. What methods set: see ``Settings``.
 
     Attributes:
         group: its parameters.
-        reshard_after_forward: True, False, None (True unless the unit is the root), or the number of ranks
-            over which the parameters stay sharded between forward and backward.
-        keep_in_eval: whether ``set_reshard_after_forward(False)`` leaves the group gathered for the next
-            forward also where no backward follows.
-        reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
-        unshard_in_backward: False where backward doesn't read the parameters (an embedding).
-        forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
-        sync, all_reduce: whether backward reduces over all data axes, and over replicate.
-        is_last_backward: of the root: whether a backward's end waits for the reductions.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: calls that this backward has reached and not yet left.
@@ -86,21 +78,11 @@ class Unit:
         reshard_after_forward: bool | int | None,
         device_type: str,
     ) -> None:
+        super().__init__(reshard_after_forward)
         self.ref = weakref.ref(self)
         self.group = group
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
         self.device_type = device_type
-        self.keep_in_eval = False
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.sync = True
-        self.all_reduce = True
-        self.is_last_backward = True
-        self.post_optim_event: Any = None
-        self.shared_comm: Comm | None = None
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
         self.to_run: set[nn.Module] = set()
@@ -152,19 +134,6 @@ class Unit:
         mine, others = self.reshard_after_forward, other.reshard_after_forward
         if mine != others:
             self.reshard_after_forward = None if None in (mine, others) else False
-
-    def take_settings(self, other: Unit) -> None:
-        """What methods have set on ``other``; lists of units to prefetch and comms are not taken."""
-        for name in (
-            "keep_in_eval",
-            "reshard_after_backward",
-            "unshard_in_backward",
-            "sync",
-            "all_reduce",
-            "is_last_backward",
-            "label",
-        ):
-            setattr(self, name, getattr(other, name))
 
     # -- context -------------------------------------------------------------------------------------
 
