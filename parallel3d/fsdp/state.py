@@ -22,7 +22,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.call import Call
-from parallel3d.fsdp.comm import Comm, make_comm
+from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.settings import Settings
@@ -154,6 +154,7 @@ class Unit(Settings):
                 unit.context = context
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
+        limit_inputs(context.comm, (b for unit in context.units for b in unit.group.buckets))
         return context
 
     def name(self, name: str) -> None:
@@ -294,6 +295,8 @@ class Unit(Settings):
             unit.group.hide()
             if not backward_to_come:
                 unit.group.reshard(context.comm)
+        if not backward_to_come:
+            context.comm.settle_host()
 
     # -- backward ------------------------------------------------------------------------------------
 
