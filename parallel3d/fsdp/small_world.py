@@ -8,13 +8,12 @@ buffer as the gather over all n does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import DeviceMesh
 
 from parallel3d._compat import foreach_copy_, unflatten_mesh
-from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.mesh_cache import kept_with
 from parallel3d.fsdp.storage import allocate, release
@@ -22,38 +21,9 @@ from parallel3d.fsdp.storage import allocate, release
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
 
-__all__ = ["SmallWorld", "check_small_world"]
+__all__ = ["SmallWorld"]
 
 _WITHIN = "within"
-
-
-def check_small_world(reshard_after_forward: Any, shard_size: int) -> bool | int | None:
-    """``reshard_after_forward`` with the numbers that mean a bool replaced by it.
-
-    Returns:
-        None, True or False as given; True for ``shard_size`` (all ranks), False for 1; any other divisor.
-
-    Raises:
-        Parallel3dError: neither of these.
-    """
-    value = reshard_after_forward
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise Parallel3dError(
-            f"reshard_after_forward is {value!r}; it must be True, False, None, or the number of ranks "
-            "to shard over between forward and backward"
-        )
-    if value == 1 or value == shard_size:
-        return value == shard_size
-    if value < 1 or shard_size % value:
-        between = [str(k) for k in range(2, shard_size) if shard_size % k == 0]
-        choice = f"one of {', '.join(between)}, or " if between else ""
-        raise Parallel3dError(
-            f"reshard_after_forward is {value}; as a number of ranks it must divide the shard axis of "
-            f"size {shard_size}: give {choice}True ({shard_size} ranks) or False (1)"
-        )
-    return value
 
 
 def small_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
