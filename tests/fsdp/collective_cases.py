@@ -24,7 +24,7 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import Recorder, fake_world, record_collectives
 
-__all__ = ["CASES", "NONE", "Case", "Totals", "compare", "table"]
+__all__ = ["CASES", "NONE", "Case", "Totals", "compare"]
 
 Key = tuple[str, str | None]
 """(kind of collective, mesh axis)"""
@@ -314,38 +314,3 @@ def compare(case: Case) -> list[tuple[Totals, Totals]]:
         with _recorded(case, apply) as step:
             sides.append([totals(step()) for _ in range(2)])
     return list(zip(*sides, strict=True))
-
-
-# ---- the table ----
-
-HEAD = """\
-# Collectives beside torch's
-
-What one training step communicates under `parallel3d.fsdp` and under torch's `fully_shard` (2.13), on
-rank 0 of a fake process group: forward and backward of a language model of two blocks in fp32, each
-block a unit and the root, unless the first column says otherwise. Calls, and bytes (the larger of each
-call's input and output), torch's before ours. They are those of the first step and of the second alike.
-Written by `python docs/collectives.py`; `tests/fsdp/test_collectives_equal.py` checks that it is up to date.
-
-| model and policy | (replicate, shard, tp) | collective | over | torch | bytes | ours | bytes | why |
-|---|---|---|---|---:|---:|---:|---:|---|
-"""
-
-
-def table(results: dict[str, list[tuple[Totals, Totals]]] | None = None) -> str:
-    """The comparison as Markdown. ``results``: what ``compare`` gave, by the cases' names."""
-    lines = []
-    for case in CASES:
-        steps = results[case.name] if results is not None else compare(case)
-        ours, torchs = steps[0]
-        name, sizes = case.name, str(case.sizes)
-        for key in sorted({*ours, *torchs}, key=str):
-            kind, axis = key
-            left, right = torchs.get(key, NONE), ours.get(key, NONE)
-            why = case.smaller.get(key) or case.torchs_fault.get(key)
-            why = why or ("equal" if left == right else "UNEXPLAINED")
-            cells = [name, sizes, kind, axis or "-"]
-            cells += [f"{number:,}" for number in (*left, *right)]
-            lines.append(f"| {' | '.join([*cells, why])} |\n")
-            name = sizes = ""
-    return HEAD + "".join(lines)

@@ -1,20 +1,13 @@
 """What a step communicates equals what torch's fully_shard does, or is less for a stated reason."""
 
-import warnings
-from pathlib import Path
-
 import pytest
-from collective_cases import CASES, NONE, Case, Totals, compare, table
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "collectives.md"
+from collective_cases import CASES, NONE, Case
+from collectives_table import PAGE, Results, collect, table
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[tuple[Totals, Totals]]]:
-    with warnings.catch_warnings():
-        # torch warns of a view that the model returns: its own hook, unused here.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-        return {case.name: compare(case) for case in CASES}
+def results() -> Results:
+    return collect()
 
 
 @pytest.mark.parity("show: the recorder's list of collectives equals torch's")
@@ -39,5 +32,5 @@ def test_second_step_is_as_the_first(results) -> None:
     assert all(first == second for first, second in results.values())
 
 
-def test_the_documents_table_is_up_to_date(results) -> None:
-    assert DOCUMENT.read_text() == table(results), "run python docs/collectives.py"
+def test_page_is_up_to_date(results) -> None:
+    assert PAGE.read_text() == table(results), "run python tests/collectives_table.py"
