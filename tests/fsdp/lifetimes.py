@@ -7,6 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+# Imported with the first DTensor, it keeps the frames that led there, and so the first model, until a
+# collection (torch/fx/_symbolic_trace.py, wrap: a frame that refers to itself).
+import torch._dynamo
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

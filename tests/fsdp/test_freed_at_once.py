@@ -1,12 +1,12 @@
-"""No memory grows over steps, and a deleted model is gone at once, without the garbage collector."""
+"""A deleted model is gone at once, without the garbage collector."""
 
+import contextlib
 import copy
-import gc
 from collections.abc import Callable
 
 import pytest
 import torch
-from lifetimes import NewStorages, References, collector_off, references
+from lifetimes import References, collector_off, references
 from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -45,27 +45,18 @@ def loss_of(model: nn.Module, index: int = 0) -> torch.Tensor:
 
 def fail_in_forward(model: nn.Module) -> None:
     handle = model.layers[1].up.register_forward_pre_hook(explode)
-    try:
+    with contextlib.suppress(Boom):
         loss_of(model)
-    except Boom:
-        pass
-    else:
         pytest.fail("nothing was raised")
     handle.remove()
 
 
 def fail_in_backward(model: nn.Module) -> None:
     handle = model.layers[1].register_full_backward_hook(explode)
-    try:
+    with contextlib.suppress(Boom):
         loss_of(model).backward()
-    except Boom:
-        pass
-    else:
         pytest.fail("nothing was raised")
     handle.remove()
-
-
-# ---- freed at once ----
 
 
 class Checkpointed(Lm):
@@ -397,98 +388,3 @@ def test_an_exception_that_is_kept_keeps_the_model_and_no_longer() -> None:
         assert any(reference() is not None for reference in found.values())
         kept.__traceback__ = None
         assert [name for name, reference in found.items() if reference() is not None] == []
-
-
-# ---- growth ----
-
-STEPS = 200
-
-
-def plain_step(model: nn.Module, index: int) -> None:
-    loss_of(model, index).backward()
-
-
-def accumulating_step(model: nn.Module, index: int) -> None:
-    for micro in accumulate(model, range(2)):
-        loss_of(model, index + micro).backward()
-
-
-def unsynced_step(model: nn.Module, index: int) -> None:
-    for last in (False, True):
-        model.set_requires_gradient_sync(last)
-        loss_of(model, index).backward()
-
-
-def step_with_evaluation(model: nn.Module, index: int) -> None:
-    with torch.no_grad():
-        loss_of(model, index)
-    with torch.inference_mode():
-        model.layers[0](torch.zeros(1, 12))
-    loss_of(model, index).backward()
-
-
-def step_after_exceptions(model: nn.Module, index: int) -> None:
-    (fail_in_forward if index % 2 else fail_in_backward)(model)
-    model.reset_iter_state()
-    loss_of(model, index).backward()
-
-
-def step_after_exceptions_without_reset(model: nn.Module, index: int) -> None:
-    (fail_in_forward if index % 2 else fail_in_backward)(model)
-    model.zero_grad()
-    loss_of(model, index).backward()
-
-
-def unused_outputs_step(model: nn.Module, index: int) -> None:
-    """Forwards that no backward follows."""
-    loss_of(model, index)
-    loss_of(model, index).backward()
-
-
-def unsharding_step(model: nn.Module, index: int) -> None:
-    model.layers[0].unshard(async_op=True)
-    loss_of(model, index).backward()
-    model.layers[0].unshard()
-    model.layers[0].reshard()
-
-
-GROWTH = {
-    "FSDP": (FSDP, plain_step, {}),
-    "FSDP, bf16": (FSDP, plain_step, {"mp_policy": MIXED}),
-    "HSDP": (HSDP, plain_step, {}),
-    "HSDP, accumulation": (HSDP, accumulating_step, {}),
-    "HSDP, accumulation without sync": (HSDP, unsynced_step, {}),
-    "evaluation in between": (FSDP, step_with_evaluation, {}),
-    "exceptions in between": (HSDP, step_after_exceptions, {}),
-    "exceptions in between, no reset_iter_state": (HSDP, step_after_exceptions_without_reset, {}),
-    "forwards without backward": (FSDP, unused_outputs_step, {"reshard_after_forward": False}),
-    "unshard by hand": (FSDP, unsharding_step, {}),
-}
-
-
-@pytest.mark.parity("reliability: no memory growth over 200 steps")
-@pytest.mark.parametrize("name", GROWTH)
-def test_no_growth(name: str) -> None:
-    """Neither objects, collector off, nor storages: none made in a step outlives it."""
-    layout, step, options = GROWTH[name]
-    with fake_world(0, 4):
-        model = sharded(layout, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def whole(index: int) -> None:
-            step(model, index)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for index in range(4):
-            whole(index)
-        with collector_off():
-            before = len(gc.get_objects())
-            for index in range(STEPS):
-                whole(index)
-            grown = len(gc.get_objects()) - before
-            with NewStorages() as storages:
-                for index in range(2):
-                    whole(index)
-            assert storages.alive() == 0
-        assert grown < STEPS // 10  # far less than one a step
