@@ -7,7 +7,7 @@ import pytest
 import torch
 from lifetimes import NewStorages, collector_off
 from torch import nn
-from wrapped import shard_blocks
+from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.optim import accumulate
@@ -114,7 +114,7 @@ GROWTH = {
 @pytest.mark.parity("reliability: no memory growth over 200 steps")
 @pytest.mark.parametrize("name", GROWTH)
 def test_no_growth(name: str) -> None:
-    """Neither objects, collector off, nor storages: none made in a step outlives it."""
+    """Neither objects, collector off, nor storages: none made in a step outlives it, none is left gathered."""
     layout, step, options = GROWTH[name]
     with fake_world(0, 4):
         model = shard_blocks(Small(), build_mesh(layout, device_type="cpu"), **options)
@@ -134,4 +134,5 @@ def test_no_growth(name: str) -> None:
             with NewStorages() as storages:
                 steps(2)
             assert storages.alive() == 0
+            assert at_rest(model)
         assert grown < STEPS // 10  # far less than one a step
