@@ -19,7 +19,10 @@ HSDP = MeshLayout(2, 2, 1)
 ALL = {f"forward: {name}": place for name, place in FORWARD.items()} | {
     f"backward: {name}": place for name, place in BACKWARD.items()
 }
-"""(hook, place)"""
+
+# nn.Module calls hooks after an Exception in forward, but not after this: without a reset the unit that was
+# interrupted still shows its unsharded parameters.
+NEEDS_RESET = ["inside an inner unit, KeyboardInterrupt"]
 
 
 def step(model: nn.Module) -> None:
@@ -43,8 +46,11 @@ def totals(recorder: Recorder) -> dict[tuple[str, str | None, str], int]:
     return {key: keys.count(key) for key in keys}
 
 
-def check_next_steps(broken: nn.Module, fresh: nn.Module, mesh) -> None:
-    """Two steps of both, new weights in between: same gradients to the bit, same collectives."""
+def check_next_steps(broken: nn.Module, fresh: nn.Module, mesh, *, reset: bool) -> None:
+    """Two steps of both, new weights in between: same gradients to the bit, same collectives.
+
+    Without a reset what the user has gathered by hand stays so: there may be fewer collectives.
+    """
     for _ in range(2):
         counts = []
         for model in (fresh, broken):
@@ -53,7 +59,8 @@ def check_next_steps(broken: nn.Module, fresh: nn.Module, mesh) -> None:
                 step(model)
             assert at_rest(model)
             counts.append(totals(recorder))
-        assert counts[0] == counts[1]
+        assert counts[0] == counts[1] or not reset
+        assert all(count <= counts[0].get(key, 0) for key, count in counts[1].items())
         for (name, p), q in zip(fresh.named_parameters(), broken.parameters(), strict=True):
             assert q.grad is not None, name
             assert q.grad.placements == p.grad.placements, name
@@ -79,7 +86,7 @@ def recover_and_check(place: Place, mesh, *, reset: bool) -> None:
     broken.zero_grad()
     assert all(isinstance(p, DTensor) and p.grad is None for p in broken.parameters())
     assert [id(p) for p in broken.parameters()] == objects
-    check_next_steps(broken, fresh, mesh)
+    check_next_steps(broken, fresh, mesh, reset=reset)
 
 
 def waits(param: nn.Parameter) -> bool:
@@ -87,26 +94,32 @@ def waits(param: nn.Parameter) -> bool:
     return param.grad is not None and any(p.is_partial() for p in param.grad.placements)
 
 
+def cases(places: dict[str, Place]) -> list:
+    """With reset_iter_state, and without it."""
+    return [
+        pytest.param(place, reset, id=f"{where}, {'reset' if reset else 'no reset'}")
+        for where, place in places.items()
+        for reset in (True, False)
+        if reset or where not in NEEDS_RESET
+    ]
+
+
 @pytest.mark.parity("reliability: exceptions at every hook")
 @pytest.mark.parity("reliability: exception in forward, reset_iter_state")
 @pytest.mark.parity("method: reset_iter_state")
-@pytest.mark.parametrize("reset", [True, False], ids=["reset_iter_state", "no reset"])
-@pytest.mark.parametrize("where", FORWARD)
-def test_in_forward(where: str, reset: bool) -> None:
+@pytest.mark.parametrize(("place", "reset"), cases(FORWARD))
+def test_in_forward(place: Place, reset: bool) -> None:
     with fake_world(0, 4):
-        mesh = build_mesh(HSDP, device_type="cpu")
-        recover_and_check(FORWARD[where], mesh, reset=reset)
+        recover_and_check(place, build_mesh(HSDP, device_type="cpu"), reset=reset)
 
 
 @pytest.mark.parity("reliability: exceptions at every hook")
 @pytest.mark.parity("reliability: exception in backward, reset_iter_state")
 @pytest.mark.parity("method: reset_iter_state")
-@pytest.mark.parametrize("reset", [True, False], ids=["reset_iter_state", "no reset"])
-@pytest.mark.parametrize("where", BACKWARD)
-def test_in_backward(where: str, reset: bool) -> None:
+@pytest.mark.parametrize(("place", "reset"), cases(BACKWARD))
+def test_in_backward(place: Place, reset: bool) -> None:
     with fake_world(0, 4):
-        mesh = build_mesh(HSDP, device_type="cpu")
-        recover_and_check(BACKWARD[where], mesh, reset=reset)
+        recover_and_check(place, build_mesh(HSDP, device_type="cpu"), reset=reset)
 
 
 ON_GLOO = [
@@ -161,7 +174,7 @@ class TestReset:
 
     def test_is_the_roots(self, model) -> None:
         step(model)
-        with pytest.raises(StateError, match=r"layers\.1.*root"):
+        with pytest.raises(StateError, match=r"layers\.1.*outermost"):
             model.layers[1].reset_iter_state()
 
     def test_before_the_first_forward_and_at_rest(self, model) -> None:

@@ -114,7 +114,7 @@ GROWTH = {
 @pytest.mark.parity("reliability: no memory growth over 200 steps")
 @pytest.mark.parametrize("name", GROWTH)
 def test_no_growth(name: str) -> None:
-    """Neither objects, collector off, nor storages: none made in a step outlives it, none is left gathered."""
+    """Neither objects, collector off, nor storages: none made in a step outlives it."""
     layout, step, options = GROWTH[name]
     with fake_world(0, 4):
         model = shard_blocks(Small(), build_mesh(layout, device_type="cpu"), **options)
