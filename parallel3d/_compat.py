@@ -5,7 +5,7 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -34,12 +34,15 @@ __all__ = [
     "foreach_copy_",
     "get_local_tensor",
     "gradient_hooks",
+    "group_memory",
+    "has_group_memory",
     "has_tensor_hooks",
     "in_backward_pass",
     "init_fake_group",
     "inner_tensors",
     "make_dtensor",
     "make_spec",
+    "make_symmetric",
     "process_group_of",
     "queue_backward_callback",
     "ranks_are_simulated",
@@ -47,7 +50,10 @@ __all__ = [
     "root_mesh",
     "set_local_tensor",
     "simulation_paused",
+    "symmetric_memory",
     "tensors_by_rank",
+    "unflatten_mesh",
+    "use_symmetric_memory",
 ]
 
 from torch.distributed._local_tensor import (
@@ -104,6 +110,11 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names]._flatten("_".join(names))
 
 
+def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """The one axis of ``mesh``, which has a name, as several; makes their groups on all ranks of its root."""
+    return mesh._unflatten(0, tuple(sizes), tuple(names))
+
+
 def default_store() -> dist.Store:
     """The key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
@@ -112,6 +123,38 @@ def default_store() -> dist.Store:
 def backend_name(group: ProcessGroup, device_type: str) -> str:
     """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``."""
     return group._get_backend(torch.device(device_type)).name()
+
+
+def has_group_memory(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of ``group`` has an allocator of its own for ``device`` (NCCL has)."""
+    return group._get_backend(device).supports_tensor_alloc(device)
+
+
+def group_memory(
+    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor from the allocator of ``group``'s backend."""
+    return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def use_symmetric_memory(backend: str) -> None:
+    """Chooses what carries symmetric memory in this process."""
+    _symmetric_memory().set_backend(backend)
+
+
+def symmetric_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor from the pool of symmetric memory, which keeps and reuses what was freed."""
+    with torch.cuda.use_mem_pool(_symmetric_memory().get_mem_pool(device)):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def make_symmetric(tensor: torch.Tensor, group: ProcessGroup) -> None:
+    """Makes ``tensor``, from ``symmetric_memory``, known to the other ranks of ``group``. Collective."""
+    _symmetric_memory().rendezvous(tensor, group=group.group_name)
+
+
+def _symmetric_memory() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")  # takes a while
 
 
 def dtensor_shard_box(

@@ -63,7 +63,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     fault, match = mark.args[0], mark.kwargs["match"]
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         text = f"{type(error).__name__}: {error}"
         if re.search(match, text):
             return True

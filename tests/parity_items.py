@@ -130,18 +130,20 @@ def required_items() -> list[str]:
 
 # What a test that torch fails may cite, and what that says of torch 2.13.0.
 CITED = {
-    "fault a": "reshard_after_forward=int with Shard(1): IndexError",
+    "fault a": "reshard_after_forward=int with Shard(1): sizes of dim 0, IndexError or RuntimeError",
     "fault b": "HSDP: a stale partial sum survives zero_grad()",
     "fault c": "clip_grad_norm_ over parameters on different meshes: RuntimeError",
     "fault d": "clip_grad_norm_ with ignored_params: RuntimeError",
     "fault e": "gradients are summed over TP in the compute dtype, not the reduce dtype",
     "fault f": "accumulation without reduction, a parameter first used last: AssertionError",
-    "fault g": "parameter unfrozen after the first forward, mixed precision: RuntimeError",
+    "fault g": "unit frozen in the first forward, unfrozen later, mixed precision: RuntimeError",
     "fault h": "two dtypes in one unit: AssertionError at the first forward",
     "fault i": 'mesh named ("shard", "replicate") used as (replicate, shard)',
     "fault n": "scalar, non-contiguous and tied parameters, deepcopy, uneven Shard(1) refused",
     "fault o": "running a submodule before the root: RuntimeError",
     "section 2.9": "gloo: PREMUL_SUM for set_gradient_divide_factor fails; pin_memory fails without a device",
     "section 1a": "refused by torch: 3-D meshes by name; reshard to an int with DTensors or dp_mesh_dims",
+    "silent": "set_allocate_memory_from_process_group_for_comm does nothing, without a word, on gloo",
+    "found: no elements": "a parameter without elements: RuntimeError in backward",
     "#144289": "types of parameters differ after a forward of a root that is not resharded",
 }

@@ -236,17 +236,6 @@ def test_fully_shard_twice(single: DeviceMesh) -> None:
     check(Case("", again, Parallel3dError, says, build=build), single)
 
 
-def test_fully_shard_of_what_is_tied_to_another_unit(single: DeviceMesh) -> None:
-    def build() -> nn.Module:
-        model = Lm(tied=True)
-        fully_shard(model.embed, mesh=single)
-        return model
-
-    says = (r"weight is tied to parameter weight of the unit \w*Embedding", r"as one list")
-    call = lambda model, mesh: fully_shard(model.head, mesh=mesh)  # noqa: E731
-    check(Case("", call, Parallel3dError, says, build=build), single)
-
-
 def test_parallel_model_to_another_device(single: DeviceMesh) -> None:
     def build() -> nn.Module:
         with torch.device("meta"):

@@ -8,6 +8,7 @@ from parallel3d.fsdp.api import (
     ShardPlacementResult,
 )
 from parallel3d.fsdp.fully_shard import fully_shard
+from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
 
 __all__ = [
@@ -19,4 +20,6 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -19,26 +19,17 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import foreach_copy_, inner_tensors
+from parallel3d._compat import foreach_copy_
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.grads import GradientSlots
+from parallel3d.fsdp.offload import places_of
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.small_world import SmallWorld
+from parallel3d.fsdp.storage import allocate, release
 
-__all__ = ["Bucket", "allocate", "make_buckets", "release"]
-
-
-def release(tensor: torch.Tensor) -> None:
-    """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""
-    for inner in inner_tensors(tensor):
-        inner.untyped_storage().resize_(0)
-
-
-def allocate(tensor: torch.Tensor) -> None:
-    """Gives a released ``tensor`` storage again, with undefined content."""
-    for inner in inner_tensors(tensor):
-        inner.untyped_storage().resize_(inner.numel() * inner.element_size())
+__all__ = ["Bucket", "make_buckets"]
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -60,13 +51,16 @@ class Bucket:
         replicate_groups: groups that gradients are all-reduced over.
         tp_group: group that partial gradients are summed over, None where there are none.
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
-        home: device of ``flat``; not that of the other buffers under CPU offload.
-        pin: whether what is at home on the CPU is in pinned memory.
+        device: where the bucket computes.
+        home: device of ``flat`` and of gradients at rest; another one under CPU offload.
+        pin: whether what is at home is in pinned memory.
+        part: what this rank keeps between forward and backward where the unit reshards to fewer ranks.
         divide_factor: what sums over ranks are divided by; None: their number.
         reduce_unused: whether parameters without a gradient get a zero one.
         all_reduce_hook: called on the reduced flat gradient; on ``all_reduce_hook_stream`` if there is one.
-        gather_comm, scatter_comm: the user's own collectives in place of ours.
-        scatter_group: group of the reduce-scatter if it has its own; else ``shard_group``.
+        gather_comm, scatter_comm: collectives in place of ours; see ``custom_comm``.
+        gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
+        scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
     """
@@ -131,31 +125,37 @@ class Bucket:
     def build(self, device: torch.device) -> None:
         """Makes buffers, views and Parameters on ``device``, with the parameters' initial values."""
         params = self.params
+        self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
+        self.offloaded = self.home != self.device
         self.dtype = params[0].dtype
         floating = self.dtype.is_floating_point
         self.compute_dtype = (self.policy.param_dtype if floating else None) or self.dtype
         self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
         self.slot_sizes = [p.slot_numel for p in params]
         self.numel = sum(self.slot_sizes)
-        self.home = device
-        self.pin = False
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         # Zeros: padding must stay finite, norms and casts run over whole buffers.
-        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=device)
+        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=self.pin)
         self.local_views = [_with_own_storage(v) for v in self.local_parts(self.flat)]
         for param, view in zip(params, self.local_views, strict=True):
             if param.initial is not None:
-                view.copy_(param.shard_of(param.initial.to(device), tp_local=True))
+                view.copy_(param.shard_of(param.initial, tp_local=True))
                 param.initial = None
             param.place(view)
-        self._build_unsharded(device)
+        self._build_unsharded()
         self.grads = GradientSlots(self)
+        self.small: SmallWorld | None = None
+        self.part: torch.Tensor | None = None
+        self.gather_group: Any = self.shard_group
+        self.custom_gathered: torch.Tensor | None = None  # ``gathered`` of a custom all-gather
 
-    def _build_unsharded(self, device: torch.device) -> None:
+    def _build_unsharded(self) -> None:
         params, n = self.params, self.parts
-        self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype
+        self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.offloaded
         if self.has_own_unsharded:
-            self.unsharded = torch.empty(n * self.numel, dtype=self.compute_dtype, device=device)
+            self.unsharded = torch.empty(
+                n * self.numel, dtype=self.compute_dtype, device=self.device
+            )
         else:
             self.unsharded = self.flat
         regions = self.unsharded.split([n * size for size in self.slot_sizes])
@@ -163,8 +163,7 @@ class Bucket:
         # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
         in_place = n == 1 or (len(params) == 1 and params[0].dim == 0)
         self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
-        columns = self.gathered.view(n, self.numel).split(self.slot_sizes, dim=1)
-        self.gathered_views = [p.slots_by_rank(c) for p, c in zip(params, columns, strict=True)]
+        self.gathered_views = self.views_by_rank(self.gathered)
         self.compute_params = [
             # .data: a version counter of its own, so that gathering again in backward is not taken
             # for an in-place change of a saved tensor.
@@ -175,6 +174,11 @@ class Bucket:
             release(self.gathered)
         if self.has_own_unsharded:
             release(self.unsharded)
+
+    def views_by_rank(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a buffer laid out as ``gathered``, shaped as ``region_views``."""
+        columns = gathered.view(self.parts, self.numel).split(self.slot_sizes, dim=1)
+        return [p.slots_by_rank(c) for p, c in zip(self.params, columns, strict=True)]
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' real rows in a sharded buffer (S,)."""
@@ -216,15 +220,43 @@ class Bucket:
 
     def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates and returns (output, input) of the all-gather; the input is in compute dtype."""
+        if self.gather_comm is not None and self.shard_group is not None:
+            return self._custom_buffers()
+        self.custom_gathered = None
         allocate(self.gathered)
-        return self.gathered, self.flat.to(self.compute_dtype)
+        return self.gathered, self.gather_input()
+
+    def gather_input(self) -> torch.Tensor:
+        """What this rank brings to the all-gather."""
+        if self.part is not None:
+            return self.part
+        flat = self.flat
+        if self.offloaded:  # cast over there: half the bytes would be cast by the CPU otherwise
+            flat = flat.to(self.device, non_blocking=self.pin)
+        return flat.to(self.compute_dtype)
+
+    def _custom_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For a custom all-gather: its memory, and the input already in its place there."""
+        source = self.gather_input()
+        size = self.parts * self.numel
+        output = self.gather_comm.allocate((size,), dtype=self.compute_dtype, device=self.device)
+        rank = self.axes.coordinate(self.axes.shard)
+        if self.part is not None and self.small is not None:
+            rank = self.small.rank
+        part = output.narrow(0, rank * source.numel(), source.numel())
+        part.copy_(source)
+        self.custom_gathered = output
+        return output, part
 
     def copy_out(self) -> None:
         """After the all-gather: the gathered rows into the parameters' places."""
-        if self.gathered is self.unsharded:
+        views, custom = self.gathered_views, self.custom_gathered
+        if custom is not None:
+            views, self.custom_gathered = self.views_by_rank(custom), None
+        elif self.gathered is self.unsharded:
             return
         allocate(self.unsharded)
-        foreach_copy_(self.region_views, self.gathered_views)
+        foreach_copy_(self.region_views, views)
 
     def cast_whole(self) -> None:
         """Unshard without a shard axis: the cast copy, or nothing."""
@@ -241,6 +273,36 @@ class Bucket:
         """Frees what the unsharded parameters live in."""
         if self.has_own_unsharded:
             release(self.unsharded)
+
+    def keep_part(self, ranks: int) -> None:
+        """Before ``free_unsharded``: keeps what the next all-gather, over ``ranks`` ranks only, needs."""
+        if self.shard_group is None or ranks >= self.parts:
+            return
+        if self.small is None or self.small.ranks != ranks:
+            self.small = SmallWorld(self, ranks)
+        self.part = self.small.keep()
+        self.gather_group = self.small.group
+
+    def drop_part(self) -> None:
+        """Lets the next all-gather be of the shards again."""
+        if self.part is not None and self.small is not None:
+            self.small.drop()
+            self.part = None
+            self.gather_group = self.shard_group
+
+    # -- reduction -----------------------------------------------------------------------------------
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of the ranks' gradients is divided by."""
+        return self.axes.data_size if self.divide_factor is None else self.divide_factor
+
+    def reduce_input(self) -> torch.Tensor:
+        """Memory for the input of the reduce-scatter, (n * S,), in reduce dtype."""
+        size = self.parts * self.numel
+        if self.scatter_comm is not None and self.shard_group is not None:
+            return self.scatter_comm.allocate((size,), dtype=self.reduce_dtype, device=self.device)
+        return torch.empty(size, dtype=self.reduce_dtype, device=self.device)
 
 
 def make_buckets(

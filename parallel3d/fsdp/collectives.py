@@ -1,5 +1,7 @@
 """The three collectives of the engine, each one asynchronous call on one bucket's buffer."""
 
+from typing import Any
+
 import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
@@ -26,22 +28,35 @@ class ScatterWork:
 
 
 def all_gather(
-    output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str
+    output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str, comm: Any = None
 ) -> dist.Work | None:
-    """(S,) of every rank -> (n * S,) on every rank, in rank order."""
+    """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given."""
     with issuing.as_unit(unit):
+        if comm is not None:
+            return comm(output_tensor=output, input_tensor=part, group=group, async_op=True)
         return all_gather_single(output, part, group=group, async_op=True)
 
 
 def reduce_scatter(
-    whole: torch.Tensor, group: ProcessGroup, *, unit: str, device_type: str
+    whole: torch.Tensor, group: ProcessGroup, *, unit: str, device_type: str, comm: Any = None
 ) -> ScatterWork:
-    """(n * S,) of every rank -> (S,) of the sum on every rank.
+    """(n * S,) of every rank -> (S,) of the sum on every rank; by ``comm`` if it is given.
 
     gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
     rank order, is the same number on every run.
     """
     n = group.size()
+    if comm is not None:
+        output = comm.allocate((whole.numel() // n,), dtype=whole.dtype, device=whole.device)
+        with issuing.as_unit(unit):
+            work = comm(
+                output_tensor=output,
+                input_tensor=whole,
+                group=group,
+                op=dist.ReduceOp.SUM,
+                async_op=True,
+            )
+        return ScatterWork(work, output, rows_to_sum=False)
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
         rows = torch.empty_like(whole)
         with issuing.as_unit(unit):

@@ -27,6 +27,7 @@ from parallel3d.fsdp.param import ShardedParam, mark_taken
 from parallel3d.fsdp.placement_fn import ShardPlacementFn, wishes
 from parallel3d.fsdp.spmd import spmd_axes
 from parallel3d.fsdp.state import Unit
+from parallel3d.fsdp.ties import Tie, check_ties, join
 
 __all__ = ["fully_shard"]
 
@@ -110,30 +111,32 @@ def fully_shard(
     check_offload(offload_policy)
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
-    found = list(managed_params(modules, ignored))
-    wanted = wishes(shard_placement_fn, [(n, param) for n, param, _ in found], axes)
+    managed = list(managed_params(modules, ignored))
+    found = [each for each in managed if each.owner is None]
+    wanted = wishes(shard_placement_fn, [(each.name, each.param) for each in found], axes)
     reshard = check_reshard(reshard_after_forward, {axes} | {wish.axes for wish in wanted})
     policy = cast(MixedPrecisionPolicy, mp_policy)  # or torch's, whose fields are the same
+    ties = [Tie(each.name, each.owner, each.places) for each in managed if each.owner is not None]
+    check_ties(ties, policy)
     name = type(modules[0]).__name__
     with ExitStack() as stack, torch.no_grad():
-        for each in modules:
-            stack.enter_context(unchanged_on_error(each))
+        for root in modules:
+            stack.enter_context(unchanged_on_error(root))
         params = [
-            ShardedParam(n, param, places, *wish)
-            for (n, param, places), wish in zip(found, wanted, strict=True)
+            ShardedParam(each.name, each.param, each.places, *wish)
+            for each, wish in zip(found, wanted, strict=True)
         ]
         buckets = make_buckets(name, params, axes, policy, offload_policy)
         _move_buffers(modules, mesh.device_type)
         unit = Unit(modules, ParamGroup(buckets), policy, reshard, mesh.device_type)
-        for (_, param, _), sharded in zip(found, params, strict=True):
-            mark_taken(param, sharded)  # the user's object: a tied use in another unit shows
+        for each, sharded in zip(found, params, strict=True):
+            mark_taken(each.param, sharded)  # the user's object: a tied use in another unit shows
             sharded.unit = weakref.ref(unit)
-        for each in managed_modules(modules, ignored):
-            vars(each).update(
-                _is_fsdp_managed_module=True, _fsdp_use_orig_params=True
-            )  # for dynamo
-        for each in modules:
-            each.__class__ = _extended_class(type(each))
+        for inner in managed_modules(modules, ignored):  # for dynamo
+            vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+        for root in modules:
+            root.__class__ = _extended_class(type(root))
+        join(unit, ties)
     return module
 
 

@@ -17,39 +17,19 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor
+from parallel3d.fsdp.reduce_job import ReduceJob
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
 
-__all__ = ["GradientSlots", "ReduceJob"]
+__all__ = ["GradientSlots"]
 
 _FLAT = "_parallel3d_flat"  # on a gradient: the buffer that it and its bucket's others are views of
-
-
-@dataclass
-class ReduceJob:
-    """One reduction under way.
-
-    Attributes:
-        tensor: the reduce input (n * S), later its result (S,), in reduce dtype.
-        used: indices of the parameters that got a gradient.
-        scale: what the sum over ranks is multiplied by.
-        all_reduce: whether the replicate axis is summed too, or put off.
-        earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
-    """
-
-    bucket: Bucket
-    tensor: torch.Tensor
-    used: list[int]
-    scale: float
-    all_reduce: bool
-    earlier: torch.Tensor | None
 
 
 class HeldSum:
@@ -59,6 +39,7 @@ class HeldSum:
         parts: the buffer by parameter, in the shape gradients are added in.
         marks: DTensors of the same memory, what ``.grad`` is.
         placed: indices whose mark was put into ``.grad``.
+        folded: of these, those whose sum holds a reduced gradient, which was there before.
     """
 
     def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor], marks: list) -> None:
@@ -66,6 +47,7 @@ class HeldSum:
         self.parts = parts
         self.marks = marks
         self.placed: set[int] = set()
+        self.folded: set[int] = set()
 
     def place(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Puts part ``index`` into ``param.grad``; returns the gradient that was there, if any.
@@ -76,20 +58,26 @@ class HeldSum:
         if before is self.marks[index]:
             return None
         if index in self.placed:
-            self.parts[index].zero_()
+            self.drop(index)
         self.placed.add(index)
         param.grad = self.marks[index]
         return before
 
+    def drop(self, index: int) -> None:
+        """Forgets the sum of part ``index``."""
+        self.parts[index].zero_()
+        self.placed.discard(index)
+        self.folded.discard(index)
+
     def take(self, params: list[torch.nn.Parameter]) -> list[int]:
         """Empties ``.grad``; returns the indices that still hold a sum. The others' parts become zero."""
         held = []
-        for index in self.placed:
+        for index in list(self.placed):
             if params[index].grad is self.marks[index]:
                 params[index].grad = None
                 held.append(index)
             else:
-                self.parts[index].zero_()
+                self.drop(index)
         return held
 
 
@@ -103,6 +91,8 @@ class GradientSlots:
         self.input_views: list[torch.Tensor] = []
         self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
         self.partial: HeldSum | None = None  # put off by set_requires_all_reduce(False)
+        # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
+        self.in_flight: weakref.ref[Any] | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -134,17 +124,15 @@ class GradientSlots:
 
     def _allocate_input(self) -> None:
         bucket = self.bucket
-        n, size = bucket.parts, bucket.numel
-        self.input = torch.empty(n * size, dtype=bucket.reduce_dtype, device=bucket.flat.device)
-        columns = self.input.view(n, size).split(bucket.slot_sizes, dim=1)
-        self.input_views = [p.slots_by_rank(c) for p, c in zip(bucket.params, columns, strict=True)]
+        self.input = bucket.reduce_input()
+        self.input_views = bucket.views_by_rank(self.input)
 
     def _hold_whole(self, index: int, by_rank: torch.Tensor) -> None:
         bucket = self.bucket
+        self.settle()
         if self.whole is None:
-            flat = torch.zeros(
-                bucket.parts * bucket.numel, dtype=bucket.dtype, device=bucket.flat.device
-            )
+            # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
+            flat = torch.zeros(bucket.parts * bucket.numel, dtype=bucket.dtype, device=bucket.home)
             regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
             pairs = list(zip(bucket.params, regions, strict=True))
             marks = [
@@ -154,23 +142,23 @@ class GradientSlots:
         before = self.whole.place(index, bucket.params[index].sharded)
         if before is not None:
             self._fold_into_whole(index, before)
-        self.whole.parts[index].add_(by_rank)
+        self.whole.parts[index].add_(by_rank.to(bucket.home) if bucket.offloaded else by_rank)
 
     def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
         """Adds a gradient that is reduced already (or reduce-scattered) to this rank's own sum.
 
-        What follows sums over the data axes and divides by their size. A shard's owner alone adds it,
-        so it is multiplied by the number of ranks that would have had to: those of the shard axis, and
-        of replicate too if it is partial there.
+        What follows sums over the data axes and divides. A shard's owner alone adds it, in each of the
+        copies that replicate axes make, so it is multiplied by the divisor and divided by the number of
+        copies; unless it is partial there, so that each copy adds a part of its own.
         """
         assert self.whole is not None
         bucket, param = self.bucket, self.bucket.params[index]
-        factor: float = bucket.parts
+        factor = bucket.divisor * bucket.parts / bucket.axes.data_size
         local = get_local_tensor(grad).clone()
         if self.partial is not None and grad is self.partial.marks[index]:
-            factor = bucket.axes.data_size
-            self.partial.placed.discard(index)
-            self.partial.parts[index].zero_()
+            factor = bucket.divisor
+            self.partial.drop(index)
+        self.whole.folded.add(index)
         if param.layout.tp_grad == "partial":
             factor /= param.tp_size  # it has been summed over tp, and will be again
         slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
@@ -181,7 +169,22 @@ class GradientSlots:
 
     def forget(self) -> None:
         """Drops what a broken backward has brought."""
-        self.arrived, self.input, self.input_views = set(), None, []
+        self.arrived, self.input, self.input_views, self.in_flight = set(), None, [], None
+
+    def drop_waiting(self) -> None:
+        """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
+        for held in (self.whole, self.partial):
+            if held is not None:
+                held.take(self.sharded)
+        self.whole = self.partial = None
+
+    @property
+    def holds_reduced(self) -> bool:
+        """Whether a sum that waits holds a reduced gradient, multiplied so that today's divisor undoes it."""
+        if self.whole is None:
+            return False
+        params, marks = self.bucket.params, self.whole.marks
+        return any(params[i].sharded.grad is marks[i] for i in self.whole.folded)
 
     # -- reduction ---------------------------------------------------------------------------------
 
@@ -192,9 +195,18 @@ class GradientSlots:
         waiting = self.input is not None or self.whole is not None
         return waiting or (all_reduce and self.partial is not None)
 
+    def settle(self) -> None:
+        """Completes the reduction of an earlier backward whose end has not waited for it."""
+        if self.in_flight is not None:
+            comm = self.in_flight()
+            if comm is not None:
+                comm.drain(self.bucket)
+            self.in_flight = None
+
     def start(self, *, all_reduce: bool) -> ReduceJob:
         """Hands over the reduce input, sums put off by earlier micro-batches folded in."""
         bucket = self.bucket
+        self.settle()
         used = set(self.arrived)
         if self.input is None:
             used = set()
@@ -206,22 +218,23 @@ class GradientSlots:
         if self.whole is not None:
             used.update(self.whole.take(self.sharded))
             for view, part in zip(self.input_views, self.whole.parts, strict=True):
-                view.add_(part)
+                view.add_(part.to(bucket.device) if bucket.offloaded else part)
         earlier = None
         if self.partial is not None and all_reduce:
             used.update(self.partial.take(self.sharded))
             earlier, self.partial = self.partial.flat, None
-        job = ReduceJob(
-            bucket, self.input, sorted(used), 1.0 / bucket.axes.data_size, all_reduce, earlier
-        )
+        if bucket.reduce_unused:
+            used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
+        job = ReduceJob(bucket, self.input, sorted(used), 1.0 / bucket.divisor, all_reduce, earlier)
         self.arrived, self.input, self.input_views, self.whole = set(), None, [], None
         return job
 
     def finish(self, job: ReduceJob) -> None:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""
+        self.in_flight = None
         flat = job.tensor.to(self.bucket.dtype)
         parts = self.bucket.local_parts(flat)
-        if job.all_reduce or not self.bucket.replicate_groups:
+        if job.final:
             self._accumulate(flat, parts, job.used)
             for index in job.used:
                 param = self.bucket.params[index].sharded

@@ -1,7 +1,8 @@
 """ParamGroup: one unit's parameters through SHARDED -> gathering -> UNSHARDED -> SHARDED."""
 
-from collections.abc import Callable
+import weakref
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,8 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.freshness import weights_stamp
 
 __all__ = ["GroupState", "ParamGroup"]
+
+
+_WATCHED = "_parallel3d_watched_by"  # on an unsharded parameter: the unit its gradient hook calls
 
 
 class GroupState(Enum):
@@ -27,9 +32,12 @@ class ParamGroup:
     Attributes:
         state: see ``GroupState``.
         trainable: number of parameters that get a gradient.
-        kept: whether the user's ``unshard()`` gathered the group, to stay so until ``reshard()``.
+        kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a
+            forward or backward reshards it.
+        held: the weights' stamp when the group was left gathered for the next forward, or None.
+        parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
-            rest, also while an unsharded copy is kept).
+            rest, also while an unsharded copy is held).
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
@@ -38,33 +46,47 @@ class ParamGroup:
         self.shown = False
         self.trainable = 0
         self.kept = False
+        self.held: object = None
+        self.parted = False
         self.computing: set[int] = set()
         self.slots: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
-        self._on_grad: Callable[[Bucket, int, nn.Parameter], None] | None = None
+        self._unit: weakref.ref | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """After the buckets were built: the swap list and the gradient hooks."""
+        self._list_slots()
+        self.computing = {id(compute) for _, _, _, compute in self.slots}
+        if self._unit is not None:
+            self.watch_gradients(self._unit)
+        self.count_trainable()
+
+    def extend(self, other: "ParamGroup") -> None:
+        """Takes the buckets of ``other`` too."""
+        self.buckets += other.buckets
+        self.refresh()
+
+    def _list_slots(self) -> None:
         self.slots = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
             for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
             for holder, name in param.slots
+            if holder.get(name) is not None  # the user may have removed one
         ]
-        self.computing = {id(compute) for _, _, _, compute in self.slots}
-        if self._on_grad is not None:
-            self.watch_gradients(self._on_grad)
-        self.count_trainable()
 
-    def watch_gradients(self, on_grad: Callable[[Bucket, int, nn.Parameter], None]) -> None:
-        """Calls ``on_grad(bucket, index, parameter)`` whenever autograd has a parameter's gradient."""
-        self._on_grad = on_grad
+    def watch_gradients(self, unit: weakref.ref) -> None:
+        """Calls ``unit().on_grad(bucket, index, parameter)`` whenever autograd has a gradient."""
+        self._unit = unit
         for bucket in self.buckets:
             for index, compute in enumerate(bucket.compute_params):
+                if getattr(compute, _WATCHED, None) is unit:
+                    continue  # its bucket was not built anew
                 if compute.dtype.is_floating_point or compute.dtype.is_complex:
+                    setattr(compute, _WATCHED, unit)
                     was = compute.requires_grad
                     compute.requires_grad_(True)  # the hook can be set on no other parameter
-                    compute.register_post_accumulate_grad_hook(_GradHook(on_grad, bucket, index))
+                    compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
                     compute.requires_grad_(was)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -81,11 +103,15 @@ class ParamGroup:
     def adopt(self) -> None:
         """Takes back Parameters and values that ordinary calls have replaced or moved."""
         assert not self.shown
+        removed = False
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.local_views, strict=True):
                 for holder, name in param.slots:
                     current = holder.get(name)
-                    if current is param.sharded or current is None:
+                    if current is param.sharded:
+                        continue
+                    if current is None:
+                        removed = True
                         continue
                     with torch.no_grad():
                         if param.sharded.is_meta and not current.is_meta:
@@ -98,6 +124,8 @@ class ParamGroup:
         moved = [bucket.adopt() for bucket in self.buckets]
         if any(moved):
             self.refresh()
+        elif removed:
+            self._list_slots()
 
     # -- unshard / reshard ---------------------------------------------------------------------------
 
@@ -116,15 +144,28 @@ class ParamGroup:
                 comm.finish_gather(bucket)
             self.state = GroupState.UNSHARDED
 
-    def reshard(self, comm: Comm) -> None:
-        """Frees the unsharded parameters."""
+    def reshard(self, comm: Comm, parts: int | None = None) -> None:
+        """Frees the unsharded parameters; with ``parts`` those many ranks keep them between each other."""
         self.kept = False
+        self.held = None
+        if parts is None:
+            self.drop_parts()
         if self.state is GroupState.GATHERING:
             self.unshard(comm)  # the collective is under way on the other ranks too
         if self.state is GroupState.UNSHARDED:
             for bucket in self.buckets:
+                if parts is not None:
+                    bucket.keep_part(parts)
+                    self.parted = True
                 bucket.free_unsharded()
             self.state = GroupState.SHARDED
+
+    def drop_parts(self) -> None:
+        """Forgets what a reshard to fewer ranks has kept."""
+        if self.parted:
+            self.parted = False
+            for bucket in self.buckets:
+                bucket.drop_part()
 
     def show(self) -> None:
         """Puts the unsharded parameters into the modules."""
@@ -140,16 +181,55 @@ class ParamGroup:
                 params[name] = sharded
             self.shown = False
 
+    # -- staying gathered ----------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """The user wants the group gathered and shown."""
+        self.kept = True
+        self.held = weights_stamp(self.buckets)
+
+    def hold(self) -> None:
+        """Leaves the group gathered for the next forward; shown if the user keeps it so."""
+        if not self.kept:
+            self.hide()
+        if self.held is None and self.state is GroupState.UNSHARDED:
+            self.held = weights_stamp(self.buckets)
+
+    def drop_stale(self, comm: Comm) -> None:
+        """Before a forward: frees what an earlier one left, unless kept or held and still true."""
+        self.drop_parts()
+        if self.state is not GroupState.UNSHARDED:
+            return
+        if self.held is None or self.held != weights_stamp(self.buckets):
+            kept = self.kept
+            self.hide()
+            self.reshard(comm)
+            if kept:
+                self.keep()
+
+    def abandon(self, comm: Comm) -> None:
+        """After an exception: nothing in flight, nothing gathered."""
+        self.hide()
+        for bucket in self.buckets:
+            if bucket.gathering is not None:  # the collective is under way on the other ranks too
+                comm.finish_gather(bucket)
+                bucket.free_unsharded()
+        if self.state is GroupState.GATHERING:
+            self.state = GroupState.UNSHARDED
+        self.reshard(comm)
+
 
 class _GradHook:
-    """Hands a gradient over and frees it from the parameter."""
+    """Hands a gradient over and frees it from the parameter. It keeps neither unit nor bucket alive."""
 
-    def __init__(
-        self, on_grad: Callable[[Bucket, int, nn.Parameter], None], bucket: Bucket, index: int
-    ) -> None:
-        self.on_grad = on_grad
-        self.bucket = bucket
+    __slots__ = ("bucket", "index", "unit")
+
+    def __init__(self, unit: weakref.ref, bucket: Bucket, index: int) -> None:
+        self.unit = unit
+        self.bucket = weakref.ref(bucket)
         self.index = index
 
-    def __call__(self, param: torch.Tensor) -> None:
-        self.on_grad(self.bucket, self.index, param)  # type: ignore[arg-type]
+    def __call__(self, param: Any) -> None:
+        unit, bucket = self.unit(), self.bucket()
+        if unit is not None and bucket is not None:
+            unit.on_grad(bucket, self.index, param)

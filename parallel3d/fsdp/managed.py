@@ -6,17 +6,22 @@ from typing import NamedTuple
 from torch import nn
 
 from parallel3d.fsdp.checks import check_param
+from parallel3d.fsdp.param import ShardedParam, owner_of
 from parallel3d.fsdp.state import unit_of
 
 __all__ = ["Managed", "managed_modules", "managed_params"]
 
 
 class Managed(NamedTuple):
-    """One parameter: its first name within the unit's modules, and all places that hold it."""
+    """One parameter: its first name within the unit's modules, and all places that hold it.
+
+    ``owner`` is what an older unit has made of it, where it is tied across units.
+    """
 
     name: str
     param: nn.Parameter
     places: list[tuple[nn.Module, str]]
+    owner: ShardedParam | None
 
 
 def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Managed]:
@@ -27,8 +32,12 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Mana
             if param is None or id(param) in ignored:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            check_param(name, param)
-            found.setdefault(id(param), Managed(name, param, [])).places.append((module, attribute))
+            owner = owner_of(param)
+            if owner is None:
+                check_param(name, param)
+            key = id(param) if owner is None else id(owner)
+            entry = found.setdefault(key, Managed(name, param, [], owner))
+            entry.places.append((module, attribute))
     yield from found.values()
 
 

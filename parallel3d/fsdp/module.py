@@ -1,14 +1,17 @@
-"""FSDPModule: the methods a module gains from ``fully_shard``."""
+"""FSDPModule: the methods a module gains from ``fully_shard``. Those about communication: ``module_comm``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.state import Unit, unit_of
+from parallel3d.fsdp.copying import copy_module
+from parallel3d.fsdp.module_comm import CommMethods
+from parallel3d.fsdp.state import Unit, the_unit, unit_of, units_of
 
 __all__ = ["FSDPModule", "UnshardHandle"]
 
@@ -27,18 +30,34 @@ class UnshardHandle:
             unit.group.show()
 
 
-class FSDPModule:
-    """Mixed into the class of every module that ``fully_shard`` was applied to."""
+class FSDPModule(CommMethods, TorchFSDPModule):
+    """Mixed into the class of every module that ``fully_shard`` was applied to.
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gathers this unit's parameters and puts them into the module. Not recursive.
+    An instance of torch's class too, which its pipelining and others ask for; every method is our own.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of the original class: what slicing a container module asks for is no unit."""
+        original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    # -- unshard / reshard ---------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+        """All-gathers this unit's parameters and shows them in the module until ``reshard()``. Not recursive.
+
+        Forwards and backwards reshard it too where they are told to (``reshard_after_forward``,
+        ``set_reshard_after_backward``).
 
         Args:
             async_op: return a handle at once; ``wait()`` on it before the parameters are used.
         """
-        unit = _unit(self)
-        unit.group.kept = True
-        unit.group.issue_unshard(unit.ready_context().comm)
+        unit = the_unit(self)
+        context = unit.ready_context()
+        unit.issue_unshard(context)
+        unit.group.keep()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -47,21 +66,89 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Puts this unit's sharded Parameters back and frees the unsharded ones. Not recursive."""
-        unit = _unit(self)
+        unit = the_unit(self)
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the parameters, and backward gathers them again.
+
+        With False they also stay gathered where no backward follows (evaluation, generation), and the next
+        forward uses them as long as the weights have not changed: an optimizer step and in-place
+        changes of the Parameters are seen, changes of their ``.data`` are not.
+        """
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        for unit in units_of(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            unit.keep_in_eval = not reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward frees the parameters; False saves the gather of the next micro-batch.
+
+        A forward after an optimizer step gathers again in any case.
+        """
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        for unit in units_of(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this unit's parameters; False where it doesn't read them."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        the_unit(self).unshard_in_backward = unshard_in_backward
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted as torch has it; our gathers are asynchronous on every device in any case."""
+        _check_bool("async_op", async_op)
+
+    # -- prefetch ------------------------------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
+        """The units to gather when this one's forward begins, instead of the next in last step's order.
+
+        An empty list restores the default.
+        """
+        the_unit(self).forward_prefetch = _refs("forward", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
+        """The units to gather when this one's backward begins, instead of the one before it.
+
+        An empty list restores the default.
+        """
+        the_unit(self).backward_prefetch = _refs("backward", modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """An event recorded after the optimizer step, which the next forward's first gather waits for
+        instead of all that the current stream has been given. Used once; set a new one each step.
+        """
+        unit = the_unit(self)
+        root = unit if unit.context is None else unit.context.root
+        root.post_optim_event = event
+
+    # -- accumulation --------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the step's last; if not, its end doesn't wait for the reductions.
+
+        ``.grad`` is complete after the last one only.
+        """
+        _check_bool("is_last_backward", is_last_backward)
+        unit = the_unit(self)
+        root = unit if unit.context is None else unit.context.root
+        root.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients at all.
+        """Whether backward reduces gradients at all, over shard and replicate together.
 
         With False a rank's own sum waits in ``.grad`` (a DTensor with ``Partial()`` placements) for the next
         backward with True; ``zero_grad()`` clears it.
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in _units(self, recurse):
-            unit.sync = requires_gradient_sync
+        for unit in units_of(self, recurse):
+            unit.sync = unit.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward all-reduces over the replicate axis (HSDP).
@@ -70,46 +157,54 @@ class FSDPModule:
         replicate for the next backward with True.
         """
         _check_bool("requires_all_reduce", requires_all_reduce)
-        for unit in _units(self, recurse):
+        for unit in units_of(self, recurse):
             unit.all_reduce = requires_all_reduce
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this unit's parameters; False where it doesn't read them."""
-        _check_bool("unshard_in_backward", unshard_in_backward)
-        _unit(self).unshard_in_backward = unshard_in_backward
+    # -- rest ----------------------------------------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Makes the model usable again after an exception in forward or backward. For the root.
+
+        Waits for what is in flight and brings every unit to rest. Sums that wait for their reduction
+        (``set_requires_gradient_sync(False)``, ``set_requires_all_reduce(False)``) are dropped; reduced
+        gradients stay in ``.grad``: call ``zero_grad()`` for a step from the start.
+
+        Raises:
+            StateError: this module is not the root.
+        """
+        unit = the_unit(self)
+        if unit.context is not None and not unit.is_root:
+            raise StateError(
+                f"reset_iter_state was called on {unit.label}; call it on the outermost unit, "
+                f"{unit.context.root.label}"
+            )
+        unit.ready_context().reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, also after a backward that an exception ended."""
-        _unit(self).come_to_rest()
+        the_unit(self).come_to_rest()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names."""
-        _unit(self).come_to_rest()
+        the_unit(self).come_to_rest()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.load_state_dict``; with ``assign=True`` too the Parameters stay the same objects."""
-        _unit(self).come_to_rest()
+        the_unit(self).come_to_rest()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refused: a copy would share process groups and hooks with this one.
-
-        Raises:
-            StateError: always.
-        """
-        raise StateError(
-            f"{type(self).__name__} can't be deep-copied; copy the plain model before parallelize, or "
-            "build another one and load this one's state_dict()"
-        )
+        """A unit of its own with the same weights, on the same mesh. Units inside are copied with it."""
+        return copy_module(self, memo)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""
-        unit = _unit(self)
+        unit = the_unit(self)
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         unit.group.adopt()
         return result
 
@@ -119,17 +214,14 @@ def _check_bool(name: str, value: object) -> None:
         raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
 
 
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
-def _units(module: Any, recurse: bool) -> Iterator[Unit]:
-    modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
-    seen: set[int] = set()
-    for each in modules:
-        unit = unit_of(each)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield unit
+def _refs(direction: str, modules: Sequence[Any]) -> list | None:
+    refs = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise Parallel3dError(
+                f"set_modules_to_{direction}_prefetch was given {type(module).__name__}, which is no unit; "
+                "give modules that fully_shard was applied to"
+            )
+        refs.append(unit.ref)
+    return refs or None

@@ -239,6 +239,19 @@ class ShardedParam:
         torch.utils.swap_tensors(self.sharded, placed)  # device and dtype are fixed at construction
         vars(self.sharded).update(attributes)
 
+    def copy_of_sharded(self) -> nn.Parameter:
+        """The sharded Parameter again, with memory of its own (deepcopy can't copy simulated ranks)."""
+        local = self.local.detach().clone()
+        new = nn.Parameter(make_dtensor(local, self.spec), self.sharded.requires_grad)
+        set_local_tensor(new, local)
+        vars(new).update({k: v for k, v in vars(self.sharded).items() if k != _TAKEN})
+        return new
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Makes ``parameter``, a copy of the sharded Parameter, this one's own."""
+        self.sharded = parameter
+        _owners[id(parameter)] = self
+
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Follows a change of the sharded Parameter's dtype."""
         if dtype != self.dtype:

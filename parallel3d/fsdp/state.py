@@ -1,4 +1,4 @@
-"""Unit and RunContext: the hooks that move a unit's parameters through forward and backward.
+"""Unit: the hooks that move one unit's parameters through forward and backward.
 
 Forward: unshard, show, compute, hide, reshard. Backward: a hook on the outputs unshards and shows; gradients
 are taken as they arrive; when all have, and the gradients of the unit's inputs are done, the unit is
@@ -8,23 +8,30 @@ one callback at the end of the backward.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from parallel3d._compat import in_backward_pass, queue_backward_callback
+from parallel3d._compat import in_backward_pass
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import Comm, make_comm
+from parallel3d.fsdp.call import Call
+from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
+from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.tree import map_tensors, tensors_in
 
-__all__ = ["RunContext", "Unit", "unit_of"]
+__all__ = ["UNIT_ATTRIBUTES", "Unit", "the_unit", "unit_of", "units_of"]
 
 _ATTRIBUTE = "_parallel3d_unit"
+UNIT_ATTRIBUTES = (_ATTRIBUTE,)  # of a module, which a copy of it must not share
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -32,138 +39,35 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
-class Call:
-    """One forward call of a unit, and when its backward is over.
-
-    It passes the inputs on as aliases, whose gradients are this call's share alone: a hook on an input
-    itself would wait for everything else that uses the input.
-
-    Attributes:
-        position: place in the order of forwards.
-        inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
-        remaining: of them, those whose gradient is still to come.
-    """
-
-    __slots__ = ("inputs", "position", "remaining", "unit")
-
-    def __init__(self, unit: Unit, position: int) -> None:
-        self.unit = unit
-        self.position = position
-        self.inputs = self.remaining = 0
-
-    def alias(self, value: Any) -> Any:
-        """``value`` with its tensors aliased. Other containers stay: the module may write to them."""
-        if type(value) is tuple:
-            return tuple(map(self.alias, value))
-        if not isinstance(value, torch.Tensor):
-            for tensor in tensors_in(value):
-                if tensor.requires_grad:
-                    tensor.register_hook(self.input_done)
-                    self.inputs += 1
-            return value
-        if not value.requires_grad:
-            return value
-        view = value.view_as(value)
-        view.register_hook(self.input_done)
-        self.inputs += 1
-        return view
-
-    def begin_backward(self, _: torch.Tensor) -> None:
-        """Hook on every output: the first gradient to reach this call."""
-        if self not in self.unit.begun:
-            self.unit.begun.add(self)
-            self.remaining = self.inputs
-        self.unit.pre_backward(self)
-
-    def input_done(self, _: torch.Tensor) -> None:
-        """Hook on every alias."""
-        self.remaining -= 1
-        if self.remaining == 0:
-            self.unit.begun.discard(self)
-            self.unit.maybe_end_backward()
+def the_unit(module: Any) -> Unit:
+    """The unit of a module that is known to have one."""
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
 
 
-class RunContext:
-    """What the units under one root share.
-
-    Attributes:
-        order: units in the order of their forwards, this iteration.
-        last_order: the same of the iteration before, for forward prefetch.
-        in_backward: whether the end-of-backward callback is queued.
-        iteration: number of the root's forwards so far.
-        running: whether one is under way.
-    """
-
-    def __init__(self, root: Unit, device_type: str) -> None:
-        self.root = root
-        self.comm: Comm = make_comm(device_type)
-        self.units: list[Unit] = []
-        self.order: list[Unit] = []
-        self.last_order: list[Unit] = []
-        self.in_backward = False
-        self.iteration = 0
-        self.running = False
-
-    def begin_forward(self) -> None:
-        """The root's forward begins."""
-        self.iteration += 1
-        self.running = True
-        for unit in self.units:
-            if unit.group.state is GroupState.GATHERING:  # the last forward did not get there
-                unit.group.reshard(self.comm)
-        if self.order:
-            self.last_order, self.order = self.order, []
-
-    def prefetch_forward(self, position: int) -> None:
-        """Issues the all-gather of the unit that came after ``position`` in the last iteration."""
-        order = self.last_order
-        if position + 1 < len(order) and order[position] is self.order[position]:
-            order[position + 1].issue_unshard(self)
-
-    def prefetch_backward(self, position: int) -> None:
-        """Issues the all-gather of the unit whose backward comes after that of ``position``."""
-        for unit in reversed(self.order[:position]):
-            if unit.group.buckets and not unit.backward_begun:
-                if unit.unshard_in_backward:
-                    unit.group.issue_unshard(self.comm)
-                return
-
-    def enter_backward(self) -> None:
-        """Called by every pre-backward hook; queues the callback once."""
-        if not self.in_backward:
-            self.in_backward = True
-            queue_backward_callback(self.finish_backward)
-
-    def leave_broken_backward(self) -> None:
-        """After a backward that an exception ended: autograd has dropped the callback with it."""
-        self.comm = make_comm(self.root.device_type)
-        for unit in self.units:
-            unit.end_backward()
-            for bucket in unit.group.buckets:
-                bucket.grads.forget()
-        self.in_backward = False
-
-    def finish_backward(self) -> None:
-        """Settles what the backward has left, in the same order on every rank."""
-        for unit in reversed(self.units):
-            unit.reduce_rest()
-        self.comm.finish()
-        for unit in self.units:
-            unit.end_backward()
-        self.in_backward = False
-        issuing.unit = ""
+def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
+    """The unit of ``module``, and with ``recurse`` those inside it; each once."""
+    modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
+    seen: set[int] = set()
+    for each in modules:
+        unit = unit_of(each)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
 
 
-class Unit:
+class Unit(Settings):
     """One module (or list of modules) given to ``fully_shard``.
+
+    Modules hold their unit; the unit refers to them weakly. What methods set: see ``Settings``.
 
     Attributes:
         group: its parameters.
-        reshard_after_forward: True, False, or None: True unless the unit is the root.
-        unshard_in_backward: False where backward doesn't read the parameters (an embedding).
-        sync, all_reduce: whether backward reduces over all data axes, and over replicate.
-        call: the forward call under way, or the last one.
+        depth: forwards of the unit's modules under way, one inside the other.
+        call: the forward call under way.
         begun: calls that this backward has reached and not yet left.
+        ended, reduced: whether this backward is over here, and its reduction issued.
     """
 
     def __init__(
@@ -171,33 +75,65 @@ class Unit:
         modules: list[nn.Module],
         group: ParamGroup,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         device_type: str,
     ) -> None:
-        self.modules = modules
+        super().__init__(reshard_after_forward)
+        self.ref = weakref.ref(self)
         self.group = group
         self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
         self.device_type = device_type
-        self.unshard_in_backward = True
-        self.sync = True
-        self.all_reduce = True
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
         self.to_run: set[nn.Module] = set()
+        self.depth = 0
         self.position = 0
         self.begun: set[Call] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
         self.arrived = 0
         self.backward_begun = False
-        group.watch_gradients(self.on_grad)
+        self.ended = False
+        self.reduced = False
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        group.watch_gradients(self.ref)
         for module in modules:
-            setattr(module, _ATTRIBUTE, self)
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            self.attach(module)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules given to ``fully_shard``."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def attach(self, module: nn.Module) -> None:
+        """Makes ``module`` one of the unit's."""
+        self._modules.append(weakref.ref(module))
+        setattr(module, _ATTRIBUTE, self)
+        self._handles[id(module)] = [
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
             # Also when forward raises: the module must show its shards again.
-            module.register_forward_hook(self.post_forward, always_call=True)
-            module.register_load_state_dict_post_hook(self.after_load)
+            module.register_forward_hook(self.post_forward, always_call=True),
+            module.register_load_state_dict_post_hook(self.after_load),
+        ]
+
+    def hook_ids(self, module: nn.Module) -> list[int]:
+        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
+        return [handle.id for handle in self._handles[id(module)]]
+
+    def absorb(self, other: Unit) -> None:
+        """Becomes one unit with ``other``, as if both had been given in one list."""
+        for module in other.modules:
+            for handle in other._handles.pop(id(module)):
+                handle.remove()
+            self.attach(module)
+        self.group.extend(other.group)
+        for bucket in self.group.buckets:
+            for param in bucket.params:
+                param.unit = self.ref
+        mine, others = self.reshard_after_forward, other.reshard_after_forward
+        if mine != others:
+            self.reshard_after_forward = None if None in (mine, others) else False
 
     # -- context -------------------------------------------------------------------------------------
 
@@ -205,7 +141,7 @@ class Unit:
         """The shared context; made here if this unit is the first to run, as the root of those below."""
         if self.context is not None:
             return self.context
-        context = RunContext(self, self.device_type)
+        context = RunContext(self, self.shared_comm or make_comm(self.device_type))
         seen: set[int] = set()
         for root_module in self.modules:
             for name, module in root_module.named_modules():
@@ -217,7 +153,8 @@ class Unit:
                     unit.group.unshard(unit.context.comm)  # issued there, so finished there
                 unit.context = context
                 unit.name(name or type(root_module).__name__)
-                context.units.append(unit)
+                context.add(unit)
+        limit_inputs(context.comm, (b for unit in context.units for b in unit.group.buckets))
         return context
 
     def name(self, name: str) -> None:
@@ -231,27 +168,42 @@ class Unit:
         """Whether the unit is the outermost of those that have run together."""
         return self.context is not None and self.context.root is self
 
+    @property
+    def reduce_unused(self) -> bool:
+        """Whether parameters without a gradient are reduced as zeros, as other ranks may have one."""
+        buckets = self.group.buckets
+        return bool(buckets) and buckets[0].reduce_unused
+
     # -- forward -------------------------------------------------------------------------------------
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before each module's forward."""
         context = self.ready_context()
-        if not self.to_run or not self.group.shown:
+        self.depth += 1
+        if self.depth == 1 and (not self.to_run or not self.group.shown):
             self._begin_forward(context)
+            if self.device_type != "cpu" and self.is_root:
+                args, kwargs = map_tensors(self._to_device, (args, kwargs))
             if torch.is_grad_enabled():
                 self.call = call = Call(self, self.position)
                 args = call.alias(args)
                 kwargs = {key: call.alias(value) for key, value in kwargs.items()}
             issuing.unit = self.label
-            if len(self.modules) > 1:
+            if len(self._modules) > 1:
                 self.to_run = set(self.modules)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
         return args, kwargs
 
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type in (self.device_type, "meta"):
+            return tensor
+        return tensor.to(self.device_type, non_blocking=True)
+
     def _begin_forward(self, context: RunContext) -> None:
         self.come_to_rest()
+        self.depth = 1
         if self.is_root and not context.in_backward:
             context.begin_forward()
         self.issue_unshard(context)
@@ -260,19 +212,24 @@ class Unit:
         self.position = 0
         if context.running and not context.in_backward:
             self.position = len(context.order)
-            context.order.append(self)
-            context.prefetch_forward(self.position)
+            context.order.append(self.ref)
+            if self.forward_prefetch is None:
+                context.prefetch_forward(self.position)
+            else:
+                for ref in self.forward_prefetch:
+                    unit = ref()
+                    if unit is not None:
+                        unit.issue_unshard(context)
 
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
         if not context.in_backward:
             current = context.running and self.gathered_in == context.iteration
-            if group.state is GroupState.UNSHARDED and not (current or group.kept):
+            if not current:
                 # Left over from another forward: the weights may have changed since, and no version
                 # counter tells (fused and foreach optimizers don't touch a DTensor's).
-                group.hide()
-                group.reshard(context.comm)
+                group.drop_stale(context.comm)
             self.gathered_in = context.iteration
             if group.state is GroupState.SHARDED:
                 group.adopt()
@@ -282,45 +239,64 @@ class Unit:
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Hook after each module's forward."""
         context = self.context
-        assert context is not None
+        if context is None:  # something before ``pre_forward`` has raised
+            return output
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: _cast(t, dtype), output)
-        grad = torch.is_grad_enabled()
-        call = self.call
-        if grad and call is not None:
-            for tensor in tensors_in(output):
-                self._check_output(tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(call.begin_backward)
+        grad = torch.is_grad_enabled() and output is not None  # None: an exception, or no backward
+        if grad and self.call is not None:
+            self._watch_output(output, self.call)
+        self.depth = max(self.depth - 1, 0)
         self.to_run.discard(module)
-        if self.to_run or context.in_backward:  # recomputed for a backward that comes next
+        if self.depth or self.to_run:
             return output
-        self.group.hide()
-        reshard = self.reshard_after_forward
-        if not grad or reshard or (reshard is None and not self.is_root):
-            self.group.reshard(context.comm)
+        self.call = None
+        if context.in_backward:  # recomputed for a backward that comes next
+            return output
+        self._end_forward(context, backward_to_come=grad)
         if self.is_root:
             self._settle(context, backward_to_come=grad)
         return output
 
-    def _check_output(self, tensor: torch.Tensor) -> None:
-        """A parameter, or a view of one, must not leave its unit: its memory is about to be freed."""
-        base = tensor._base if tensor._base is not None else tensor
-        if self.group.owns(base):
-            raise Parallel3dError(
-                f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
-                f"{tuple(tensor.shape)}; return a copy (.clone()), or use it inside the unit"
-            )
+    def _watch_output(self, output: Any, call: Call) -> None:
+        for tensor in tensors_in(output):
+            # A parameter, or a view of one, must not leave its unit: its memory is about to be freed.
+            base = tensor._base if tensor._base is not None else tensor
+            if self.group.owns(base):
+                raise Parallel3dError(
+                    f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
+                    f"{tuple(tensor.shape)}; return a copy (.clone()), or use it inside the unit"
+                )
+            if tensor.requires_grad:
+                tensor.register_hook(call.begin_backward)
+
+    def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
+        reshard = self.reshard_after_forward
+        if reshard is None:
+            reshard = not self.is_root
+        if not self.group.kept or reshard:
+            self.group.hide()
+        if not backward_to_come:
+            if self.keep_in_eval and not reshard:
+                self.group.hold()
+            elif reshard or not self.group.kept:
+                self.group.reshard(context.comm)
+        elif reshard:
+            self.group.reshard(context.comm, None if reshard is True else reshard)
 
     def _settle(self, context: RunContext, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
         context.running = False
         for unit in context.units:
             unit.to_run.clear()
+            if unit.group.held is not None:
+                continue
             unit.group.hide()
             if not backward_to_come:
                 unit.group.reshard(context.comm)
+        if not backward_to_come:
+            context.comm.settle_host()
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -341,7 +317,13 @@ class Unit:
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
-        context.prefetch_backward(call.position)
+        if self.backward_prefetch is None:
+            context.prefetch_backward(call.position)
+        else:
+            for ref in self.backward_prefetch:
+                unit = ref()
+                if unit is not None and unit.unshard_in_backward:
+                    unit.group.issue_unshard(context.comm)
         issuing.unit = self.label
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
@@ -365,35 +347,54 @@ class Unit:
         context = self.context
         assert context is not None
         context.enter_backward()
-        self.group.hide()
-        self.group.reshard(context.comm)
-        if self.sync:
-            for bucket in self.group.buckets:
-                if bucket.grads.arrived:
-                    context.comm.reduce(bucket, all_reduce=self.all_reduce)
+        self._leave_backward(context)
+        context.reduce(self)
         self.arrived = 0
         self.backward_begun = False
 
-    def reduce_rest(self) -> None:
-        """At the end of the backward: reduces what ``maybe_end_backward`` never saw complete."""
-        context = self.context
-        assert context is not None
+    def _leave_backward(self, context: RunContext) -> None:
+        if self.reshard_after_backward:
+            self.group.hide()
+            self.group.reshard(context.comm)
+        else:
+            self.group.hold()
+
+    def reduce(self, comm: Comm) -> None:
+        """Issues the reductions that are due."""
         for bucket in self.group.buckets:
-            if bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce):
-                context.comm.reduce(bucket, all_reduce=self.all_reduce)
+            due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
+            if not due and bucket.reduce_unused and self.sync and not self.reduced:
+                due = any(p.requires_grad for p in bucket.compute_params)
+            if due:
+                comm.reduce(bucket, all_reduce=self.all_reduce)
+        self.reduced = True
+
+    def take_gradients(self) -> None:
+        """Takes gradients that were put into the unsharded parameters by hand, not by a backward."""
+        for bucket in self.group.buckets:
+            for index, param in enumerate(bucket.compute_params):
+                if param.grad is not None:
+                    self.on_grad(bucket, index, param)
 
     def end_backward(self) -> None:
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
         self.to_run.clear()
-        self.group.hide()
-        self.group.reshard(context.comm)
+        self._leave_backward(context)
         for bucket in self.group.buckets:
             bucket.grads.arrived.clear()
         self.begun.clear()
         self.arrived = 0
-        self.backward_begun = False
+        self.backward_begun = self.ended = self.reduced = False
+
+    def reset(self) -> None:
+        """After an exception, what ``reset_iter_state`` promises."""
+        self.call = None
+        self.to_run.clear()
+        self.begun.clear()
+        self.depth = self.arrived = 0
+        self.backward_begun = self.ended = self.reduced = False
 
     def come_to_rest(self) -> None:
         """Shows the shards again where an exception has ended a backward half-way."""

@@ -391,12 +391,6 @@ class TestHooksAndCopies:
             with pytest.raises(Parallel3dError, match="convert the whole unit"):
                 block(floats(0))
 
-    def test_deepcopy_says_what_to_do(self) -> None:
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            with pytest.raises(StateError, match="state_dict"):
-                copy.deepcopy(shard_blocks(Stack(), mesh))
-
     @pytest.mark.parametrize("view", [False, True])
     def test_returning_a_parameter_is_an_error(self, view) -> None:
         """Its memory is freed when the unit is: reading it would crash."""

@@ -1,98 +1,20 @@
 """Who waits for whom on an accelerator, shown without one: streams and events that take notes."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from models import Lm, lm_loss, tokens
+from noted_streams import Device, find, happens_before, note
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
-from parallel3d.fsdp import collectives, comm
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp import collectives, stream_comm
 from parallel3d.fsdp.state import unit_of
 from parallel3d.testing import fake_world
 
 
-class Event:
-    """A point in a stream."""
-
-    def __init__(self, at: tuple) -> None:
-        self.at = at
-
-
-class Stream:
-    """Takes notes of what is put on it; ``clock`` says what it has waited for."""
-
-    def __init__(self, device: "Device", name: str) -> None:
-        self.device, self.name = device, name
-        self.count = 0
-        self.clock: dict[str, int] = {}
-
-    def put(self, what: str) -> None:
-        self.count += 1
-        self.clock[self.name] = self.count
-        self.device.log.append((what, self.name, dict(self.clock)))
-
-    def record_event(self) -> Event:
-        return Event((self.name, dict(self.clock)))
-
-    def wait_event(self, event: Event) -> None:
-        for name, count in event.at[1].items():
-            self.clock[name] = max(self.clock.get(name, 0), count)
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
-
-
-class Device:
-    """What ``torch.cuda`` is to the engine."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, str, dict[str, int]]] = []
-        self.made = 0
-        self.compute = Stream(self, "compute")
-        self.now = self.compute
-        self.priorities: list[int] = []
-
-    def Stream(self, priority: int = 0) -> Stream:
-        names = ("copy_in", "gather", "scatter", "replicate")
-        self.priorities.append(priority)
-        self.made += 1
-        return Stream(self, names[self.made - 1])
-
-    def current_stream(self) -> Stream:
-        return self.now
-
-    @contextmanager
-    def stream(self, stream: Stream):
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-
 @pytest.fixture
 def device(monkeypatch) -> Device:
-    """The engine on noting streams: each step of a bucket's life is put on the current one."""
     device = Device()
-
-    def noting(owner, name, label):
-        original = getattr(owner, name)
-
-        def wrapper(*args, **kwargs):
-            first = args[0]
-            unit = kwargs.get("unit") or getattr(first, "unit", "")
-            device.now.put(f"{label} {unit}".strip())
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, wrapper)
-
-    for name in ("gather_buffers", "copy_out", "free_gathered"):
-        noting(Bucket, name, name)
-    for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        noting(comm, name, name)
-    monkeypatch.setattr(
-        "parallel3d.fsdp.state.make_comm", lambda device_type: comm.StreamComm(device)
-    )
+    note(device, monkeypatch)
     return device
 
 
@@ -110,16 +32,6 @@ def train_step(device: Device, policy: MixedPrecisionPolicy | None = None) -> li
         lm_loss(model, tokens(0)).backward()
         device.compute.put("optimizer")
     return device.log
-
-
-def find(log: list, what: str) -> list[tuple[str, str, dict[str, int]]]:
-    return [entry for entry in log if entry[0] == what]
-
-
-def happens_before(first: tuple, second: tuple) -> bool:
-    """Whether the stream of ``second`` had waited for ``first``."""
-    _, stream, clock = first
-    return second[2].get(stream, 0) >= clock[stream]
 
 
 def test_four_streams_and_their_priorities(device: Device) -> None:
@@ -223,5 +135,5 @@ def test_memory_is_not_reused_under_a_reader(device: Device) -> None:
 
 
 def test_collectives_module_is_what_comm_uses() -> None:
-    """The fixture wraps comm's names: they must be the ones of ``collectives``."""
-    assert comm.all_gather is collectives.all_gather
+    """``note`` wraps the names of ``stream_comm``: they must be the ones of ``collectives``."""
+    assert stream_comm.all_gather is collectives.all_gather

@@ -1,0 +1,66 @@
+"""Call: one forward call of a unit, and when its backward is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel3d.fsdp.tree import tensors_in
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["Call"]
+
+
+class Call:
+    """It passes the inputs on as aliases, whose gradients are this call's share alone: a hook on an
+    input itself would wait for everything else that uses the input.
+
+    The autograd graph holds the call and the call holds the unit, so that a backward still works after
+    the model itself is gone. The unit lets go of the call when its forward ends.
+
+    Attributes:
+        position: place in the order of forwards.
+        inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
+        remaining: of them, those whose gradient is still to come.
+    """
+
+    __slots__ = ("inputs", "position", "remaining", "unit")
+
+    def __init__(self, unit: Unit, position: int) -> None:
+        self.unit = unit
+        self.position = position
+        self.inputs = self.remaining = 0
+
+    def alias(self, value: Any) -> Any:
+        """``value`` with its tensors aliased. Other containers stay: the module may write to them."""
+        if type(value) is tuple:
+            return tuple(map(self.alias, value))
+        if not isinstance(value, torch.Tensor):
+            for tensor in tensors_in(value):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.input_done)
+                    self.inputs += 1
+            return value
+        if not value.requires_grad:
+            return value
+        view = value.view_as(value)
+        view.register_hook(self.input_done)
+        self.inputs += 1
+        return view
+
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """Hook on every output: the first gradient to reach this call."""
+        if self not in self.unit.begun:
+            self.unit.begun.add(self)
+            self.remaining = self.inputs
+        self.unit.pre_backward(self)
+
+    def input_done(self, _: torch.Tensor) -> None:
+        """Hook on every alias."""
+        self.remaining -= 1
+        if self.remaining == 0:
+            self.unit.begun.discard(self)
+            self.unit.maybe_end_backward()

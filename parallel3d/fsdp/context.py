@@ -1,0 +1,147 @@
+"""RunContext: what the units under one root share: their order, the communication, the end of a backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from parallel3d._compat import queue_backward_callback
+from parallel3d._trace import issuing
+from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.group import GroupState
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["RunContext"]
+
+
+class RunContext:
+    """Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
+
+    Attributes:
+        order: units in the order of their forwards, this iteration.
+        last_order: the same of the iteration before, for forward prefetch.
+        in_backward: whether the end-of-backward callback is queued.
+        iteration: number of the root's forwards so far.
+        running: whether one is under way.
+    """
+
+    def __init__(self, root: Unit, comm: Comm) -> None:
+        self._root = root.ref
+        self.comm = comm
+        self._units: list[weakref.ref[Unit]] = []
+        self.order: list[weakref.ref[Unit]] = []
+        self.last_order: list[weakref.ref[Unit]] = []
+        self.in_backward = False
+        self.iteration = 0
+        self.running = False
+
+    @property
+    def root(self) -> Unit:
+        """The outermost unit."""
+        root = self._root()
+        assert root is not None
+        return root
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, outer before inner, in the order of the modules."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def add(self, unit: Unit) -> None:
+        """Makes ``unit`` one of these."""
+        self._units.append(unit.ref)
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        self.iteration += 1
+        self.running = True
+        for unit in self.units:
+            if unit.group.state is GroupState.GATHERING and not unit.group.kept:
+                unit.group.reshard(self.comm)  # the last forward did not get there
+        if self.order:
+            self.last_order, self.order = self.order, []
+        root = self.root
+        if root.post_optim_event is not None:
+            self.comm.post_optim_event = root.post_optim_event
+            root.post_optim_event = None
+
+    def prefetch_forward(self, position: int) -> None:
+        """Issues the all-gather of the unit that came after ``position`` in the last iteration."""
+        order = self.last_order
+        if position + 1 < len(order) and order[position] is self.order[position]:
+            unit = order[position + 1]()
+            if unit is not None:
+                unit.issue_unshard(self)
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def prefetch_backward(self, position: int) -> None:
+        """Issues the all-gather of the unit whose backward comes after that of ``position``."""
+        for ref in reversed(self.order[:position]):
+            unit = ref()
+            if unit is not None and unit.group.buckets and not unit.backward_begun:
+                if unit.unshard_in_backward:
+                    unit.group.issue_unshard(self.comm)
+                return
+
+    def enter_backward(self) -> None:
+        """Called by every pre-backward hook; queues the callback once."""
+        if not self.in_backward:
+            self.in_backward = True
+            queue_backward_callback(self.finish_backward)
+
+    def reduce(self, unit: Unit) -> None:
+        """Issues the reductions of ``unit``, whose backward has ended.
+
+        Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
+        another order on each: there a unit waits until those after it in the model have been reduced.
+        """
+        if not unit.reduce_unused:
+            unit.reduce(self.comm)
+            return
+        unit.ended = True
+        for each in reversed(self.units):
+            if each.reduce_unused and not each.reduced:
+                if not each.ended:
+                    return
+                each.reduce(self.comm)
+
+    def finish_backward(self) -> None:
+        """Settles what the backward has left, in the same order on every rank."""
+        units = self.units
+        for unit in reversed(units):
+            unit.reduce(self.comm)
+        if self.root.is_last_backward:
+            self.comm.finish()
+        for unit in units:
+            unit.end_backward()
+        self.in_backward = False
+        issuing.unit = ""
+
+    # -- after an exception --------------------------------------------------------------------------
+
+    def leave_broken_backward(self) -> None:
+        """After a backward that an exception ended: autograd has dropped the callback with it."""
+        self.comm.abandon()
+        for unit in self.units:
+            unit.end_backward()
+            for bucket in unit.group.buckets:
+                bucket.grads.forget()
+        self.in_backward = False
+
+    def reset(self) -> None:
+        """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
+        self.comm.abandon()
+        self.running = self.in_backward = False
+        self.order.clear()
+        for unit in self.units:
+            unit.reset()
+            unit.group.abandon(self.comm)
+            for bucket in unit.group.buckets:
+                bucket.grads.forget()
+                bucket.grads.drop_waiting()
+        issuing.unit = ""

@@ -1,0 +1,95 @@
+"""copy.deepcopy of a sharded model (EMA, ``AveragedModel``): units of its own, on the same process groups.
+
+Modules and Parameters are copied as any are; what remains is to give the copies a unit, buckets and
+hooks instead of the original's. A unit is copied with the last of its modules, so those of a list
+are copied together.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from parallel3d.errors import StateError
+from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.state import UNIT_ATTRIBUTES, Unit, the_unit
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.bucket import Bucket
+
+__all__ = ["copy_module"]
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_load_state_dict_post_hooks",
+)
+
+
+def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a unit's module.
+
+    Raises:
+        StateError: within a forward or backward.
+    """
+    unit = the_unit(module)
+    unit.come_to_rest()
+    if unit.depth or unit.backward_begun:
+        raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
+    unit.group.hide()
+    state = {key: value for key, value in vars(module).items() if key not in UNIT_ATTRIBUTES}
+    for name in _HOOKS:
+        hooks = copy.copy(state[name])
+        for handle in unit.hook_ids(module):
+            hooks.pop(handle, None)
+        state[name] = hooks
+    new = object.__new__(type(module))
+    memo[id(module)] = new
+    for bucket in unit.group.buckets:
+        for param in bucket.params:
+            if id(param.sharded) not in memo:
+                memo[id(param.sharded)] = param.copy_of_sharded()
+    vars(new).update(copy.deepcopy(state, memo))
+    done = memo.setdefault(id(unit), [])
+    done.append((module, new))
+    for other in unit.modules:
+        copy.deepcopy(other, memo)  # those of a list belong together
+    if memo.pop(id(unit), None) is not None:
+        copied = dict(done)
+        _copy_unit(unit, [copied[each] for each in unit.modules], memo)
+    return new
+
+
+def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> None:
+    with torch.no_grad():
+        buckets = [_copy_bucket(bucket, memo) for bucket in unit.group.buckets]
+    new = Unit(
+        modules, ParamGroup(buckets), unit.policy, unit.reshard_after_forward, unit.device_type
+    )
+    new.take_settings(unit)
+    new.label = unit.label
+    for bucket in buckets:
+        for param in bucket.params:
+            param.unit = new.ref
+
+
+def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
+    new = copy.copy(bucket)
+    new.params = [_copy_param(param, memo) for param in bucket.params]
+    new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() finds all moved
+    new.gathering = None
+    new.adopt()  # buffers of its own
+    return new
+
+
+def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
+    new = copy.copy(param)
+    new.take(memo[id(param.sharded)])
+    new.slots = [(memo[id(holder)], name) for holder, name in param.slots]
+    return new

@@ -1,0 +1,88 @@
+"""register_fsdp_forward_method and share_comm_ctx: what is done to units from outside."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.comm import make_comm
+from parallel3d.fsdp.state import the_unit, unit_of
+
+__all__ = ["register_fsdp_forward_method", "share_comm_ctx"]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets ``module.method_name(...)`` gather and free the unit's parameters as its ``forward`` does.
+
+    The module's class changes, so that nothing refers back to the module and its copies have the
+    method too. Does nothing to a module that is no unit.
+
+    Raises:
+        Parallel3dError: there is no such method.
+    """
+    if unit_of(module) is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise Parallel3dError(
+            f"{type(module).__name__} has no method {method_name!r} to register; "
+            "give the name of one that is called like forward"
+        )
+    cls = type(module)
+    own = f"_parallel3d_own_{method_name}"
+    if method_name in vars(module):
+        vars(module)[own] = vars(module).pop(method_name)
+
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return vars(self)[own](*args, **kwargs)
+    else:
+        inner = getattr(cls, method_name)
+
+    @functools.wraps(inner)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = the_unit(self)
+        args, kwargs = unit.pre_forward(self, args, kwargs)
+        try:
+            output = inner(self, *args, **kwargs)
+        except BaseException:
+            unit.post_forward(self, args, None)  # the shards must show again
+            raise
+        return unit.post_forward(self, args, output)
+
+    namespace = {method_name: method, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    module.__class__ = type(cls.__name__, (cls,), namespace)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Lets several root units, such as the chunks of a pipeline stage, communicate on the same streams.
+
+    Raises:
+        Parallel3dError: a module is no unit, or they are on different kinds of device.
+        StateError: one is in a backward.
+    """
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise Parallel3dError(
+                f"share_comm_ctx was given {type(module).__name__}, which is no unit; give modules that "
+                "fully_shard was applied to"
+            )
+        if unit.context is not None and unit.context.in_backward:
+            raise StateError(f"unit {unit.label} is in a backward; share comms between steps")
+        units.append(unit)
+    if len({unit.device_type for unit in units}) > 1:
+        kinds = ", ".join(sorted({unit.device_type for unit in units}))
+        raise Parallel3dError(
+            f"share_comm_ctx was given units on {kinds}; share among one device type"
+        )
+    if not units:
+        return
+    first = units[0]
+    comm = first.context.comm if first.context is not None else first.shared_comm
+    comm = comm or make_comm(first.device_type)
+    for unit in units:
+        unit.shared_comm = comm
+        if unit.context is not None:
+            unit.context.comm = comm

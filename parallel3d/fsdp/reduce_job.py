@@ -1,0 +1,58 @@
+"""ReduceJob: one bucket's reduction, and what is done to its sum on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel3d.fsdp.collectives import ScatterWork, all_reduce
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.bucket import Bucket
+
+__all__ = ["ReduceJob"]
+
+
+@dataclass(eq=False)
+class ReduceJob:
+    """One reduction under way.
+
+    Attributes:
+        tensor: the reduce input (n * S), later its result (S,), in reduce dtype.
+        used: indices of the parameters that got a gradient.
+        scale: what the sum over ranks is multiplied by.
+        all_reduce: whether the replicate axis is summed too, or put off.
+        earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
+    """
+
+    bucket: Bucket
+    tensor: torch.Tensor
+    used: list[int]
+    scale: float
+    all_reduce: bool
+    earlier: torch.Tensor | None
+
+    @property
+    def final(self) -> bool:
+        """Whether the result is the gradient, and not a sum that waits for its all-reduce."""
+        return self.all_reduce or not self.bucket.replicate_groups
+
+    def finish_scatter(self, work: ScatterWork | None) -> None:
+        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
+        bucket = self.bucket
+        if work is not None:
+            self.tensor = work.wait()
+        if self.scale != 1.0:
+            self.tensor.mul_(self.scale)
+        if bucket.tp_group is not None:
+            tail = self.tensor.narrow(0, bucket.partial_start, bucket.numel - bucket.partial_start)
+            done = all_reduce(tail, bucket.tp_group, unit=bucket.unit)
+            if done is not None:
+                done.wait()
+        if self.earlier is not None:
+            earlier = self.earlier
+            if bucket.offloaded:
+                earlier = earlier.to(bucket.device, non_blocking=bucket.pin)
+            self.tensor.add_(earlier)

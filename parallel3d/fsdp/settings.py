@@ -1,0 +1,55 @@
+"""Settings: what FSDPModule's methods set on a unit."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.comm import Comm
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["Settings"]
+
+
+class Settings:
+    """Base of a unit.
+
+    Attributes:
+        reshard_after_forward: True, False, None (True unless the unit is the root), or the number of ranks
+            over which the parameters stay sharded between forward and backward.
+        keep_in_eval: whether ``set_reshard_after_forward(False)`` leaves the group gathered for the next
+            forward also where no backward follows.
+        reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
+        unshard_in_backward: False where backward doesn't read the parameters (an embedding).
+        forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
+        sync, all_reduce: whether backward reduces over all data axes, and over replicate.
+        is_last_backward: of the root: whether a backward's end waits for the reductions.
+        post_optim_event: of the root: what the next forward's first gather waits for.
+        shared_comm: the communication side shared with other roots.
+    """
+
+    def __init__(self, reshard_after_forward: bool | int | None) -> None:
+        self.reshard_after_forward = reshard_after_forward
+        self.keep_in_eval = False
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.sync = True
+        self.all_reduce = True
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self.shared_comm: Comm | None = None
+
+    def take_settings(self, other: Settings) -> None:
+        """Those of ``other``, of which this is a copy, but for what refers to units and streams."""
+        for name in (
+            "keep_in_eval",
+            "reshard_after_backward",
+            "unshard_in_backward",
+            "sync",
+            "all_reduce",
+            "is_last_backward",
+        ):
+            setattr(self, name, getattr(other, name))

@@ -1,0 +1,102 @@
+"""What is alive: weak references to all that a parallel model consists of, and storages by step."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Imported with the first DTensor, it keeps the frames that led there, and so the first model, until a
+# collection (torch/fx/_symbolic_trace.py, wrap: a frame that refers to itself).
+import torch._dynamo
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from parallel3d._compat import TorchDispatchMode, inner_tensors
+from parallel3d.fsdp.state import unit_of
+
+__all__ = ["NewStorages", "References", "collector_off", "references"]
+
+References = dict[str, weakref.ref]
+"""By name."""
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """What is freed in the body is freed by reference counts alone."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def references(model: nn.Module, **others: Any) -> References:
+    """Weak references to modules, Parameters, buffers, units and the engine's tensors."""
+    found: dict[str, Any] = dict(others)
+    for name, module in model.named_modules():
+        name = name or "root"
+        found[f"module {name}"] = module
+        unit = unit_of(module)
+        if unit is None:
+            continue
+        found[f"unit {name}"] = unit
+        found[f"group {name}"] = unit.group
+        if unit.context is not None:
+            found[f"context {name}"] = unit.context
+        for index, bucket in enumerate(unit.group.buckets):
+            where = f"{name}, bucket {index}"
+            found[where] = bucket
+            for tensor in ("flat", "unsharded", "gathered"):
+                found[f"{tensor} of {where}"] = getattr(bucket, tensor)
+            for param, compute in zip(bucket.params, bucket.compute_params, strict=True):
+                found[f"unsharded {param.name} of {where}"] = compute
+    for name, param in model.named_parameters():
+        found[f"parameter {name}"] = param
+        if param.grad is not None:
+            found[f"gradient {name}"] = param.grad
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = buffer
+    return {name: weakref.ref(value) for name, value in found.items()}
+
+
+class NewStorages(TorchDispatchMode):
+    """Counts storages that ops in its body made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        for kind in types:  # a DTensor: its own dispatch runs ops on its local tensor, seen here
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        inputs = {_storage(t).cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = _storage(tensor)
+            if storage.cdata not in inputs:
+                self._made[storage.cdata] = storage
+        return result
+
+    def alive(self) -> int:
+        """How many."""
+        return sum(not storage.expired() for storage in self._made.values())
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield from inner_tensors(value)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

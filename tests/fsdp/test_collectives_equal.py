@@ -1,0 +1,36 @@
+"""What a step communicates equals what torch's fully_shard does, or is less for a stated reason."""
+
+import pytest
+from collective_cases import CASES, NONE, Case
+from collectives_table import PAGE, Results, collect, table
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return collect()
+
+
+@pytest.mark.parity("show: the recorder's list of collectives equals torch's")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_torchs(case: Case, results) -> None:
+    for ours, torchs in results[case.name]:
+        assert ours, "nothing was recorded"
+        smaller, faults = set(), set()
+        for key in {*ours, *torchs}:
+            (calls, size), (their_calls, their_size) = ours.get(key, NONE), torchs.get(key, NONE)
+            assert calls <= their_calls, f"{key}: {calls} calls, torch makes {their_calls}"
+            if size > their_size:
+                faults.add(key)
+            elif (calls, size) != (their_calls, their_size):
+                smaller.add(key)
+        # A reason for each difference, and none that is no longer one.
+        assert smaller == set(case.smaller)
+        assert faults == set(case.torchs_fault)
+
+
+def test_second_step_is_as_the_first(results) -> None:
+    assert all(first == second for first, second in results.values())
+
+
+def test_page_is_up_to_date(results) -> None:
+    assert PAGE.read_text() == table(results), "run python tests/collectives_table.py"

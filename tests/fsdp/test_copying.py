@@ -1,0 +1,163 @@
+"""copy.deepcopy of sharded models: independent units with the same weights."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from models import LM_PLAN, Lm, lm_loss, tokens
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from wrapped import at_rest, build, shard_blocks
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.state import the_unit, unit_of
+from parallel3d.testing import local_world
+
+parity = pytest.mark.parity
+
+
+def step(model, seed=0):
+    model.zero_grad()
+    loss = lm_loss(model, tokens(seed))
+    loss.backward()
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+@parity("fault n: copy.deepcopy")
+@pytest.mark.parametrize("mesh_shape", [(1, 2, 1), (2, 2, 1), (1, 3, 1)])
+def test_copy_trains_on_its_own(mesh_shape):
+    """torch's fully_shard refuses deepcopy with an AssertionError."""
+    size = mesh_shape[0] * mesh_shape[1]
+    with local_world(size):
+        model, _ = build(mesh_shape)
+        grads = step(model)  # the original has run and has a context
+        twin = copy.deepcopy(model)
+        assert at_rest(twin) and type(twin) is type(model)
+        units = {id(unit_of(m)) for m in model.modules()} & {id(unit_of(m)) for m in twin.modules()}
+        assert units <= {id(None)}
+        assert all(a is not b for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        for name, grad in step(twin).items():
+            torch.testing.assert_close(grad, grads[name], rtol=0, atol=0)
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        for old, p, q in zip(before, model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(old, p.full_tensor(), rtol=0, atol=0)
+            assert not torch.equal(q.full_tensor(), old)
+        step(twin)
+        assert at_rest(twin) and at_rest(model)
+
+
+@parity("fault n: copy.deepcopy")
+def test_averaged_model():
+    with local_world(2):
+        model, _ = build()
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        start = [p.full_tensor().clone() for p in model.parameters()]
+        ema.update_parameters(model)  # the first takes the weights
+        step(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        ema.update_parameters(model)
+        for old, now, mean in zip(start, model.parameters(), ema.parameters(), strict=True):
+            torch.testing.assert_close(mean.full_tensor(), (old + now.full_tensor()) / 2)
+        with torch.no_grad():
+            assert lm_loss(ema, tokens(0)) != lm_loss(model, tokens(0))
+        assert at_rest(ema)
+
+
+class TiedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def test_unit_of_two_modules_and_ties_are_copied_together():
+    with local_world(2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = TiedHead()
+        fully_shard([model.embed, model.head], mesh=mesh)
+        twin = copy.deepcopy(model)
+        assert twin.embed.weight is twin.head.weight is not model.embed.weight
+        assert unit_of(twin.embed) is unit_of(twin.head) is not unit_of(model.embed)
+        ids = torch.tensor([1, 2])
+        twin(ids).sum().backward()
+        model(ids).sum().backward()
+        assert torch.equal(
+            twin.embed.weight.grad.full_tensor(), model.embed.weight.grad.full_tensor()
+        )
+
+
+def test_users_hooks_are_copied_and_ours_are_not_doubled():
+    with local_world(2):
+        model, _ = build()
+        calls = []
+        model.register_forward_hook(lambda *_: calls.append(1))
+        twin = copy.deepcopy(model)
+        assert len(twin._forward_hooks) == len(model._forward_hooks) == 2
+        with torch.no_grad():
+            lm_loss(twin, tokens(0))
+        assert calls == [1]
+
+
+def test_settings_are_copied():
+    with local_world(2):
+        model, _ = build()
+        model.set_requires_gradient_sync(False)
+        model.layers[0].set_unshard_in_backward(False)
+        twin = copy.deepcopy(model)
+        assert not the_unit(twin).sync
+        assert not the_unit(twin.layers[0]).unshard_in_backward
+
+
+def test_parallelized_model_with_tp():
+    with local_world(4):
+        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        torch.manual_seed(0)
+        model = parallelize(Lm(layers=1), mesh, LM_PLAN, activation_checkpointing=True)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()  # the copy must not compute with the original's weights
+        grads = step(twin)
+        assert any(grad.abs().max() > 0 for grad in grads.values())
+
+
+def test_copy_is_freed_at_once():
+    with local_world(2):
+        model, _ = build()
+        gc.collect()
+        gc.disable()
+        try:
+            twin = copy.deepcopy(model)
+            step(twin)
+            refs = [weakref.ref(p) for p in twin.parameters()]
+            refs += [weakref.ref(m) for m in twin.modules()]
+            del twin
+            assert not [ref for ref in refs if ref() is not None]
+        finally:
+            gc.enable()
+
+
+def test_inside_a_forward_is_refused():
+    with local_world(2):
+        model, _ = build()
+        model.layers[0].register_forward_hook(lambda *_: copy.deepcopy(model) and None)
+        with pytest.raises(ValueError, match="between steps"):
+            lm_loss(model, tokens(0))
+
+
+def test_of_one_block():
+    with local_world(2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = shard_blocks(Lm(layers=1), mesh)
+        block = copy.deepcopy(model.layers[0])
+        x = torch.randn(2, 3, 12)
+        with torch.no_grad():
+            torch.testing.assert_close(block(x), model.layers[0](x))
