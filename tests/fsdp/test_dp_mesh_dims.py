@@ -32,17 +32,27 @@ MESHES = {
     "ddp, tp": (("ddp", "tp"), (2, 2), {"replicate": "ddp"}, "tp"),
     "two shard axes": (("fsdp", "cp"), (2, 2), {"shard": ("fsdp", "cp")}, None),
     "two replicate axes": (("ddp", "pod"), (2, 2), {"replicate": ("ddp", "pod")}, None),
+    "hsdp, tp": (
+        ("ddp", "fsdp", "tp"),
+        (2, 2, 1),
+        {"shard": "fsdp", "replicate": "ddp"},
+        "tp",
+    ),
+    "two shard axes, tp": (("fsdp", "cp", "tp"), (2, 1, 2), {"shard": ("fsdp", "cp")}, "tp"),
+}
+# DTensor takes seconds to plan an operation on four axes: these are only laid out.
+FOUR_AXES = {
     "hsdp, two shard axes, tp": (
         ("ddp", "fsdp", "cp", "tp"),
-        (1, 2, 1, 2),
         {"shard": ("fsdp", "cp"), "replicate": "ddp"},
-        "tp",
     ),
     "two replicate axes, shard, tp": (
         ("pod", "ddp", "fsdp", "tp"),
-        (2, 1, 2, 1),
         {"shard": "fsdp", "replicate": ("pod", "ddp")},
-        "tp",
+    ),
+    "an axis that is neither": (
+        ("ddp", "ep", "fsdp", "tp"),
+        {"shard": "fsdp", "replicate": "ddp"},
     ),
 }
 
@@ -58,6 +68,14 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def numbered() -> Mlp:
+    """An Mlp whose elements are all different."""
+    model = Mlp(hidden=32)
+    for param in model.parameters():
+        param.data = torch.arange(float(param.numel())).view(param.shape)
+    return model
 
 
 CUTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
@@ -141,14 +159,30 @@ def test_equal_to_torch_and_to_the_plain_model(gloo_pool, key) -> None:
     gloo_pool.run(beside_torch, key, world_size=size)
 
 
-@pytest.mark.parametrize(
-    ("key", "shape"),
-    [("hsdp, two shard axes, tp", (2, 2, 1, 2)), ("two replicate axes, shard, tp", (1, 2, 2, 2))],
-    ids=str,
-)
-def test_on_simulated_ranks(key, shape) -> None:
+@pytest.mark.parametrize("key", FOUR_AXES)
+def test_four_axes_are_laid_out_as_torch_does(key) -> None:
+    names, dims = FOUR_AXES[key]
+    with fake_world(5, 16):
+        mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=names)
+        ours, theirs = (
+            shard(
+                distribute(numbered(), mesh, "tp"),
+                mesh=mesh,
+                dp_mesh_dims=DataParallelMeshDims(**dims),
+            )
+            for shard in (fully_shard, torch_fully_shard)
+        )
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert mine.placements == other.placements
+            assert mine.device_mesh == other.device_mesh
+            assert torch.equal(mine.to_local(), other.to_local())
+
+
+@pytest.mark.parametrize("key", ["hsdp, tp", "two shard axes, tp"])
+def test_on_simulated_ranks(key) -> None:
     """Eight of them; every rank's gradient against the plain model's."""
     names, _, dims, tp = MESHES[key]
+    shape = (2, 2, 2)
     ranks = torch.Size(shape).numel() // 2
     torch.manual_seed(0)
     plain = Mlp().double()
