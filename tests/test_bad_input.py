@@ -235,14 +235,6 @@ CASES = [
         lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
         (),
     ),
-    Case(
-        "a weight that two blocks share",
-        given(),
-        Parallel3dError,
-        (r"up\.weight is tied", r"must be in one unit", r"as one list"),
-        DATA,
-        tied_blocks,
-    ),
     # Options
     Case(
         "units that match nothing",

@@ -53,8 +53,8 @@ class Call:
 
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: the first gradient to reach this call."""
-        if self not in self.unit.begun:
-            self.unit.begun.add(self)
+        if id(self) not in self.unit.begun:
+            self.unit.begun.add(id(self))
             self.remaining = self.inputs
         self.unit.pre_backward(self)
 
@@ -62,5 +62,5 @@ class Call:
         """Hook on every alias."""
         self.remaining -= 1
         if self.remaining == 0:
-            self.unit.begun.discard(self)
+            self.unit.begun.discard(id(self))
             self.unit.maybe_end_backward()

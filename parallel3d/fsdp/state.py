@@ -8,6 +8,7 @@ one callback at the end of the backward.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -66,7 +67,7 @@ class Unit(Settings):
         group: its parameters.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
-        begun: calls that this backward has reached and not yet left.
+        begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
         ended, reduced: whether this backward is over here, and its reduction issued.
     """
 
@@ -88,7 +89,7 @@ class Unit(Settings):
         self.to_run: set[nn.Module] = set()
         self.depth = 0
         self.position = 0
-        self.begun: set[Call] = set()
+        self.begun: set[int] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
         self.arrived = 0
@@ -244,11 +245,14 @@ class Unit(Settings):
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: _cast(t, dtype), output)
-        grad = torch.is_grad_enabled() and output is not None  # None: an exception, or no backward
+        failed = output is None and sys.exc_info()[0] is not None
+        grad = torch.is_grad_enabled() and not failed
         if grad and self.call is not None:
             self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
         self.to_run.discard(module)
+        if failed:
+            self.to_run.clear()
         if self.depth or self.to_run:
             return output
         self.call = None
