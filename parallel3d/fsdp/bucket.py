@@ -99,8 +99,9 @@ class Bucket:
         axes = self.axes
         self.shard_group: ProcessGroup | None = None
         self.replicate_groups: list[ProcessGroup] = []
+        empty = all(p.slot_numel == 0 for p in self.params)  # nothing to communicate
         for axis in (axes.shard, axes.replicate):
-            if axis is None or axes.size(axis) == 1:
+            if axis is None or axes.size(axis) == 1 or empty:
                 continue
             if axis == axes.shard and self.parts > 1:
                 self.shard_group = axes.group(axis)
@@ -158,15 +159,15 @@ class Bucket:
         else:
             self.unsharded = self.flat
         regions = self.unsharded.split([n * size for size in self.slot_sizes])
-        self.region_views = [p.by_rank(r) for p, r in zip(params, regions, strict=True)]
         # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
         in_place = n == 1 or (len(params) == 1 and params[0].dim == 0)
         self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
-        self.gathered_views = self.views_by_rank(self.gathered)
+        pairs = self.copy_pairs(self.gathered, n)
+        self.region_views, self.gathered_views = map(list, zip(*pairs, strict=True))
         self.compute_params = [
             # .data: a version counter of its own, so that gathering again in backward is not taken
             # for an in-place change of a saved tensor.
-            nn.Parameter(p.as_compute(p.compute_view(r).data), requires_grad=p.requires_grad)
+            nn.Parameter(p.as_compute(p.contiguous_view(r).data), requires_grad=p.requires_grad)
             for p, r in zip(params, regions, strict=True)
         ]
         if self.gathered is not self.unsharded:
@@ -174,8 +175,20 @@ class Bucket:
         if self.has_own_unsharded:
             release(self.unsharded)
 
+    def copy_pairs(
+        self, gathered: torch.Tensor, rows: int, first: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of ``unsharded``, the same in ``gathered``: ``rows`` shard ranks' rows from ``first`` on)."""
+        columns = gathered.view(rows, self.numel).split(self.slot_sizes, dim=1)
+        regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+        return [
+            pair
+            for param, region, column in zip(self.params, regions, columns, strict=True)
+            for pair in param.copy_pairs(region, column, first)
+        ]
+
     def views_by_rank(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in a buffer laid out as ``gathered``, shaped as ``region_views``."""
+        """The parameters in a buffer laid out as ``gathered``, shaped as ``ShardedParam.by_rank`` does."""
         columns = gathered.view(self.parts, self.numel).split(self.slot_sizes, dim=1)
         return [p.slots_by_rank(c) for p, c in zip(self.params, columns, strict=True)]
 
@@ -251,7 +264,8 @@ class Bucket:
         """After the all-gather: the gathered rows into the parameters' places."""
         views, custom = self.gathered_views, self.custom_gathered
         if custom is not None:
-            views, self.custom_gathered = self.views_by_rank(custom), None
+            views = [held for _, held in self.copy_pairs(custom, self.parts)]
+            self.custom_gathered = None
         elif self.gathered is self.unsharded:
             return
         allocate(self.unsharded)

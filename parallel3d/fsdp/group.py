@@ -118,7 +118,9 @@ class ParamGroup:
                         removed = True
                         continue
                     with torch.no_grad():
-                        if isinstance(current, DTensor):
+                        if param.sharded.is_meta and not current.is_meta:
+                            param.place(param.local_part(current))  # its bucket moves with it
+                        elif isinstance(current, DTensor):
                             param.sharded.copy_(current)
                         else:
                             view.copy_(param.shard_of(current, tp_local=False))

@@ -148,6 +148,11 @@ class ShardedParam:
         self.region_shape = tuple(region)
         self.chunk_shape = tuple(chunk_local)
         self.even = self.on.are_even(self.global_shape) and padded == largest
+        # Whether padding lies between the rows of a region, and not behind them.
+        self.padded_inside = (
+            self.dim not in (None, 0)
+            and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
+        )
 
     def unreduced_spec(self, *, over_shard: bool) -> DTensorSpec:
         """The description of a gradient not yet summed over replicate (and, if so said, shard)."""
@@ -169,6 +174,39 @@ class ShardedParam:
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter in its region, (parts * slot_numel,) -> compute_shape."""
         return self._trim(self._shaped(region, self.region_shape), self.compute_shape)
+
+    def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:
+        """The same without padding between rows: what forward sees, in a region of the unsharded buffer."""
+        if not self.padded_inside:
+            return self.compute_view(region)
+        return region.narrow(0, 0, _product(self.compute_shape)).view(self.compute_shape)
+
+    def copy_pairs(
+        self, region: torch.Tensor, columns: torch.Tensor, first: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of a region as forward sees it, the same in columns of a gathered buffer), of equal shapes.
+
+        Args:
+            columns: (rows, slot_numel): what the shard ranks from ``first`` on hold.
+        """
+        rows, held = columns.shape[0], self.slots_by_rank(columns)
+        if not self.padded_inside:
+            mine = self.by_rank(region)
+            return [(mine if rows == self.parts else mine.narrow(0, first, rows), held)]
+        assert self.dim is not None
+        whole, size, chunk = (
+            self.contiguous_view(region),
+            self.compute_shape[self.dim],
+            self.chunk_shape[self.dim],
+        )
+        pairs = []
+        for row in range(rows):
+            start = torch.sym_min((first + row) * chunk, size)
+            length = torch.sym_min(size - start, chunk)
+            pairs.append(
+                (whole.narrow(self.dim, start, length), held[row].narrow(self.dim, 0, length))
+            )
+        return pairs
 
     def by_rank(self, region: torch.Tensor) -> torch.Tensor:
         """The same region with a first dim of ``parts``: entry i is what shard rank i holds."""
@@ -270,6 +308,12 @@ class ShardedParam:
             return whole
         coordinate = self.axes.coordinate(self.axes.shard)
         return local_chunk(whole, self.dim, self.parts, coordinate)
+
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter, given whole or as a DTensor."""
+        if isinstance(whole, DTensor):
+            return get_local_tensor(whole.redistribute(self.spec.mesh, self.spec.placements))
+        return self.shard_of(whole, tp_local=False)
 
     def as_compute(self, local: torch.Tensor) -> torch.Tensor:
         """What forward sees: ``local`` itself, or the DTensor that the parameter was around it."""

@@ -126,12 +126,13 @@ class ParamAxes:
             whole = local_chunk(whole, dim, self._size(axis), self._coordinate(axis))
         return whole
 
+    def ways(self, dim: int) -> int:
+        """Into how many parts the own axes cut ``dim``."""
+        return prod(self._size(axis) for axis, cut in self.cuts if cut == dim)
+
     def are_even(self, shape: Sequence[int]) -> bool:
         """Whether every rank's part has the same shape."""
-        for dim in {dim for _, dim in self.cuts}:
-            if shape[dim] % prod(self._size(axis) for axis, d in self.cuts if d == dim):
-                return False
-        return True
+        return all(shape[dim] % self.ways(dim) == 0 for _, dim in self.cuts)
 
     # -- the engine's cut --------------------------------------------------------------------------
 

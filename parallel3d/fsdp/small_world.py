@@ -61,11 +61,8 @@ class SmallWorld:
         self.buffer = torch.empty(
             rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
         )
-        columns = self.buffer.view(rows, bucket.numel).split(bucket.slot_sizes, dim=1)
-        self._targets = [
-            p.slots_by_rank(column) for p, column in zip(bucket.params, columns, strict=True)
-        ]
-        self._sources = [view.narrow(0, self.rank * rows, rows) for view in bucket.region_views]
+        pairs = bucket.copy_pairs(self.buffer, rows, self.rank * rows)
+        self._sources, self._targets = map(list, zip(*pairs, strict=True))
         release(self.buffer)
 
     def keep(self) -> torch.Tensor:

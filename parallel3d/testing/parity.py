@@ -252,7 +252,7 @@ class _Case:
         """Each weight against the largest of its tensor."""
         worst = 0.0
         for name, p, q in self.pairs(plain, parallel):
-            scale = float(p.detach().abs().max()) if p.numel() else 1.0
+            scale = float(_numbers(p.detach()).abs().max()) if p.numel() else 1.0
             worst = max(worst, self.compare_tensor("weight", name, p.detach(), q.detach(), scale))
         return worst
 
@@ -281,7 +281,7 @@ class _Case:
             )
             if not local.numel():
                 continue
-            difference = float((local - want).abs().max()) / max(scale, 1e-30)
+            difference = float((_numbers(local) - _numbers(want)).abs().max()) / max(scale, 1e-30)
             self.check(what, name, rank, difference, bound)
             worst = max(worst, difference)
         return worst
@@ -293,6 +293,11 @@ class _Case:
                 f"{self.layout}, {self.name}: {what} of {name} on rank {rank} differs from the plain "
                 f"model's by {difference:.3g} (relative), more than {bound:g}"
             )
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Codes (uint8, bool) as numbers that can be subtracted."""
+    return tensor if tensor.is_floating_point() else tensor.double()
 
 
 def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], torch.Tensor]]:
