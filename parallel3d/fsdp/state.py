@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._compat import in_backward_pass
+from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
@@ -176,6 +176,7 @@ class Unit(Settings):
 
     # -- forward -------------------------------------------------------------------------------------
 
+    @untraced
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before each module's forward."""
         context = self.ready_context()
@@ -236,6 +237,7 @@ class Unit(Settings):
                 group.count_trainable()
         group.issue_unshard(context.comm)
 
+    @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Hook after each module's forward."""
         context = self.context
@@ -404,6 +406,7 @@ class Unit(Settings):
 
     # -- state dict ----------------------------------------------------------------------------------
 
+    @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
         if not self.group.shown:
