@@ -1,4 +1,4 @@
-"""torch.compile of units: by parallelize, by the user before or after fully_shard, and around the whole model.
+"""torch.compile of units: by parallelize, by the user before or after fully_shard, around the whole model.
 
 A unit's forward is one graph, compiled once for all units of a class; the engine's hooks are in none. The
 compiled model computes what the same model does without compile.
