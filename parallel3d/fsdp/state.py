@@ -67,6 +67,7 @@ class Unit(Settings):
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: calls that this backward has reached and not yet left.
+        reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
     """
 
@@ -93,6 +94,7 @@ class Unit(Settings):
         self.call: Call | None = None
         self.arrived = 0
         self.backward_begun = False
+        self.reached = False
         self.ended = False
         self.reduced = False
         self._modules: list[weakref.ref[nn.Module]] = []
@@ -315,7 +317,7 @@ class Unit(Settings):
                 "after they are freed; compute such gradients with the plain model, or on a mesh with "
                 "shard=1 in full precision"
             )
-        self.backward_begun = True
+        self.backward_begun = self.reached = True
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
@@ -349,12 +351,13 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         context.enter_backward()
-        self._leave_backward(context)
+        self.leave_backward(context)
         context.reduce(self)
         self.arrived = 0
         self.backward_begun = False
 
-    def _leave_backward(self, context: RunContext) -> None:
+    def leave_backward(self, context: RunContext) -> None:
+        """Reshards the group, unless it is to stay gathered for the next micro-batch."""
         if self.reshard_after_backward:
             self.group.hide()
             self.group.reshard(context.comm)
@@ -370,6 +373,7 @@ class Unit(Settings):
             if due:
                 comm.reduce(bucket, all_reduce=self.all_reduce)
         self.reduced = True
+        self.reached = self.reached and not self.sync
 
     def take_gradients(self) -> None:
         """Takes gradients that were put into the unsharded parameters by hand, not by a backward."""
@@ -383,7 +387,7 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         self.to_run.clear()
-        self._leave_backward(context)
+        self.leave_backward(context)
         for bucket in self.group.buckets:
             bucket.grads.arrived.clear()
         self.begun.clear()
@@ -396,7 +400,7 @@ class Unit(Settings):
         self.to_run.clear()
         self.begun.clear()
         self.depth = self.arrived = 0
-        self.backward_begun = self.ended = self.reduced = False
+        self.backward_begun = self.reached = self.ended = self.reduced = False
 
     def come_to_rest(self) -> None:
         """Shows the shards again where an exception has ended a backward half-way."""

@@ -154,14 +154,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parity("behaviour: torch.compile per unit with aot_eager")
+@pytest.mark.parity("behaviour: torch.compile per unit, aot_eager")
 @pytest.mark.parity("behaviour: torch.compile around fully_shard")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_equals_eager(gloo_pool, case: Case) -> None:
     gloo_pool.run(compare, case, world_size=2 * case.tp)
 
 
-@pytest.mark.parity("behaviour: torch.compile per unit with inductor")
+@pytest.mark.parity("behaviour: torch.compile per unit, inductor")
 @pytest.mark.parametrize(
     "case",
     [

@@ -5,13 +5,9 @@ gradient synchronisation off, and end a step by calling what they know of torch'
 ones compute gradients of inputs and of weights apart, and put the latter into ``.grad`` themselves.
 """
 
-import copy
-from collections.abc import Iterator
-
 import pytest
 import torch
 from engines import Engine
-from torch import distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,71 +30,78 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Stage(nn.Sequential):
-    """Some of the model's blocks."""
-
-
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(BLOCKS))).double()
 
 
 def batch(step: int, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and target."""
     generator = torch.Generator().manual_seed(100 * step + data_rank)
-    make = lambda: torch.randn(  # noqa: E731
-        MICRO_BATCHES, DIM, generator=generator, dtype=torch.float64
-    )
-    return make(), make()
+    both = torch.randn(2, MICRO_BATCHES, DIM, generator=generator, dtype=torch.float64)
+    return both[0], both[1]
 
 
-def named_by_stage(indices: list[int], stages: int, model: nn.Sequential) -> Iterator[nn.Module]:
-    """The blocks of each stage in ``indices``, of so many."""
-    size = BLOCKS // stages
-    for index in indices:
-        yield Stage(*model[index * size : (index + 1) * size])
+class Pipeline:
+    """This rank's stages, the schedule, and the same stages of the plain model."""
 
+    def __init__(self, engine: Engine, name: str, reshard_after_forward: bool, scale: bool) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+        cls = getattr(pipelining, name)
+        looped = issubclass(cls, pipelining.schedules.PipelineScheduleMulti)
+        pp_rank, self.data_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("shard")
+        self.indices = [pp_rank]
+        if looped:
+            self.indices.append(3 - pp_rank if "ZBV" in name else pp_rank + 2)
+        self.count = 2 * len(self.indices)
+        self.factor = 1 if scale else MICRO_BATCHES
+        self.plain = build()
+        self.expected = self._stages_of(self.plain)
+        self.modules = self._stages_of(build())
+        options = {"mesh": mesh["shard"], "reshard_after_forward": reshard_after_forward}
+        for module in self.modules:
+            for block in module[:-1]:  # the last one's parameters are the root's
+                engine.fully_shard(block, **options)
+            engine.fully_shard(module, **options)
+        stages = [
+            PipelineStage(m, i, self.count, torch.device("cpu"), group=mesh.get_group("pp"))
+            for m, i in zip(self.modules, self.indices, strict=True)
+        ]
+        self.schedule = cls(
+            stages if looped else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss, scale_grads=scale
+        )
 
-def run_schedule(engine: Engine, name: str, reshard_after_forward: bool, scale: bool) -> None:
-    """Two steps of SGD; gradients and weights after each equal the plain model's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
-    schedule_class = getattr(pipelining, name)
-    looped = issubclass(schedule_class, pipelining.schedules.PipelineScheduleMulti)
-    pp_rank, data_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("shard")
-    indices = [pp_rank]
-    if looped:
-        indices = [pp_rank, 3 - pp_rank if "ZBV" in name else pp_rank + 2]
-    stages_in_all = 2 * len(indices)
-    plain = build()
-    modules = list(named_by_stage(indices, stages_in_all, build()))
-    for module in modules:
-        for block in module:
-            engine.fully_shard(
-                block, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward
-            )
-        engine.fully_shard(module, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
-    stages = [
-        PipelineStage(m, i, stages_in_all, torch.device("cpu"), group=mesh.get_group("pp"))
-        for m, i in zip(modules, indices, strict=True)
-    ]
-    schedule = schedule_class(
-        stages if looped else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss, scale_grads=scale
-    )
-    expected = dict(zip(indices, named_by_stage(indices, stages_in_all, plain), strict=True))
-    for step in range(2):
-        x, target = batch(step, data_rank)
-        arguments = (x,) if 0 in indices else ()
-        targets = {"target": target, "losses": []} if stages_in_all - 1 in indices else {}
-        schedule.step(*arguments, **targets)
+    def _stages_of(self, model: nn.Sequential) -> list[nn.Sequential]:
+        size = BLOCKS // self.count
+        return [model[index * size : (index + 1) * size] for index in self.indices]
+
+    def train(self, step: int) -> None:
+        """Forwards and backwards of a step, here and on the plain model."""
+        x, target = batch(step, self.data_rank)
+        arguments = (x,) if 0 in self.indices else ()
+        last = self.count - 1 in self.indices
+        self.schedule.step(*arguments, **({"target": target, "losses": []} if last else {}))
         for rank in range(2):
             x, target = batch(step, rank)
-            factor = 1 if scale else MICRO_BATCHES
-            (F.mse_loss(plain(x), target) * factor / 2).backward()
-        for index, module in zip(indices, modules, strict=True):
-            compare(module, expected[index], step)
-        for p in [*plain.parameters(), *(p for m in modules for p in m.parameters())]:
-            with torch.no_grad():
-                p.sub_(p.grad, alpha=0.1)
-            p.grad = None
+            (F.mse_loss(self.plain(x), target) * self.factor / 2).backward()
+
+    def update(self) -> None:
+        """Plain SGD."""
+        for model in [self.plain, *self.modules]:
+            for p in model.parameters():
+                with torch.no_grad():
+                    p.sub_(p.grad, alpha=0.1)
+                p.grad = None
+
+
+def run_schedule(engine: Engine, *options) -> None:
+    """Two steps; gradients and weights in each equal the plain model's."""
+    pipeline = Pipeline(engine, *options)
+    for step in range(2):
+        pipeline.train(step)
+        for module, plain in zip(pipeline.modules, pipeline.expected, strict=True):
+            compare(module, plain, step)
+        pipeline.update()
 
 
 def compare(module: nn.Module, plain: nn.Module, step: int) -> None:
@@ -124,4 +127,5 @@ def compare(module: nn.Module, plain: nn.Module, step: int) -> None:
     ],
 )
 def test_schedule(on_ranks, name: str, reshard_after_forward: bool) -> None:
-    on_ranks(run_schedule, name, reshard_after_forward, name != "ScheduleGPipe", size=4)
+    scale = name != "ScheduleGPipe"
+    on_ranks(run_schedule, name, reshard_after_forward, scale, size=4)
