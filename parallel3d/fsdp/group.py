@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d._compat import untraced
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.freshness import weights_stamp
@@ -237,6 +238,7 @@ class _GradHook:
         self.bucket = weakref.ref(bucket)
         self.index = index
 
+    @untraced
     def __call__(self, param: Any) -> None:
         unit, bucket = self.unit(), self.bucket()
         if unit is not None and bucket is not None:
