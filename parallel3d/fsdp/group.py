@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.freshness import weights_stamp
 
 __all__ = ["GroupState", "ParamGroup"]
@@ -55,6 +56,11 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """After the buckets were built: the swap list and the gradient hooks."""
+        for bucket in self.buckets:
+            if isinstance(
+                bucket, ExtensionBucket
+            ):  # its parameters are there after the first gather
+                bucket.made = weakref.WeakMethod(self.refresh)
         self._list_slots()
         self.computing = {id(compute) for _, _, _, compute in self.slots}
         if self._unit is not None:
