@@ -18,9 +18,9 @@ from parallel3d.fsdp.api import (
     check_policy,
 )
 from parallel3d.fsdp.axes import checked_mesh, data_axes
-from parallel3d.fsdp.bucket import make_buckets
 from parallel3d.fsdp.checks import check_ignored, check_modules, check_reshard
 from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.make_buckets import make_buckets
 from parallel3d.fsdp.managed import managed_modules, managed_params
 from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.param import ShardedParam, mark_taken

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import untraced
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.freshness import weights_stamp
 from parallel3d.fsdp.joint_gather import JointGather, plan_gathers
 
@@ -60,6 +61,11 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """After the buckets were built: the swap list and the gradient hooks."""
+        for bucket in self.buckets:
+            if isinstance(
+                bucket, ExtensionBucket
+            ):  # its parameters are there after the first gather
+                bucket.made = weakref.WeakMethod(self.refresh)
         self._list_slots()
         self.computing = {id(compute) for _, _, _, compute in self.slots}
         if self._unit is not None:
