@@ -41,6 +41,7 @@ class ExtensionBucket(Bucket):
         made: returns what to call when the unsharded parameters have been made.
     """
 
+    joinable = False  # it gathers bytes of its own making
     made: Callable[[], Callable[[], None] | None] | None = None
 
     # -- storage -----------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | JointGather]:
     joined: dict[object, list[Bucket]] = {}
     for bucket in buckets:
         alone = (
-            bucket.shard_group is None
+            not bucket.joinable
+            or bucket.shard_group is None
             or bucket.gather_comm is not None
             or bucket.part is not None
             or bucket.offloaded
