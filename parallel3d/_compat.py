@@ -5,10 +5,12 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
@@ -32,6 +34,7 @@ __all__ = [
     "dtensor_shard_box",
     "flatten_axes",
     "foreach_copy_",
+    "fully_shard_state",
     "get_local_tensor",
     "gradient_hooks",
     "group_memory",
@@ -43,19 +46,23 @@ __all__ = [
     "make_dtensor",
     "make_spec",
     "make_symmetric",
+    "preserved_versions",
     "process_group_of",
     "queue_backward_callback",
     "ranks_are_simulated",
     "reduce_scatter_single",
     "root_mesh",
+    "set_fully_shard_state",
     "set_local_tensor",
     "simulation_paused",
     "symmetric_memory",
     "tensors_by_rank",
     "unflatten_mesh",
+    "untraced",
     "use_symmetric_memory",
 ]
 
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._local_tensor import (
     LocalIntNode,
     LocalTensor,
@@ -182,6 +189,13 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Hides the body's writes to ``tensors`` from autograd, which may have saved them for backward."""
+    # A tensor made in inference mode has no version, and can't be saved.
+    counted = tuple(t for t in tensors if not t.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(counted)
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Runs ``callback`` once when the backward pass under way ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -270,3 +284,36 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Points ``tensor`` at ``local``, which must have the same shape, dtype and device."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
+
+
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
+
+
+def untraced(function: _FunctionT) -> _FunctionT:
+    """Keeps ``function``, and all that it calls, out of ``torch.compile``'s graphs.
+
+    A graph that reaches it ends there. Unlike ``torch.compiler.disable``, which wraps the function (0.2 us
+    a call, compiled or not) and imports the compiler, it costs nothing.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "the sharding engine's"  # type: ignore[attr-defined]
+    return function
+
+
+def set_fully_shard_state(module: nn.Module, state: Any) -> None:
+    """Makes ``state`` what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+
+    And enters fully_shard in torch's registry of what was applied to the module.
+    """
+    attributes = vars(module)  # new dicts: a rollback puts the old ones back
+    function = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
+    attributes[STATE_KEY] = {**attributes.get(STATE_KEY, {}), function: state}
+    attributes[REGISTRY_KEY] = {**attributes.get(REGISTRY_KEY, {}), "fully_shard": RegistryItem()}
+
+
+def fully_shard_state(module: nn.Module) -> Any:
+    """``torch.distributed.fsdp.fully_shard.state(module)``."""
+    return torch_fsdp.fully_shard.state(module)  # type: ignore[attr-defined]

@@ -144,6 +144,7 @@ CITED = {
     "section 2.9": "gloo: PREMUL_SUM for set_gradient_divide_factor fails; pin_memory fails without a device",
     "section 1a": "refused by torch: 3-D meshes by name; reshard to an int with DTensors or dp_mesh_dims",
     "silent": "set_allocate_memory_from_process_group_for_comm does nothing, without a word, on gloo",
+    "found: reset": "reset_iter_state keeps unreduced gradients, which the next backward adds to its own",
     "found: no elements": "a parameter without elements: RuntimeError in backward",
     "#144289": "types of parameters differ after a forward of a root that is not resharded",
 }

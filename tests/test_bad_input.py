@@ -50,13 +50,6 @@ def with_parameter(tensor: torch.Tensor) -> Callable[[], nn.Module]:
     return lambda: With(odd=nn.Parameter(tensor))
 
 
-def tied_blocks() -> Lm:
-    """Two blocks that share a weight: the second's ``fully_shard`` fails, half-way through."""
-    model = Lm(layers=3)
-    model.layers[1].up.weight = model.layers[0].up.weight
-    return model
-
-
 CASES = [
     # Meshes
     Case(
@@ -234,14 +227,6 @@ CASES = [
         DATA,
         lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
         (),
-    ),
-    Case(
-        "a weight that two blocks share",
-        given(),
-        Parallel3dError,
-        (r"up\.weight is tied", r"must be in one unit", r"as one list"),
-        DATA,
-        tied_blocks,
     ),
     # Options
     Case(

@@ -96,7 +96,7 @@ def local(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parity("reliability: a deleted model is freed at once")
+@pytest.mark.parity("reliability: everything freed at once")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_modules_are_freed_at_once(compiled: bool) -> None:
     """Tensor parallelism, checkpointing and compile leave no cycle: reference counts free it all."""

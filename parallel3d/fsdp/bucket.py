@@ -12,7 +12,7 @@ The last two keep their tensors and views for the model's life; only their stora
 input of the reduce-scatter, laid out as ``gathered``, belongs to ``grads``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.small_world import SmallWorld
 from parallel3d.fsdp.storage import allocate, release
 
-__all__ = ["Bucket", "make_buckets"]
+__all__ = ["Bucket"]
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -64,6 +64,8 @@ class Bucket:
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
     """
+
+    joinable = True  # whether one all-gather may carry it together with others; see ``joint_gather``
 
     def __init__(
         self,
@@ -125,15 +127,7 @@ class Bucket:
     def build(self, device: torch.device) -> None:
         """Makes buffers, views and Parameters on ``device``, with the parameters' initial values."""
         params = self.params
-        self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
-        self.offloaded = self.home != self.device
-        self.dtype = params[0].dtype
-        floating = self.dtype.is_floating_point
-        self.compute_dtype = (self.policy.param_dtype if floating else None) or self.dtype
-        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
-        self.slot_sizes = [p.slot_numel for p in params]
-        self.numel = sum(self.slot_sizes)
-        self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
+        self._describe(device)
         # Zeros: padding must stay finite, norms and casts run over whole buffers.
         self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=self.pin)
         self.local_views = [_with_own_storage(v) for v in self.local_parts(self.flat)]
@@ -143,6 +137,19 @@ class Bucket:
                 param.initial = None
             param.place(view)
         self._build_unsharded()
+
+    def _describe(self, device: torch.device) -> None:
+        """Places, dtypes and sizes, and what depends on them alone."""
+        params = self.params
+        self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
+        self.offloaded = self.home != self.device
+        self.dtype = params[0].dtype
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = (self.policy.param_dtype if floating else None) or self.dtype
+        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
+        self.slot_sizes = [p.slot_numel for p in params]
+        self.numel = sum(self.slot_sizes)
+        self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         self.grads = GradientSlots(self)
         self.small: SmallWorld | None = None
         self.part: torch.Tensor | None = None
@@ -217,10 +224,13 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 param.set_dtype(local.dtype)
-            self.build(locals_[0].device)
-            for view, local in zip(self.local_views, locals_, strict=True):
-                view.copy_(local)
+            self._take(locals_)
         return True
+
+    def _take(self, locals_: list[torch.Tensor]) -> None:
+        self.build(locals_[0].device)
+        for view, local in zip(self.local_views, locals_, strict=True):
+            view.copy_(local)
 
     def requires_grad_from_sharded(self) -> None:
         """Lets the computing parameters follow ``requires_grad_`` on the sharded ones."""
@@ -316,25 +326,3 @@ class Bucket:
         if self.scatter_comm is not None and self.shard_group is not None:
             return self.scatter_comm.allocate((size,), dtype=self.reduce_dtype, device=self.device)
         return torch.empty(size, dtype=self.reduce_dtype, device=self.device)
-
-
-def make_buckets(
-    unit: str,
-    params: Sequence[ShardedParam],
-    axes: DataAxes,
-    policy: MixedPrecisionPolicy,
-    offload: Any = None,
-) -> list[Bucket]:
-    """Sorts a unit's parameters into buckets, in order of their first parameter.
-
-    Each bucket has its parameters' own axes, and ``axes`` is what most of them have. Parameters on meta
-    may get values one by one, so they are apart from those that have some.
-    """
-    grouped: dict[object, list[ShardedParam]] = {}
-    for param in params:
-        # By ranks: two equal meshes in one process have groups of other names.
-        tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
-        meta = param.initial is not None and param.initial.is_meta
-        key = (param.dtype, param.requires_grad, param.parts, tp, param.axes, meta)
-        grouped.setdefault(key, []).append(param)
-    return [Bucket(unit, members, members[0].axes, policy, offload) for members in grouped.values()]

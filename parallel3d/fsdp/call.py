@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel3d._compat import untraced
 from parallel3d.fsdp.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -51,16 +52,18 @@ class Call:
         self.inputs += 1
         return view
 
+    @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: the first gradient to reach this call."""
-        if self not in self.unit.begun:
-            self.unit.begun.add(self)
+        if id(self) not in self.unit.begun:
+            self.unit.begun.add(id(self))
             self.remaining = self.inputs
         self.unit.pre_backward(self)
 
+    @untraced
     def input_done(self, _: torch.Tensor) -> None:
         """Hook on every alias."""
         self.remaining -= 1
         if self.remaining == 0:
-            self.unit.begun.discard(self)
+            self.unit.begun.discard(id(self))
             self.unit.maybe_end_backward()

@@ -13,6 +13,7 @@ import torch
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.cpu_comm import CpuComm
+from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.stream_comm import StreamComm
 
 __all__ = ["Comm", "limit_inputs", "make_comm"]
@@ -29,10 +30,10 @@ class Comm(Protocol):
     max_inputs: int
     post_optim_event: Any
 
-    def issue_gather(self, bucket: Bucket) -> None:
+    def issue_gather(self, bucket: Bucket | JointGather) -> None:
         """Starts the all-gather of ``bucket``."""
 
-    def finish_gather(self, bucket: Bucket) -> None:
+    def finish_gather(self, bucket: Bucket | JointGather) -> None:
         """Makes ``bucket``'s unsharded parameters ready for use."""
 
     def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from parallel3d._compat import queue_backward_callback
+from parallel3d._compat import queue_backward_callback, untraced
 from parallel3d._trace import issuing
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.group import GroupState
@@ -110,6 +110,7 @@ class RunContext:
                     return
                 each.reduce(self.comm)
 
+    @untraced
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
         units = self.units

@@ -8,6 +8,7 @@ are copied together.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,4 +93,7 @@ def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     new = copy.copy(param)
     new.take(memo[id(param.sharded)])
     new.slots = [(memo[id(holder)], name) for holder, name in param.slots]
+    first = memo.get(id(param.module()))
+    if first is not None:
+        new.module = weakref.ref(first)
     return new

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import ScatterWork, all_gather, all_reduce, reduce_scatter
+from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.reduce_job import ReduceJob
 
 __all__ = ["CpuComm"]
@@ -35,7 +36,7 @@ class CpuComm:
 
     # -- all-gather ----------------------------------------------------------------------------------
 
-    def issue_gather(self, bucket: Bucket) -> None:
+    def issue_gather(self, bucket: Bucket | JointGather) -> None:
         """See ``Comm``."""
         if bucket.shard_group is None:
             return
@@ -47,7 +48,7 @@ class CpuComm:
         )
         bucket.gathering = (work, part)  # gloo reads ``part`` until it is done
 
-    def finish_gather(self, bucket: Bucket) -> None:
+    def finish_gather(self, bucket: Bucket | JointGather) -> None:
         """See ``Comm``."""
         if bucket.shard_group is None:
             bucket.cast_whole()

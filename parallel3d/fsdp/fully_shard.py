@@ -18,9 +18,9 @@ from parallel3d.fsdp.api import (
     check_policy,
 )
 from parallel3d.fsdp.axes import checked_mesh, data_axes
-from parallel3d.fsdp.bucket import make_buckets
 from parallel3d.fsdp.checks import check_ignored, check_modules, check_reshard
 from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.make_buckets import make_buckets
 from parallel3d.fsdp.managed import managed_modules, managed_params
 from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.param import ShardedParam, mark_taken
@@ -28,6 +28,7 @@ from parallel3d.fsdp.placement_fn import ShardPlacementFn, wishes
 from parallel3d.fsdp.spmd import spmd_axes
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.ties import Tie, check_ties, join
+from parallel3d.fsdp.torch_state import register_state
 
 __all__ = ["fully_shard"]
 
@@ -136,6 +137,7 @@ def fully_shard(
             vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
         for root in modules:
             root.__class__ = _extended_class(type(root))
+            register_state(root)
         join(unit, ties)
     return module
 

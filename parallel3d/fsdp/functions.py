@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.comm import make_comm
-from parallel3d.fsdp.state import the_unit, unit_of
+from parallel3d.fsdp.comm import Comm, make_comm
+from parallel3d.fsdp.state import Unit, the_unit, unit_of
 
-__all__ = ["register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["comm_of", "register_fsdp_forward_method", "set_comm", "share_comm_ctx"]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -79,10 +79,21 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         )
     if not units:
         return
-    first = units[0]
-    comm = first.context.comm if first.context is not None else first.shared_comm
-    comm = comm or make_comm(first.device_type)
     for unit in units:
-        unit.shared_comm = comm
-        if unit.context is not None:
-            unit.context.comm = comm
+        set_comm(unit, comm_of(units[0]))
+
+
+def comm_of(unit: Unit) -> Comm:
+    """What ``unit`` communicates on, or will when it runs."""
+    if unit.context is not None:
+        return unit.context.comm
+    if unit.shared_comm is None:
+        unit.shared_comm = make_comm(unit.device_type)
+    return unit.shared_comm
+
+
+def set_comm(unit: Unit, comm: Comm) -> None:
+    """Makes ``unit`` communicate on ``comm``."""
+    unit.shared_comm = comm
+    if unit.context is not None:
+        unit.context.comm = comm

@@ -1,6 +1,7 @@
 """ParamGroup: one unit's parameters through SHARDED -> gathering -> UNSHARDED -> SHARDED."""
 
 import weakref
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d._compat import untraced
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.freshness import weights_stamp
+from parallel3d.fsdp.joint_gather import JointGather, plan_gathers
 
 __all__ = ["GroupState", "ParamGroup"]
 
@@ -36,6 +40,7 @@ class ParamGroup:
             forward or backward reshards it.
         held: the weights' stamp when the group was left gathered for the next forward, or None.
         parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
+        gathers: what the all-gathers under way are of.
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
             rest, also while an unsharded copy is held).
     """
@@ -48,6 +53,7 @@ class ParamGroup:
         self.kept = False
         self.held: object = None
         self.parted = False
+        self.gathers: Sequence[Bucket | JointGather] = []
         self.computing: set[int] = set()
         self.slots: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
         self._unit: weakref.ref | None = None
@@ -55,6 +61,11 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """After the buckets were built: the swap list and the gradient hooks."""
+        for bucket in self.buckets:
+            if isinstance(
+                bucket, ExtensionBucket
+            ):  # its parameters are there after the first gather
+                bucket.made = weakref.WeakMethod(self.refresh)
         self._list_slots()
         self.computing = {id(compute) for _, _, _, compute in self.slots}
         if self._unit is not None:
@@ -132,16 +143,19 @@ class ParamGroup:
     def issue_unshard(self, comm: Comm) -> None:
         """Starts the all-gathers if the group is sharded."""
         if self.state is GroupState.SHARDED:
-            for bucket in self.buckets:
-                comm.issue_gather(bucket)
+            buckets = self.buckets
+            self.gathers = buckets if len(buckets) < 2 else plan_gathers(buckets)
+            for gather in self.gathers:
+                comm.issue_gather(gather)
             self.state = GroupState.GATHERING
 
     def unshard(self, comm: Comm) -> None:
         """Makes the unsharded parameters ready for use on the current stream."""
         self.issue_unshard(comm)
         if self.state is GroupState.GATHERING:
-            for bucket in self.buckets:
-                comm.finish_gather(bucket)
+            for gather in self.gathers:
+                comm.finish_gather(gather)
+            self.gathers = []
             self.state = GroupState.UNSHARDED
 
     def reshard(self, comm: Comm, parts: int | None = None) -> None:
@@ -210,10 +224,11 @@ class ParamGroup:
     def abandon(self, comm: Comm) -> None:
         """After an exception: nothing in flight, nothing gathered."""
         self.hide()
-        for bucket in self.buckets:
-            if bucket.gathering is not None:  # the collective is under way on the other ranks too
-                comm.finish_gather(bucket)
-                bucket.free_unsharded()
+        for gather in self.gathers:
+            if gather.gathering is not None:  # the collective is under way on the other ranks too
+                comm.finish_gather(gather)
+                gather.free_unsharded()
+        self.gathers = []
         if self.state is GroupState.GATHERING:
             self.state = GroupState.UNSHARDED
         self.reshard(comm)
@@ -229,6 +244,7 @@ class _GradHook:
         self.bucket = weakref.ref(bucket)
         self.index = index
 
+    @untraced
     def __call__(self, param: Any) -> None:
         unit, bucket = self.unit(), self.bucket()
         if unit is not None and bucket is not None:

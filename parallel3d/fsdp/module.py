@@ -12,6 +12,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.module_comm import CommMethods
 from parallel3d.fsdp.state import Unit, the_unit, unit_of, units_of
+from parallel3d.fsdp.torch_state import TorchState, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle"]
 
@@ -198,6 +199,10 @@ class FSDPModule(CommMethods, TorchFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A unit of its own with the same weights, on the same mesh. Units inside are copied with it."""
         return copy_module(self, memo)  # type: ignore[arg-type]
+
+    def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
+        """What torch's own functions ask for."""
+        return state_of(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""

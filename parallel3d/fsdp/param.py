@@ -324,13 +324,18 @@ class ShardedParam:
             local, make_spec(mesh, self.on.compute_placements, self.global_shape, local.dtype)
         )
 
-    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient as a plain tensor of compute_shape, whatever forward computed with."""
+    def local_grad(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A gradient as a plain tensor of compute_shape, whatever forward computed with.
+
+        One that is partial over tp is summed in ``dtype``, that of all reductions.
+        """
         if not isinstance(grad, DTensor):
             return grad
         wanted = self.on.gradient_placements(grad.placements)
         if grad.placements != wanted:
-            grad = grad.redistribute(placements=wanted)
+            cast = grad.to(dtype)
+            assert isinstance(cast, DTensor)
+            grad = cast.redistribute(placements=wanted)
         return grad.to_local()
 
 

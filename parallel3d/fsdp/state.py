@@ -8,6 +8,7 @@ one callback at the end of the backward.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._compat import in_backward_pass
+from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
@@ -66,7 +67,8 @@ class Unit(Settings):
         group: its parameters.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
-        begun: calls that this backward has reached and not yet left.
+        begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
+        reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
     """
 
@@ -88,11 +90,12 @@ class Unit(Settings):
         self.to_run: set[nn.Module] = set()
         self.depth = 0
         self.position = 0
-        self.begun: set[Call] = set()
+        self.begun: set[int] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
         self.arrived = 0
         self.backward_begun = False
+        self.reached = False
         self.ended = False
         self.reduced = False
         self._modules: list[weakref.ref[nn.Module]] = []
@@ -176,6 +179,7 @@ class Unit(Settings):
 
     # -- forward -------------------------------------------------------------------------------------
 
+    @untraced
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before each module's forward."""
         context = self.ready_context()
@@ -236,6 +240,7 @@ class Unit(Settings):
                 group.count_trainable()
         group.issue_unshard(context.comm)
 
+    @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Hook after each module's forward."""
         context = self.context
@@ -244,11 +249,14 @@ class Unit(Settings):
         dtype = self.policy.output_dtype
         if dtype is not None:
             output = map_tensors(lambda t: _cast(t, dtype), output)
-        grad = torch.is_grad_enabled() and output is not None  # None: an exception, or no backward
+        failed = output is None and sys.exc_info()[0] is not None
+        grad = torch.is_grad_enabled() and not failed
         if grad and self.call is not None:
             self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
         self.to_run.discard(module)
+        if failed:
+            self.to_run.clear()
         if self.depth or self.to_run:
             return output
         self.call = None
@@ -313,7 +321,7 @@ class Unit(Settings):
                 "after they are freed; compute such gradients with the plain model, or on a mesh with "
                 "shard=1 in full precision"
             )
-        self.backward_begun = True
+        self.backward_begun = self.reached = True
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
@@ -347,12 +355,13 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         context.enter_backward()
-        self._leave_backward(context)
+        self.leave_backward(context)
         context.reduce(self)
         self.arrived = 0
         self.backward_begun = False
 
-    def _leave_backward(self, context: RunContext) -> None:
+    def leave_backward(self, context: RunContext) -> None:
+        """Reshards the group, unless it is to stay gathered for the next micro-batch."""
         if self.reshard_after_backward:
             self.group.hide()
             self.group.reshard(context.comm)
@@ -368,6 +377,7 @@ class Unit(Settings):
             if due:
                 comm.reduce(bucket, all_reduce=self.all_reduce)
         self.reduced = True
+        self.reached = self.reached and not self.sync
 
     def take_gradients(self) -> None:
         """Takes gradients that were put into the unsharded parameters by hand, not by a backward."""
@@ -381,7 +391,7 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         self.to_run.clear()
-        self._leave_backward(context)
+        self.leave_backward(context)
         for bucket in self.group.buckets:
             bucket.grads.arrived.clear()
         self.begun.clear()
@@ -394,7 +404,7 @@ class Unit(Settings):
         self.to_run.clear()
         self.begun.clear()
         self.depth = self.arrived = 0
-        self.backward_begun = self.ended = self.reduced = False
+        self.backward_begun = self.reached = self.ended = self.reduced = False
 
     def come_to_rest(self) -> None:
         """Shows the shards again where an exception has ended a backward half-way."""
@@ -404,6 +414,7 @@ class Unit(Settings):
 
     # -- state dict ----------------------------------------------------------------------------------
 
+    @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
         if not self.group.shown:

@@ -11,6 +11,7 @@ import torch
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import all_gather, all_reduce, reduce_scatter
+from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.offload import copy_home
 from parallel3d.fsdp.reduce_job import ReduceJob
 
@@ -61,7 +62,7 @@ class StreamComm:
 
     # -- all-gather ----------------------------------------------------------------------------------
 
-    def issue_gather(self, bucket: Bucket) -> None:
+    def issue_gather(self, bucket: Bucket | JointGather) -> None:
         """See ``Comm``."""
         if bucket.shard_group is None and not bucket.offloaded:
             return
@@ -93,7 +94,7 @@ class StreamComm:
         if bucket.offloaded:
             self.host_read = event
 
-    def finish_gather(self, bucket: Bucket) -> None:
+    def finish_gather(self, bucket: Bucket | JointGather) -> None:
         """See ``Comm``."""
         if bucket.shard_group is None and not bucket.offloaded:
             bucket.cast_whole()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from wrapped import at_rest, build, shard_blocks
 
-from parallel3d import MeshLayout, Parallel3dError, build_mesh
+from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.state import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world
@@ -356,12 +356,3 @@ class TestUses:
             assert model.norm.weight is keep
             model(torch.randn(2, 12)).sum().backward()
             assert type(keep.grad) is torch.Tensor
-
-
-def test_tied_parameters_in_two_units_are_refused() -> None:
-    with fake_world(0, 2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        model = Lm(tied=True)
-        fully_shard(model.embed, mesh=mesh)
-        with pytest.raises(Parallel3dError, match="tied"):
-            fully_shard(model.head, mesh=mesh)

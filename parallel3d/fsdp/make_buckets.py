@@ -1,0 +1,39 @@
+"""make_buckets: which bucket each parameter of a unit goes into."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.axes import DataAxes
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.extension import is_extended
+from parallel3d.fsdp.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.param import ShardedParam
+
+__all__ = ["make_buckets"]
+
+
+def make_buckets(
+    unit: str,
+    params: Sequence[ShardedParam],
+    axes: DataAxes,
+    policy: MixedPrecisionPolicy,
+    offload: Any = None,
+) -> list[Bucket]:
+    """Sorts a unit's parameters into buckets, in order of their first parameter.
+
+    Each bucket has its parameters' own axes, and ``axes`` is what most of them have. Parameters on meta
+    may get values one by one, so they are apart from those that have some.
+    """
+    grouped: dict[tuple[type[Bucket], *tuple[object, ...]], list[ShardedParam]] = {}
+    for param in params:
+        # By ranks: two equal meshes in one process have groups of other names.
+        tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
+        assert param.initial is not None
+        meta = param.initial.is_meta
+        kind = ExtensionBucket if is_extended(param.initial) else Bucket
+        key = (kind, param.dtype, param.requires_grad, param.parts, tp, param.axes, meta)
+        grouped.setdefault(key, []).append(param)
+    return [
+        key[0](unit, members, members[0].axes, policy, offload) for key, members in grouped.items()
+    ]

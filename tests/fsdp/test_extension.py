@@ -1,0 +1,318 @@
+"""All-gather extensions: what torch's engine can't do with them. For the rest see tests/engine."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from extended import Aliased, Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from torch import nn
+from torch.distributed.tensor import DTensor
+from wrapped import at_rest
+
+from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import fake_world, local_world, record_collectives
+
+
+def wrap(model: nn.Module, shape=(1, 2, 1), **options) -> nn.Module:
+    return fully_shard(model, mesh=build_mesh(MeshLayout(*shape), device_type="cpu"), **options)
+
+
+def step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    model(torch.ones(3, 6, dtype=dtype)).square().sum().backward()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("lacking", ["fsdp_pre_all_gather", "fsdp_post_all_gather"])
+    def test_one_of_the_methods(self, lacking) -> None:
+        other = ({"fsdp_pre_all_gather", "fsdp_post_all_gather"} - {lacking}).pop()
+        half = type("Half", (Wrapped,), {other: getattr(Bf16, other)})
+        with fake_world(0, 2):
+            model = extend(mlp(8), half)
+            before = model[0].weight
+            with pytest.raises(Parallel3dError, match=rf"0\.weight.*Half.*but not {lacking}"):
+                wrap(model)
+            assert model[0].weight is before and type(model) is nn.Sequential
+
+    def test_signature(self) -> None:
+        class Odd(Bf16):
+            def fsdp_pre_all_gather(self, mesh, outer_size):
+                raise AssertionError
+
+        with fake_world(0, 2), pytest.raises(Parallel3dError, match="takes 2 arguments"):
+            wrap(extend(mlp(8), Odd))
+
+    @pytest.mark.parametrize(
+        ("given", "shown"),
+        [
+            (lambda t: t, "returned Tensor"),
+            (lambda t: (t, None), r"returned \(Tensor, NoneType\)"),
+            (lambda t: ((), None), r"returned \(\(\), NoneType\)"),
+        ],
+    )
+    def test_what_pre_returns(self, given, shown) -> None:
+        class Wrong(Bf16):
+            def fsdp_pre_all_gather(self, mesh):
+                return given(self.held)
+
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Wrong))
+            with pytest.raises(Parallel3dError, match=shown):
+                step(model)
+
+    def test_what_post_returns(self) -> None:
+        class Wrong(Bf16):
+            def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+                return self.result(outputs[0])
+
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Wrong))
+            Wrong.result = lambda self, whole: whole
+            with pytest.raises(Parallel3dError, match="returned Tensor; without out="):
+                step(model)
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Wrong))
+            Wrong.result = lambda self, whole: (whole[:4].float(), ())
+            with pytest.raises(Parallel3dError, match=r"shape \(4, 6\).*has shape \(8, 6\)"):
+                step(model)
+
+    def test_sizes_that_change(self) -> None:
+        class Changing(Bf16):
+            dtype_now = torch.bfloat16
+
+            def fsdp_pre_all_gather(self, mesh):
+                return (self.held.to(self.dtype_now),), "metadata"
+
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Changing))
+            step(model)
+            Changing.dtype_now = torch.float16
+            with pytest.raises(
+                Parallel3dError, match=r"\(4, 6\) torch.float16.*bfloat16 the first"
+            ):
+                step(model)
+
+    def test_scalar(self) -> None:
+        class Scale(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(Bf16(torch.ones(())))
+
+        with fake_world(0, 2), pytest.raises(Parallel3dError, match=r"scale.*\(\) can't be cut"):
+            wrap(Scale())
+
+    def test_no_shard_axis(self) -> None:
+        with fake_world(0, 2):
+            mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+            with pytest.raises(MeshError, match="needs the shard axis"):
+                fully_shard(extend(mlp(8), Bf16), mesh=mesh)
+
+    def test_conversion_that_loses_the_subclass(self) -> None:
+        class Fleeting(Bf16):
+            @classmethod
+            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+                lost = func is torch.ops.aten._to_copy.default
+                return out.held if lost else out
+
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Fleeting))
+            with pytest.raises(Parallel3dError, match="must keep its type"):
+                model.double()
+
+
+def forget_to_pad() -> str:
+    """Runs on every rank: 7 rows on two ranks, each given as they are."""
+
+    class Unpadded(Bf16):
+        def padded(self, outer_size, mesh):
+            return self.held
+
+    model = wrap(extend(mlp(7), Unpadded))
+    with pytest.raises(Parallel3dError) as error:
+        step(model)
+    return str(error.value)
+
+
+@pytest.mark.parity("behaviour: uneven sharding")
+def test_unpadded_inputs_raise_on_every_rank(gloo_pool) -> None:
+    """torch raises on the ranks that are wrong only, and the others wait for them."""
+    for message in gloo_pool.run(forget_to_pad, world_size=2, timeout=30.0):
+        assert "0.weight" in message and "(7, 6)" in message
+        assert "48, 36 bytes" in message and "(4, 6)" in message
+
+
+class TestSimulatedRanks:
+    @pytest.mark.parametrize("kind", [Bf16, Int8], ids=lambda kind: kind.__name__)
+    @pytest.mark.parametrize("shape", [(1, 3, 1), (2, 2, 1), (2, 1, 1), (1, 2, 2)], ids=str)
+    def test_gradients(self, kind, shape) -> None:
+        """7 and 4 rows; inputs of another shape than the shard's are padded likewise."""
+        plain = plain_twin(mlp(7), kind)
+        samples = [torch.randn(3, 6) for _ in range(shape[0] * shape[1])]
+        for sample in samples:
+            (plain(sample).square().mean() / len(samples)).backward()
+        with local_world(shape[0] * shape[1] * shape[2]) as world:
+            model = wrap(extend(mlp(7), kind), shape)
+            mine = world.map(lambda rank: samples[rank // shape[2]])
+            model(mine).square().mean().backward()
+            for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+                for whole in world.per_rank(param.grad.full_tensor()):
+                    assert (whole - twin.grad).abs().max() <= 1e-6 * twin.grad.abs().max()
+            assert at_rest(model)
+
+    def test_accumulation(self) -> None:
+        """Sums that wait for their reduction, and one that is reduced."""
+        with local_world(2) as world:
+            grads = []
+            for defer in (False, True):
+                model = wrap(extend(mlp(8), Int8))
+                for index in range(3):
+                    model.set_requires_gradient_sync(index == 2 or not defer)
+                    step(model)
+                grads.append([p.grad for p in model.parameters()])
+            for one, other in zip(*grads, strict=True):
+                pairs = zip(world.per_rank(one), world.per_rank(other), strict=True)
+                assert all(torch.allclose(a, b, rtol=1e-5) for a, b in pairs)
+
+
+class TestMemory:
+    def test_nothing_of_the_whole_weight_stays(self) -> None:
+        """The subclass keeps it as an attribute; the user's own attributes do stay."""
+        with fake_world(0, 2):
+            model = extend(mlp(8), Bf16)
+            model[0].weight.mine = "kept"
+            whole = weakref.ref(model[0].weight.held)
+            gc.disable()
+            try:
+                wrap(model)
+                assert whole() is None
+            finally:
+                gc.enable()
+            assert model[0].weight.mine == "kept" and not hasattr(model[0].weight, "held")
+            assert model[0].weight.to_local().held.untyped_storage().nbytes() == 4 * 6 * 4
+
+    def test_lone_input_is_gathered_in_place(self) -> None:
+        with fake_world(0, 2):
+            model = wrap(extend(nn.Sequential(nn.Linear(6, 8, bias=False)), Bf16))
+            (bucket,) = unit_of(model).group.buckets
+            with torch.no_grad():
+                model.unshard()
+            (extension,) = bucket.extensions
+            assert bucket.gathered.data_ptr() == extension.rows[0].data_ptr()
+            model.reshard()
+            assert at_rest(model)
+
+    def test_frozen(self) -> None:
+        with fake_world(0, 2):
+            model = extend(mlp(8), Int8)
+            model[0].weight.requires_grad_(False)
+            wrap(model)
+            step(model)
+            assert model[0].weight.grad is None and model[2].weight.grad is not None
+            model[0].weight.requires_grad_()
+            step(model)
+            assert model[0].weight.grad is not None
+
+    def test_one_gather_and_one_reduction_for_all(self) -> None:
+        """Of one dtype; ordinary parameters have theirs."""
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Int8))
+            kinds = [type(bucket) for bucket in unit_of(model).group.buckets]
+            assert kinds.count(ExtensionBucket) == 1 and len(kinds) == 2
+            with record_collectives() as recorder:
+                step(model)
+            assert recorder.count("all_gather") == recorder.count("reduce_scatter") == 2
+
+
+class Careless(Bf16):
+    """Writes to ``out`` without hiding it from autograd."""
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        if out is None:
+            return super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype)
+        return out.copy_(all_gather_outputs[0])
+
+
+def test_writes_to_out_are_no_changes() -> None:
+    """torch's backward finds that the saved weight was modified in place."""
+    with fake_world(0, 2):
+        model = wrap(extend(mlp(8), Careless), reshard_after_forward=True)
+        step(model)
+        step(model)
+
+
+def test_first_gather_in_inference_mode() -> None:
+    with fake_world(0, 2):
+        for kind, policy in ((Bf16, {}), (Aliased, {"param_dtype": torch.bfloat16})):
+            model = wrap(extend(mlp(8), kind), mp_policy=MixedPrecisionPolicy(**policy))
+            with torch.inference_mode():
+                model(torch.ones(3, 6))
+            assert at_rest(model)
+            step(model)
+            assert model[0].weight.grad is not None
+
+
+def test_module_and_mesh_are_the_parameters() -> None:
+    seen = []
+
+    class Curious(Bf16):
+        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+            seen.append((mesh.mesh_dim_names, outer_size, outer_stride, module, mp_policy))
+            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    with fake_world(0, 4):
+        model = wrap(extend(mlp(8), Curious), (2, 2, 1), mp_policy=policy)
+        model(torch.ones(3, 6))
+        assert seen == [
+            (("shard",), torch.Size([8, 6]), (6, 1), model[0], policy),
+            (("shard",), torch.Size([4, 8]), (8, 1), model[2], policy),
+        ]
+
+
+class TestAtRest:
+    def test_load_state_dict(self) -> None:
+        """Copied, assigned as shards, and assigned whole."""
+        with fake_world(1, 2):
+            model = wrap(extend(mlp(8), Bf16))
+            weight = model[0].weight
+            step(model)
+            shards = {k: v.clone() + 1 for k, v in model.state_dict().items()}
+            whole = {k: v + 2 for k, v in mlp(8).state_dict().items()}
+            expected = mlp(8)[0].weight.detach()[4:]
+            for state, assign, plus in ((shards, False, 1), (shards, True, 1), (whole, True, 2)):
+                model.load_state_dict(state, assign=assign)
+                assert model[0].weight is weight
+                local = weight.to_local()
+                assert type(local) is Bf16 and torch.equal(local.held, expected + plus)
+                step(model)
+
+    def test_conversions(self) -> None:
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Bf16))
+            step(model)
+            first = model[0].weight
+            model.zero_grad()
+            model.double()
+            assert model[0].weight is first and type(first.to_local()) is Bf16
+            step(model, torch.float64)
+            assert first.grad.dtype == first.dtype == torch.float64
+            model.zero_grad()
+            model.to_empty(device="cpu")
+            step(model, torch.float64)
+            assert first.grad is not None and at_rest(model)
+
+    def test_meta(self) -> None:
+        with torch.device("meta"):
+            model = extend(mlp(8), Bf16)
+        with fake_world(0, 2):
+            wrap(model)
+            materialize(model, device="cpu", seed=0)
+            local = model[0].weight.to_local()
+            assert type(local) is Bf16 and not local.is_meta and local.held.abs().sum() > 0
+            step(model)
+            assert isinstance(model[0].weight.grad, DTensor)

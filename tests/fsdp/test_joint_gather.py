@@ -1,0 +1,63 @@
+"""Several buckets of a unit in one all-gather."""
+
+import pytest
+import torch
+from models import Block
+from wrapped import at_rest, held_bytes
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import local_world, record_collectives
+
+
+def build(**options):
+    mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+    torch.manual_seed(0)
+    block = Block()
+    block.up.requires_grad_(False)
+    block.norm.double()  # cast to the compute dtype of the others
+    policy = MixedPrecisionPolicy(torch.float32)
+    return fully_shard(block, mesh=mesh, mp_policy=policy, **options), mesh
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}])
+def test_frozen_and_other_dtypes_go_together(options):
+    torch.manual_seed(0)
+    plain = Block()
+    x = torch.randn(3, 12)
+    with local_world(2):
+        block, mesh = build(**options)
+        assert len(unit_of(block).group.buckets) == 3
+        with record_collectives(mesh) as recorder:
+            out = block(x)
+        assert recorder.count("all_gather") == 1
+        torch.testing.assert_close(out, plain(x))
+        out.sum().backward()
+        plain(x).sum().backward()
+        for name, p in block.named_parameters():
+            if p.requires_grad:
+                want = plain.get_parameter(name).grad.to(p.dtype)
+                torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-5, atol=1e-6)
+        assert at_rest(block)
+
+
+def test_apart_where_one_has_its_own_collective():
+    with local_world(2):
+        block, mesh = build()
+        buckets = unit_of(block).group.buckets
+
+        class Gather:
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                return torch.distributed.all_gather_into_tensor(
+                    output_tensor, input_tensor, group=group, async_op=async_op
+                )
+
+        buckets[0].gather_comm = Gather()
+        with record_collectives(mesh) as recorder, torch.no_grad():
+            block(torch.randn(3, 12))
+        assert recorder.count("all_gather") == 2
+        assert not any(held_bytes(bucket.gathered) for bucket in buckets)

@@ -1,0 +1,205 @@
+"""What torch's own code asks of a unit: fully_shard.state, the registry, and the end of a pipeline's step."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from models import Lm, lm_loss, tokens
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable import replicate
+from torch.distributed._composable.contract import _get_registry
+from wrapped import at_rest, build, shard_blocks
+
+from parallel3d import MeshLayout, StateError, build_mesh
+from parallel3d.fsdp import FSDPModule, fully_shard
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import LocalWorld, fake_world, local_world, shards_of
+
+
+class Run:
+    """A model on two simulated ranks, which read the same samples."""
+
+    def __init__(self, world: LocalWorld, **options) -> None:
+        self.world = world
+        with world.paused():
+            torch.manual_seed(0)
+            model = Lm(layers=2).double()
+        self.model = shard_blocks(
+            model, build_mesh(MeshLayout(1, 2, 1), device_type="cpu"), **options
+        )
+
+    def loss(self, sample: int) -> torch.Tensor:
+        with self.world.paused():
+            ids = tokens(sample)
+        return lm_loss(self.model, self.world.map(lambda _: ids))
+
+    def check(self, samples: list[int]) -> None:
+        """Every rank's gradient shards against the plain model's sum over ``samples``."""
+        with self.world.paused():
+            torch.manual_seed(0)
+            plain = Lm(layers=2).double()
+            for sample in samples:
+                lm_loss(plain, tokens(sample)).backward()
+            for (name, p), q in zip(self.model.named_parameters(), plain.parameters(), strict=True):
+                for rank, box, local in shards_of(p.grad):
+                    torch.testing.assert_close(local, q.grad[box], msg=f"{name} on rank {rank}")
+
+
+def end_step(model: nn.Module) -> None:
+    """As torch.distributed.pipelining ends one."""
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = torch_fsdp.fully_shard.state(model)
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def start_step(model: nn.Module) -> None:
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+
+
+class TestState:
+    def test_torch_finds_the_state_of_every_unit(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            state = torch_fsdp.fully_shard.state(model)
+            assert state is model._get_fsdp_state()
+            assert state._is_root is None
+            states = state._state_ctx.all_states
+            assert states == [m._get_fsdp_state() for m in model.modules() if unit_of(m)]
+            assert state._is_root and not states[1]._is_root
+            assert [g._reshard_after_forward for s in states for g in s._fsdp_param_groups] == [
+                False,
+                True,
+                True,
+            ]
+            assert torch_fsdp.fully_shard.state(model.layers[0].up) is None
+
+    def test_what_is_not_answered_is_said(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            group = model._get_fsdp_state()._fsdp_param_group
+            assert not hasattr(group, "fsdp_params")
+            with pytest.raises(AttributeError, match=r"'fsdp_params' is a part .* post_backward"):
+                _ = group.fsdp_params
+
+    def test_a_unit_without_parameters_has_no_group(self) -> None:
+        with fake_world(0, 2):
+            _, mesh = build()
+            module = fully_shard(nn.Sequential(nn.Tanh()), mesh=mesh)
+            state = module._get_fsdp_state()
+            assert state._fsdp_param_groups == [] and state._fsdp_param_group is None
+
+    def test_others_see_that_fully_shard_was_applied(self) -> None:
+        with fake_world(0, 2):
+            model, mesh = build()
+            assert "fully_shard" in _get_registry(model)
+            assert not _get_registry(model.layers[0].up)
+            with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+                replicate(model)
+            with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+                torch_fsdp.fully_shard(model.layers[0], mesh=mesh)
+
+    def test_copies_have_their_own(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            twin = copy.deepcopy(model)
+            for module, other in zip(model.modules(), twin.modules(), strict=True):
+                if isinstance(module, FSDPModule):
+                    assert other._get_fsdp_state()._unit is unit_of(other) is not unit_of(module)
+
+    @pytest.mark.parity("reliability: everything freed at once")
+    def test_it_keeps_nothing_alive(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            state, alive = model._get_fsdp_state(), weakref.ref(model)
+            assert state.all_states
+            gc.collect()
+            gc.disable()
+            try:
+                del model
+                assert alive() is None
+            finally:
+                gc.enable()
+            with pytest.raises(StateError, match="gone"):
+                _ = state.all_states
+
+
+class TestPostBackward:
+    def test_sums_over_micro_batches_are_reduced(self) -> None:
+        with local_world(2) as world:
+            run = Run(world)
+            start_step(run.model)
+            for sample in (1, 2, 3):
+                run.loss(sample).backward()
+            end_step(run.model)
+            assert at_rest(run.model)
+            run.check([1, 2, 3])
+            run.loss(4).backward()
+            run.check([1, 2, 3, 4])
+
+    def test_gradients_put_there_by_hand_are_taken(self) -> None:
+        """Beside those that a backward has brought, as zero-bubble schedules do."""
+        with local_world(2) as world:
+            run = Run(world, reshard_after_forward=False)
+            start_step(run.model)
+            run.loss(1).backward()
+            for module in run.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+            for sample in (2, 3):
+                loss = run.loss(sample)
+                shown = list(run.model.parameters())
+                for p, grad in zip(shown, torch.autograd.grad(loss, shown), strict=True):
+                    p.grad = grad if p.grad is None else p.grad + grad
+            end_step(run.model)
+            assert at_rest(run.model)
+            run.check([1, 2, 3])
+
+    def test_gradients_that_went_nowhere_are_an_error(self) -> None:
+        """torch 2.13: a zero-bubble schedule on units that reshard after forward leaves no gradient."""
+        with fake_world(0, 2):
+            model, _ = build()
+            start_step(model)
+            hidden = torch.zeros(2, 5, 12, requires_grad=True)
+            model.layers[1].register_forward_pre_hook(lambda *_: (hidden,))
+            torch.autograd.grad(lm_loss(model, tokens(0)), hidden)
+            with pytest.raises(StateError, match=r"zero-bubble .* reshard_after_forward=False"):
+                end_step(model)
+            model.reset_iter_state()
+            lm_loss(model, tokens(0)).backward()
+            end_step(model)
+
+
+class TestTorchFunctions:
+    """A model whose ``fully_shard`` is ours while the rest is imported from torch."""
+
+    @pytest.mark.parity("function: register_fsdp_forward_method")
+    def test_register_fsdp_forward_method(self) -> None:
+        """The method's call is a forward of the unit: its parameters are whole in it."""
+        with fake_world(0, 2):
+            model, _ = build()
+            block = model.layers[0]
+            block.widths = lambda: [p.shape[0] for p in block.up._parameters.values()]
+            torch_fsdp.register_fsdp_forward_method(block, "widths")
+            with torch.no_grad():
+                assert block.widths() == [20, 20]
+            assert at_rest(model)
+
+    @pytest.mark.parity("function: share_comm_ctx")
+    def test_share_comm_ctx(self) -> None:
+        with fake_world(0, 2):
+            first, _ = build()
+            second, _ = build()
+            lm_loss(first, tokens(0)).backward()
+            torch_fsdp.share_comm_ctx([first, second])
+            lm_loss(second, tokens(0)).backward()
+            assert unit_of(first).context.comm is unit_of(second.layers[1]).context.comm
