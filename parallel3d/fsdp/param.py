@@ -96,7 +96,7 @@ class ShardedParam:
         self.axes = axes
         self.layout: ParamLayout = get_param_layout(param)
         self.on = ParamAxes(name, param, axes)
-        own = self.on.compute_mesh
+        own = self.on.compute_mesh if axes.spmd is None else None
         self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
         self.tp_size = self.tp_mesh.size() if self.tp_mesh is not None else 1
         self.global_shape = param.shape

@@ -63,6 +63,11 @@ class ParamAxes:
         self.compute_mesh, self.compute_placements = own, param.placements
         for placement in self.compute_placements:
             _check_own(name, placement)
+        if own.device_type != data.mesh.device_type:
+            raise MeshError(
+                f"parameter {name} is a DTensor on {own.device_type} and fully_shard's mesh is on "
+                f"{data.mesh.device_type}; make both meshes for one device type"
+            )
         if data.tp is None:
             self.mesh = _joined(name, data.mesh, own)
             self._at_rest = {data.mesh.ndim + axis: axis for axis in range(own.ndim)}

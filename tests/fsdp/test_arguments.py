@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import (
@@ -18,6 +18,7 @@ from parallel3d.fsdp import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     fully_shard,
 )
 from parallel3d.fsdp.axes import data_axes
@@ -84,6 +85,21 @@ class TestMesh:
             mesh = torch.distributed.DeviceMesh("cpu", [0, 1, 2])
             with pytest.raises(MeshError, match="this rank is not in"):
                 fully_shard(Block(), mesh=mesh)
+
+    def test_meshes_of_two_device_types(self) -> None:
+        with fake_world(0, 4):
+            whole = init_device_mesh("meta", (2, 2), mesh_dim_names=("shard", "tp"))
+            weight = DTensor.from_local(torch.zeros(2, 4), whole["tp"], [Shard(0)], run_check=False)
+            model = nn.Linear(4, 4, bias=False)
+            model.weight = nn.Parameter(weight)
+            with pytest.raises(MeshError, match=r"weight is a DTensor on meta.*mesh is on cpu"):
+                fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+            with pytest.raises(MeshError, match=r"a mesh on meta for parameter weight.*on cpu"):
+                fully_shard(
+                    nn.Linear(4, 4),
+                    mesh=data_mesh(4),
+                    shard_placement_fn=lambda p: ShardPlacementResult(None, whole["shard"]),
+                )
 
 
 class TestPolicies:
@@ -169,8 +185,6 @@ class TestReshard:
             fully_shard(Block(), mesh=data_mesh(7), reshard_after_forward=3)
 
     def test_a_mesh_of_a_parameter_that_it_does_not_divide(self) -> None:
-        from parallel3d.fsdp import ShardPlacementResult
-
         with fake_world(0, 12):
             mesh = init_device_mesh("cpu", (3, 4), mesh_dim_names=("replicate", "shard"))
             with pytest.raises(Parallel3dError, match=r"4 and of 12 ranks.*divisors: 2\."):
