@@ -65,7 +65,9 @@ class Bucket:
         force_sum: whether the user has asked for sums only, which ours always are.
     """
 
-    joinable = True  # whether one all-gather may carry it together with others; see ``joint_gather``
+    joinable = (
+        True  # whether one all-gather may carry it together with others; see ``joint_gather``
+    )
 
     def __init__(
         self,
@@ -272,14 +274,14 @@ class Bucket:
 
     def copy_out(self) -> None:
         """After the all-gather: the gathered rows into the parameters' places."""
-        views, custom = self.gathered_views, self.custom_gathered
-        if custom is not None:
-            views = [held for _, held in self.copy_pairs(custom, self.parts)]
+        if self.custom_gathered is not None:
+            allocate(self.unsharded)
+            pairs = self.copy_pairs(self.custom_gathered, self.parts)
             self.custom_gathered = None
-        elif self.gathered is self.unsharded:
-            return
-        allocate(self.unsharded)
-        foreach_copy_(self.region_views, views)
+            foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
+        elif self.gathered is not self.unsharded:
+            allocate(self.unsharded)
+            foreach_copy_(self.region_views, self.gathered_views)
 
     def cast_whole(self) -> None:
         """Unshard without a shard axis: the cast copy, or nothing."""
