@@ -89,7 +89,7 @@ class ParamAxes:
                 _check_own(name, placement)
             elif not isinstance(placement, Replicate):
                 raise MeshError(
-                    f"parameter {name} has placement {placement} on axis {names[axis]!r}, which "
+                    f"parameter {name} has placement {placement!r} on axis {names[axis]!r}, which "
                     "dp_mesh_dims names as a data axis; it must be Replicate() there"
                 )
         self.mesh = self.data.mesh
@@ -189,7 +189,7 @@ def _check_own(name: str, placement: Placement) -> None:
         placement, (Shard, Replicate)
     ):
         raise Parallel3dError(
-            f"parameter {name} is a DTensor with placement {placement}; "
+            f"parameter {name} is a DTensor with placement {placement!r}; "
             "the engine takes Shard(dim) and Replicate()"
         )
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh
@@ -110,3 +111,37 @@ def test_buffers_are_contiguous_and_shared() -> None:
         for shard in (weight, bias):
             assert shard.storage_offset() == 0
             assert shard.untyped_storage().nbytes() == shard.numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("cuts", "shape", "expected"),
+    [
+        ((Shard(0), Shard(1)), (8, 4), StridedShard(0, split_factor=2)),
+        ((Shard(0), Shard(0)), (16, 4), StridedShard(0, split_factor=4)),
+        ((Shard(1), Replicate()), (6, 4), Shard(0)),
+        ((Shard(0), Shard(1)), (5, 4), StridedShard(1, split_factor=2)),  # 5 rows are not exact
+    ],
+    ids=str,
+)
+@pytest.mark.parity("behaviour: DTensors on two axes, of expert and tensor parallelism")
+def test_parameters_with_two_axes_of_their_own(cuts, shape, expected) -> None:
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+    with local_world(8) as world:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+        own = mesh["ep", "tp"]
+        local = torch.empty(shape).copy_(whole)
+        for axis, cut in enumerate(cuts):
+            if isinstance(cut, Shard):
+                local = local_chunk(local, cut.dim, 2, own.get_local_rank(axis))
+        made = DTensor.from_local(
+            local, own, cuts, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        model = fully_shard(Holder(nn.Parameter(made)), mesh=mesh["dp"])
+        assert model.weight.placements == (expected, *cuts)
+        assert model.weight.device_mesh.mesh_dim_names == ("dp", "ep", "tp")
+        for _, box, local in shards_of(model.weight):
+            assert torch.equal(local, whole[box])
+        model.unshard()
+        assert model.weight.device_mesh == own and model.weight.placements == cuts
+        for full in world.per_rank(model.weight.full_tensor()):
+            assert torch.equal(full, whole)

@@ -1,0 +1,262 @@
+"""What ``fully_shard`` makes of its arguments, beyond the numbers that tests/engine compares."""
+
+import dataclasses
+import socket
+
+import pytest
+import torch
+from models import Block, Lm
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh, parallelize
+from parallel3d.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from parallel3d.fsdp.axes import data_axes
+from parallel3d.fsdp.checks import check_reshard
+from parallel3d.fsdp.state import unit_of
+from parallel3d.testing import fake_world
+
+
+def data_mesh(size: int = 2):
+    return init_device_mesh("cpu", (size,))
+
+
+class TestMesh:
+    @pytest.mark.parity("argument: mesh=None")
+    def test_none_is_all_ranks(self) -> None:
+        device = torch.accelerator.current_accelerator()
+        with fake_world(2, 6):
+            model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+            for each in (*model, model):
+                fully_shard(each)
+            meshes = [p.device_mesh for p in model.parameters()]
+            assert meshes[0].shape == (6,) and meshes[0].mesh_dim_names is None
+            assert meshes[0].device_type == ("cpu" if device is None else device.type)
+            assert all(mesh == meshes[0] for mesh in meshes)
+
+    @pytest.mark.parity("argument: mesh=None")
+    def test_none_initialises_the_process_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for key, value in environment.items():
+            monkeypatch.setenv(key, str(value))
+        try:
+            model = fully_shard(nn.Linear(4, 6))
+            assert dist.get_world_size() == 1
+            assert model.weight.placements == (Shard(0),)
+        finally:
+            dist.destroy_process_group()
+
+    @pytest.mark.parity("argument: mesh=None")
+    def test_none_and_no_way_to_a_process_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(key, raising=False)
+        model = nn.Linear(4, 6)
+        with pytest.raises(MeshError, match=r"no default process group.*torchrun"):
+            fully_shard(model)
+        assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+        assert not dist.is_initialized()
+
+    @pytest.mark.parity("argument: mesh of more axes, by name", "fault i: mesh order by name")
+    def test_names_decide(self) -> None:
+        """torch takes axis 0 for replicate whatever its name, and refuses three axes."""
+        with fake_world(0, 8):
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shard", "replicate"))
+            with pytest.raises(MeshError, match="shard comes before replicate"):
+                fully_shard(Block(), mesh=mesh)
+            mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+            model = fully_shard(Block(), mesh=mesh)
+            assert model.up.weight.placements == (Replicate(), Shard(0), Replicate())
+
+    def test_a_rank_outside_the_mesh(self) -> None:
+        with fake_world(5, 6):
+            mesh = torch.distributed.DeviceMesh("cpu", [0, 1, 2])
+            with pytest.raises(MeshError, match="this rank is not in"):
+                fully_shard(Block(), mesh=mesh)
+
+
+class TestPolicies:
+    @pytest.mark.parity("argument: torch's own policy objects")
+    def test_torchs_are_taken(self) -> None:
+        policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        with fake_world(0, 2):
+            model = fully_shard(Block(), mesh=data_mesh(), mp_policy=policy)
+            assert unit_of(model).policy is policy
+            assert model(torch.zeros(2, 12)).dtype == torch.bfloat16
+            parallelize(Lm(), build_mesh(MeshLayout(shard=2), device_type="cpu"), mp_policy=policy)
+            offload = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
+            model = fully_shard(Block(), mesh=data_mesh(), offload_policy=offload)
+            assert [b.offload for b in unit_of(model).group.buckets] == [offload]
+
+    @pytest.mark.parity("argument: torch's own policy objects")
+    def test_ours_are_torchs(self) -> None:
+        assert OffloadPolicy is torch_fsdp.OffloadPolicy
+        assert CPUOffloadPolicy is torch_fsdp.CPUOffloadPolicy
+        assert issubclass(MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
+        ours, theirs = map(
+            dataclasses.fields, (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
+        )
+        assert [(f.name, f.default) for f in ours] == [(f.name, f.default) for f in theirs]
+        with fake_world(0, 2):  # and torch takes ours
+            torch_fsdp.fully_shard(
+                Block(), mesh=data_mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+            )
+
+    @pytest.mark.parametrize("made_by", [MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy])
+    @pytest.mark.parametrize(
+        "wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": "bf16"}, {"cast_forward_inputs": 1}]
+    )
+    def test_the_same_rules_for_both(self, made_by, wrong) -> None:
+        (field,) = wrong
+        with (
+            fake_world(0, 2),
+            pytest.raises(Parallel3dError, match=f"MixedPrecisionPolicy.{field}"),
+        ):
+            fully_shard(Block(), mesh=data_mesh(), mp_policy=made_by(**wrong))
+
+
+class TestReshard:
+    @pytest.mark.parity("argument: reshard_after_forward=int")
+    def test_what_a_number_means(self) -> None:
+        with fake_world(0, 24):
+            twelve = data_axes(init_device_mesh("cpu", (2, 12), mesh_dim_names=("a", "b")))
+            eight = data_axes(init_device_mesh("cpu", (3, 8), mesh_dim_names=("a", "b")))
+            assert [check_reshard(v, [twelve]) for v in (None, True, False, 4)] == [
+                None,
+                True,
+                False,
+                4,
+            ]
+            assert check_reshard(12, [twelve]) is True  # as torch
+            with pytest.warns(UserWarning, match="number of ranks"):
+                assert check_reshard(1, [twelve]) is False
+            assert check_reshard(4, [twelve, eight]) == 4
+            # Meshes of several sizes: the number of one's ranks may be a divisor of another's.
+            four = data_axes(init_device_mesh("cpu", (6, 4), mesh_dim_names=("a", "b")))
+            assert check_reshard(4, [four, eight]) == 4
+
+    @pytest.mark.parametrize(
+        ("value", "says"),
+        [
+            (5, r"is 5;.*12 ranks.*divisors: 2, 3, 4, 6\."),
+            (0, r"divisors: 2, 3, 4, 6\."),
+            (-2, r"divisors: 2, 3, 4, 6\."),
+            (24, r"divisors: 2, 3, 4, 6\."),
+            (2.0, r"is 2\.0;.*2, 3, 4, 6"),
+            ("always", r"is 'always';.*2, 3, 4, 6"),
+        ],
+    )
+    def test_wrong_numbers(self, value, says) -> None:
+        with fake_world(0, 12):
+            model = Block()
+            with pytest.raises(Parallel3dError, match=says):
+                fully_shard(model, mesh=data_mesh(12), reshard_after_forward=value)
+            assert type(model) is Block
+
+    def test_no_divisors(self) -> None:
+        with fake_world(0, 7), pytest.raises(Parallel3dError, match="no number of ranks between"):
+            fully_shard(Block(), mesh=data_mesh(7), reshard_after_forward=3)
+
+    def test_a_mesh_of_a_parameter_that_it_does_not_divide(self) -> None:
+        from parallel3d.fsdp import ShardPlacementResult
+
+        with fake_world(0, 12):
+            mesh = init_device_mesh("cpu", (3, 4), mesh_dim_names=("replicate", "shard"))
+            with pytest.raises(Parallel3dError, match=r"4 and of 12 ranks.*divisors: 2\."):
+                fully_shard(
+                    Block(),
+                    mesh=data_mesh(12),
+                    reshard_after_forward=3,
+                    shard_placement_fn=lambda p: ShardPlacementResult(None, mesh),
+                )
+
+
+class TestModules:
+    def test_managed_modules_are_marked_for_dynamo(self) -> None:
+        """As torch marks them: all but those with nothing but ignored parameters."""
+        for shard in (fully_shard, torch_fsdp.fully_shard):
+            with fake_world(0, 2):
+                model = Lm()
+                ignored = set(model.layers[1].up.parameters())
+                shard(model.layers[0], mesh=data_mesh())
+                shard(model, mesh=data_mesh(), ignored_params=ignored)
+                unmarked = {
+                    name
+                    for name, m in model.named_modules()
+                    if not (
+                        getattr(m, "_is_fsdp_managed_module", False)
+                        and getattr(m, "_fsdp_use_orig_params", False)
+                    )
+                }
+                assert unmarked == {"layers.1.up"}
+
+    @pytest.mark.parity("argument: module")
+    def test_a_container_with_a_forward_of_its_own(self) -> None:
+        class Chain(nn.ModuleList):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for module in self:
+                    x = module(x)
+                return x
+
+        with fake_world(0, 2):
+            model = fully_shard(Chain([nn.Linear(4, 4), nn.Linear(4, 2)]), mesh=data_mesh())
+            assert model(torch.zeros(3, 4)).shape == (3, 2)
+
+    @pytest.mark.parity("argument: module")
+    def test_slices_of_a_container_are_plain(self) -> None:
+        with fake_world(0, 2):
+            model = fully_shard(
+                nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=data_mesh()
+            )
+            part = model[:2]
+            assert type(part) is nn.Sequential and part[0] is model[0]
+
+    @pytest.mark.parity("argument: ignored_params")
+    def test_ignored_parameters_stay_where_they_are(self) -> None:
+        with fake_world(0, 2):
+            model = Block()
+            kept = model.norm.weight
+            fully_shard(model, mesh=data_mesh(), ignored_params={kept})
+            assert model.norm.weight is kept
+            assert all(
+                kept is not p.sharded for b in unit_of(model).group.buckets for p in b.params
+            )
+
+
+def test_names_are_the_same_as_torchs() -> None:
+    """Every argument, in order, with its default."""
+    import inspect
+
+    ours, theirs = (inspect.signature(f).parameters for f in (fully_shard, torch_fsdp.fully_shard))
+    assert list(ours) == list(theirs)
+    for name, argument in ours.items():
+        assert argument.kind == theirs[name].kind
+        same = argument.default == theirs[name].default
+        assert same or isinstance(argument.default, type(theirs[name].default)), name
+
+
+def test_fallbacks_for_torch_2_11_are_like_the_real_ones() -> None:
+    from parallel3d import _compat, _torch_2_11
+
+    for name in ("DataParallelMeshDims", "ShardPlacementResult"):
+        ours, real = getattr(_torch_2_11, name), getattr(_compat, name)
+        assert [f.name for f in dataclasses.fields(ours)] == [
+            f.name for f in dataclasses.fields(real)
+        ]
+    for dims in (_torch_2_11.DataParallelMeshDims, DataParallelMeshDims):
+        assert dims(shard="a", replicate=("b", "c")).shard_names == ("a",)
+        assert dims(replicate=("b", "c")).replicate_names == ("b", "c")
+        assert dims(replicate="b").shard_names == ()
+        with pytest.raises(ValueError, match="shard"):
+            dims()
