@@ -273,12 +273,12 @@ class Bucket:
     def copy_out(self) -> None:
         """After the all-gather: the gathered rows into the parameters' places."""
         views, custom = self.gathered_views, self.custom_gathered
+        if custom is None and self.gathered is self.unsharded:
+            return
+        allocate(self.unsharded)
         if custom is not None:
             views = [held for _, held in self.copy_pairs(custom, self.parts)]
             self.custom_gathered = None
-        elif self.gathered is self.unsharded:
-            return
-        allocate(self.unsharded)
         foreach_copy_(self.region_views, views)
 
     def cast_whole(self) -> None:
