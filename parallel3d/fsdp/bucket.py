@@ -65,7 +65,9 @@ class Bucket:
         force_sum: whether the user has asked for sums only, which ours always are.
     """
 
-    joinable = True  # whether one all-gather may carry it together with others; see ``joint_gather``
+    joinable = (
+        True  # whether one all-gather may carry it together with others; see ``joint_gather``
+    )
 
     def __init__(
         self,

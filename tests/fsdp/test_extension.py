@@ -112,17 +112,23 @@ class TestRefusals:
                 fully_shard(extend(mlp(8), Bf16), mesh=mesh)
 
     def test_conversion_that_loses_the_subclass(self) -> None:
-        class Fleeting(Bf16):
-            @classmethod
-            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-                out = super().__torch_dispatch__(func, types, args, kwargs)
-                lost = func is torch.ops.aten._to_copy.default
-                return out.held if lost else out
-
         with fake_world(0, 2):
-            model = wrap(extend(mlp(8), Fleeting))
-            with pytest.raises(Parallel3dError, match="must keep its type"):
+            model = wrap(extend(mlp(8), losing("empty_like", "_to_copy")))
+            with pytest.raises(Parallel3dError, match=r"0\.weight.*Losing, into a Tensor"):
                 model.double()
+
+
+def losing(*operations: str) -> type[Wrapped]:
+    """A subclass that doesn't keep its type under some operations."""
+    lost = {getattr(torch.ops.aten, name).default for name in operations}
+
+    class Losing(Bf16):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            return out.held if func in lost else out
+
+    return Losing
 
 
 def forget_to_pad() -> str:
@@ -305,6 +311,25 @@ class TestAtRest:
             model.to_empty(device="cpu")
             step(model, torch.float64)
             assert first.grad is not None and at_rest(model)
+
+    def test_type_is_found_again(self) -> None:
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), losing("_to_copy")))
+            values = model[0].weight.to_local().held.double()
+            model.double()
+            local = model[0].weight.to_local()
+            assert isinstance(local, Bf16) and torch.equal(local.held, values)
+            step(model, torch.float64)
+
+    def test_plain_values_over_meta(self) -> None:
+        with torch.device("meta"):
+            model = extend(mlp(8), Bf16)
+        with fake_world(1, 2):
+            wrap(model)
+            model.load_state_dict(mlp(8).state_dict(), assign=True)
+            local = model[0].weight.to_local()
+            assert type(local) is Bf16 and torch.equal(local.held, mlp(8)[0].weight[4:])
+            step(model)
 
     def test_meta(self) -> None:
         with torch.device("meta"):
