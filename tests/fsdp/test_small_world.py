@@ -44,7 +44,7 @@ def buckets_of(model):
         (MeshLayout(2, 4, 1), 2, cut_columns),
         (MeshLayout(1, 4, 2), 2, None),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gradients_and_steps_are_the_plain_models(layout, k, placement):
     """Uneven rows and columns; torch 2.13: IndexError with Shard(1)."""
