@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.copying import copy_module
@@ -17,7 +18,7 @@ from parallel3d.fsdp.torch_state import TorchState, state_of
 __all__ = ["FSDPModule", "UnshardHandle"]
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """An ``unshard(async_op=True)`` under way."""
 
     def __init__(self, unit: Unit) -> None:
