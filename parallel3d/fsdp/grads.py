@@ -111,8 +111,9 @@ class GradientSlots:
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
         """Takes parameter ``index``'s gradient, of its compute shape."""
-        param = self.bucket.params[index]
-        by_rank = param.grad_by_rank(param.local_grad(grad, self.bucket.reduce_dtype))
+        bucket = self.bucket
+        param = bucket.params[index]
+        by_rank = param.grad_by_rank(param.local_grad(grad, bucket.reduce_dtype))
         if not sync:
             self._hold_whole(index, by_rank)
         elif index in self.arrived:
