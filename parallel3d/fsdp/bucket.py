@@ -226,7 +226,9 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 param.set_dtype(local.dtype)
+            grads = self.grads
             self._take(locals_)
+            self.grads.carry_over(grads)
         return True
 
     def _take(self, locals_: list[torch.Tensor]) -> None:
