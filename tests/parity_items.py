@@ -16,6 +16,7 @@ KINDS = {
     "behaviour": "Behaviours",
     "fault": "Faults of torch 2.13 that are none here",
     "reliability": "Reliability",
+    "show": "Beside torch",
 }
 
 _ARGUMENTS = [
@@ -109,6 +110,8 @@ _RELIABILITY = [
     "everything freed at once",
 ]
 
+_SHOW = ["the recorder's list of collectives equals torch's"]
+
 
 def required_items() -> list[str]:
     """All of them, kind by kind. Methods are what the installed torch's class has."""
@@ -120,6 +123,7 @@ def required_items() -> list[str]:
         "behaviour": _BEHAVIOURS,
         "fault": _FAULTS,
         "reliability": _RELIABILITY,
+        "show": _SHOW,
     }
     return [
         f"{kind} {i}" if kind == "fault" else f"{kind}: {i}"

@@ -43,7 +43,7 @@ def test_a_copy_has_no_owner() -> None:
         assert owner_of(copy.deepcopy(model.weight)) is None
 
 
-@pytest.mark.parity("reliability: freed at once")
+@pytest.mark.parity("reliability: everything freed at once")
 def test_ownership_keeps_no_module_alive() -> None:
     """What owns a Parameter does not hold its module."""
     with fake_world(0, 2):
