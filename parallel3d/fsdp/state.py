@@ -339,7 +339,7 @@ class Unit(Settings):
         assert grad is not None
         if grad.requires_grad:
             raise StateError(
-                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, which "
+                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph that "
                 "ends at their reduction over ranks; use torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         fresh = index not in bucket.grads.arrived
