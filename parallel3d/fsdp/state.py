@@ -339,8 +339,9 @@ class Unit(Settings):
         assert grad is not None
         if grad.requires_grad:
             raise StateError(
-                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph that "
-                "ends at their reduction over ranks; use torch.autograd.grad(loss, inputs, create_graph=True)"
+                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
+                "but it would end at their reduction over ranks; use torch.autograd.grad(loss, inputs, "
+                "create_graph=True)"
             )
         fresh = index not in bucket.grads.arrived
         bucket.grads.accept(index, grad, sync=self.sync)
