@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._compat import in_backward_pass, untraced
+from parallel3d._compat import functorch_is_active, in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
@@ -252,7 +252,7 @@ class Unit(Settings):
         failed = output is None and sys.exc_info()[0] is not None
         grad = torch.is_grad_enabled() and not failed
         if grad and self.call is not None:
-            self._watch_output(output, self.call)
+            output = self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
         self.to_run.discard(module)
         if failed:
@@ -267,7 +267,9 @@ class Unit(Settings):
             self._settle(context, backward_to_come=grad)
         return output
 
-    def _watch_output(self, output: Any, call: Call) -> None:
+    def _watch_output(self, output: Any, call: Call) -> Any:
+        if functorch_is_active():  # a hook is of one level of its transforms
+            return map_tensors(call.watched, output)
         for tensor in tensors_in(output):
             # A parameter, or a view of one, must not leave its unit: its memory is about to be freed.
             base = tensor._base if tensor._base is not None else tensor
@@ -278,6 +280,7 @@ class Unit(Settings):
                 )
             if tensor.requires_grad:
                 tensor.register_hook(call.begin_backward)
+        return output
 
     def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self.reshard_after_forward
@@ -315,12 +318,8 @@ class Unit(Settings):
         context.enter_backward()
         if self.backward_begun:
             return
-        if torch.is_grad_enabled() and any(b.has_own_unsharded for b in self.group.buckets):
-            raise StateError(
-                f"unit {self.label}: a backward with create_graph=True would need its parameters again "
-                "after they are freed; compute such gradients with the plain model, or on a mesh with "
-                "shard=1 in full precision"
-            )
+        if torch.is_grad_enabled():
+            context.creates_graph = True
         self.backward_begun = self.reached = True
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
@@ -338,6 +337,12 @@ class Unit(Settings):
         """Hook on every gradient's arrival."""
         grad, param.grad = param.grad, None
         assert grad is not None
+        if grad.requires_grad:
+            raise StateError(
+                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
+                "but it would end at their reduction over ranks; use torch.autograd.grad(loss, inputs, "
+                "create_graph=True)"
+            )
         fresh = index not in bucket.grads.arrived
         bucket.grads.accept(index, grad, sync=self.sync)
         if fresh:
@@ -362,7 +367,9 @@ class Unit(Settings):
 
     def leave_backward(self, context: RunContext) -> None:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
-        if self.reshard_after_backward:
+        # What the user keeps gathered may be differentiated again by what a graph was made for.
+        wanted = context.creates_graph and self.group.kept
+        if self.reshard_after_backward and not wanted:
             self.group.hide()
             self.group.reshard(context.comm)
         else:
