@@ -65,6 +65,8 @@ class Unit(Settings):
 
     Attributes:
         group: its parameters.
+        tops: ids of its modules, without those inside another of them.
+        to_run: of these, those that have not run since the unit was gathered.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
@@ -87,7 +89,8 @@ class Unit(Settings):
         self.device_type = device_type
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
-        self.to_run: set[nn.Module] = set()
+        self.to_run: set[int] = set()
+        self.tops: set[int] = set()
         self.depth = 0
         self.position = 0
         self.begun: set[int] = set()
@@ -112,6 +115,9 @@ class Unit(Settings):
     def attach(self, module: nn.Module) -> None:
         """Makes ``module`` one of the unit's."""
         self._modules.append(weakref.ref(module))
+        modules = self.modules
+        inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
+        self.tops = {id(m) for m in modules} - inside
         setattr(module, _ATTRIBUTE, self)
         self._handles[id(module)] = [
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
@@ -184,7 +190,7 @@ class Unit(Settings):
         """Hook before each module's forward."""
         context = self.ready_context()
         self.depth += 1
-        if self.depth == 1 and (not self.to_run or not self.group.shown):
+        if self.depth == 1 and self._is_fresh(module):
             self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = map_tensors(self._to_device, (args, kwargs))
@@ -193,12 +199,18 @@ class Unit(Settings):
                 args = call.alias(args)
                 kwargs = {key: call.alias(value) for key, value in kwargs.items()}
             issuing.unit = self.label
-            if len(self._modules) > 1:
-                self.to_run = set(self.modules)
+            if len(self.tops) > 1:
+                self.to_run = set(self.tops)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
         return args, kwargs
+
+    def _is_fresh(self, module: nn.Module) -> bool:
+        """Whether a forward of the unit begins with ``module``, and does not go on with it."""
+        if not self.to_run or not self.group.shown:
+            return True
+        return self.is_root and id(module) not in self.to_run
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type in (self.device_type, "meta"):
@@ -254,7 +266,7 @@ class Unit(Settings):
         if grad and self.call is not None:
             output = self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
-        self.to_run.discard(module)
+        self.to_run.discard(id(module))
         if failed:
             self.to_run.clear()
         if self.depth or self.to_run:
