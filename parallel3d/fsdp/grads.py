@@ -111,7 +111,8 @@ class GradientSlots:
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
         """Takes parameter ``index``'s gradient, of its compute shape."""
-        bucket = self.bucket
+        bucket = self._bucket()
+        assert bucket is not None
         param = bucket.params[index]
         by_rank = param.grad_by_rank(param.local_grad(grad, bucket.reduce_dtype))
         if not sync:
@@ -276,21 +277,23 @@ class GradientSlots:
     def finish(self, job: ReduceJob) -> None:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""
         self.in_flight = None
-        flat = job.tensor.to(self.bucket.dtype)
-        parts = self.bucket.local_parts(flat)
+        bucket = job.bucket
+        params = bucket.params
+        flat = job.tensor.to(bucket.dtype)
+        parts = bucket.local_parts(flat)
         if job.final:
             self._accumulate(flat, parts, job.used)
             for index in job.used:
-                param = self.bucket.params[index].sharded
+                param = params[index].sharded
                 for hook in gradient_hooks(param):
                     hook(param)
             return
         held = self.partial
         if held is None:
             held = self.partial = self._new_partial(flat, parts)
-        copies = math.prod(group.size() for group in self.bucket.replicate_groups)
+        copies = math.prod(group.size() for group in bucket.replicate_groups)
         for index in job.used:
-            before = held.place(index, self.bucket.params[index].sharded)
+            before = held.place(index, params[index].sharded)
             if before is not None:  # reduced: every rank of the all-reduce to come has it
                 held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)
         if held.flat is not flat:
