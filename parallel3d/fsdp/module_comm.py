@@ -23,8 +23,9 @@ from parallel3d.fsdp.custom_comm import (
     SymmetricReduceScatter,
     check_comm,
 )
+from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.fsdp.mesh_cache import kept_with
-from parallel3d.fsdp.state import Unit, the_unit, units_of
+from parallel3d.fsdp.state import Unit
 
 __all__ = ["CommMethods"]
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from parallel3d._compat import functorch_is_active, in_backward_pass, untraced
 from parallel3d._trace import issuing
@@ -26,47 +24,22 @@ from parallel3d.fsdp.call import Call
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.members import Members, unit_of
 from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.tree import map_tensors, tensors_in
 
-__all__ = ["UNIT_ATTRIBUTES", "Unit", "the_unit", "unit_of", "units_of"]
-
-_ATTRIBUTE = "_parallel3d_unit"
-UNIT_ATTRIBUTES = (_ATTRIBUTE,)  # of a module, which a copy of it must not share
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose module (or one of whose modules) ``module`` is."""
-    return module.__dict__.get(_ATTRIBUTE)
-
-
-def the_unit(module: Any) -> Unit:
-    """The unit of a module that is known to have one."""
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
-def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
-    """The unit of ``module``, and with ``recurse`` those inside it; each once."""
-    modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
-    seen: set[int] = set()
-    for each in modules:
-        unit = unit_of(each)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield unit
+__all__ = ["Unit"]
 
 
 class Unit(Settings):
     """One module (or list of modules) given to ``fully_shard``.
 
-    Modules hold their unit; the unit refers to them weakly. What methods set: see ``Settings``.
+    What methods set: see ``Settings``.
 
     Attributes:
         group: its parameters.
-        tops: ids of its modules, without those inside another of them.
-        to_run: of these, those that have not run since the unit was gathered.
+        members: its modules, and the hooks on them.
+        to_run: ids of those of several modules that have not run since the unit was gathered.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
@@ -90,7 +63,6 @@ class Unit(Settings):
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
         self.to_run: set[int] = set()
-        self.tops: set[int] = set()
         self.depth = 0
         self.position = 0
         self.begun: set[int] = set()
@@ -101,41 +73,20 @@ class Unit(Settings):
         self.reached = False
         self.ended = False
         self.reduced = False
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self.members = Members()
         group.watch_gradients(self.ref)
         for module in modules:
-            self.attach(module)
+            self.members.attach(module, self)
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules given to ``fully_shard``."""
-        return [module for ref in self._modules if (module := ref()) is not None]
-
-    def attach(self, module: nn.Module) -> None:
-        """Makes ``module`` one of the unit's."""
-        self._modules.append(weakref.ref(module))
-        modules = self.modules
-        inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
-        self.tops = {id(m) for m in modules} - inside
-        setattr(module, _ATTRIBUTE, self)
-        self._handles[id(module)] = [
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
-            # Also when forward raises: the module must show its shards again.
-            module.register_forward_hook(self.post_forward, always_call=True),
-            module.register_load_state_dict_post_hook(self.after_load),
-        ]
-
-    def hook_ids(self, module: nn.Module) -> list[int]:
-        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
-        return [handle.id for handle in self._handles[id(module)]]
+        return self.members.modules
 
     def absorb(self, other: Unit) -> None:
         """Becomes one unit with ``other``, as if both had been given in one list."""
-        for module in other.modules:
-            for handle in other._handles.pop(id(module)):
-                handle.remove()
-            self.attach(module)
+        for module in other.members.detach():
+            self.members.attach(module, self)
         self.group.extend(other.group)
         for bucket in self.group.buckets:
             for param in bucket.params:
@@ -158,8 +109,10 @@ class Unit(Settings):
                 if unit is None or id(unit) in seen:
                     continue
                 seen.add(id(unit))
-                if unit.context is not None and unit.group.state is GroupState.GATHERING:
-                    unit.group.unshard(unit.context.comm)  # issued there, so finished there
+                if unit.context is not None:  # what was issued there is finished there
+                    unit.context.comm.finish()
+                    if unit.group.state is GroupState.GATHERING:
+                        unit.group.unshard(unit.context.comm)
                 unit.context = context
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
@@ -199,8 +152,8 @@ class Unit(Settings):
                 args = call.alias(args)
                 kwargs = {key: call.alias(value) for key, value in kwargs.items()}
             issuing.unit = self.label
-            if len(self.tops) > 1:
-                self.to_run = set(self.tops)
+            if len(self.members.tops) > 1:
+                self.to_run = set(self.members.tops)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))

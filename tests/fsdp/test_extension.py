@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 

@@ -7,7 +7,7 @@ from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.state import the_unit, units_of
+from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.testing import fake_world
 
 parity = pytest.mark.parity
