@@ -12,6 +12,7 @@ from snapshot import Snapshot
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ from parallel3d import (
     optim,
     parallelize,
 )
+from parallel3d.fsdp import CPUOffloadPolicy, DataParallelMeshDims
 from parallel3d.testing import fake_world, local_world
 
 CASES = [
@@ -59,6 +61,48 @@ CASES = [
         lambda model, mesh: fully_shard(model, mesh=mesh, mp_policy=torch.bfloat16),
         Parallel3dError,
         (r"mp_policy is torch\.bfloat16", r"MixedPrecisionPolicy"),
+    ),
+    Case(
+        "fully_shard with a name for offload_policy",
+        lambda model, mesh: fully_shard(model, mesh=mesh, offload_policy="cpu"),
+        Parallel3dError,
+        (r"offload_policy is 'cpu'", r"CPUOffloadPolicy\(pin_memory"),
+    ),
+    Case(
+        "fully_shard with a device for pin_memory",
+        lambda model, mesh: fully_shard(
+            model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory="cuda")
+        ),
+        Parallel3dError,
+        (r"pin_memory is 'cuda'", r"True or False"),
+    ),
+    Case(
+        "fully_shard to a number of ranks that is no divisor",
+        lambda model, mesh: fully_shard(model, mesh=mesh, reshard_after_forward=3),
+        Parallel3dError,
+        (r"reshard_after_forward is 3", r"2 ranks", r"no number of ranks between", r"True frees"),
+    ),
+    Case(
+        "fully_shard with a dim that one parameter has not",
+        lambda model, mesh: fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1)),
+        Parallel3dError,
+        (r"Shard\(1\) for parameter layers\.0\.norm\.weight", r"\(12,\)", r"from -1 to 0"),
+    ),
+    Case(
+        "fully_shard with dp_mesh_dims for a plain model",
+        lambda model, mesh: fully_shard(
+            model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard")
+        ),
+        MeshError,
+        (r"embed\.weight is plain", r"distribute_module"),
+    ),
+    Case(
+        "fully_shard with dp_mesh_dims that the mesh has not",
+        lambda model, mesh: fully_shard(
+            model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="fsdp")
+        ),
+        MeshError,
+        (r"no axis 'fsdp'", r"it has replicate, shard, tp"),
     ),
     Case(
         "fully_shard with a device for a mesh",

@@ -7,7 +7,6 @@ them; the dims that the engine shards are those for which DTensor tells where ea
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
 from math import prod
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from parallel3d._compat import StridedShard, concatenate_meshes, dtensor_shard_box
+from parallel3d._compat import StridedShard, concatenate_meshes
 from parallel3d._layout import local_chunk
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
@@ -212,35 +211,65 @@ def _is_exact(size: int, outside: tuple[int, ...], inside: tuple[int, ...], part
 
     Alike: the shard chunk has the same number of rows on every rank of the own axes, so that slots agree.
     Told: DTensor's placements, of ``outside`` axes, shard and ``inside`` axes, put every rank's rows where
-    we do.
+    we do. Its own functions would say so too, but take minutes for thousands of ranks.
     """
     own = outside + inside
     if not own or size % (parts * prod(own)) == 0:
         return True
-    chunk = ceil_div(_successive(size, own), parts)
-    shard = StridedShard(0, split_factor=prod(inside)) if inside else Shard(0)
-    placements = [Shard(0)] * len(outside) + [shard] + [Shard(0)] * len(inside)
-    for coordinates in product(*map(range, own)):
-        start, rows = 0, size
-        for n, index in zip(own, coordinates, strict=True):
-            start += min(index * ceil_div(rows, n), rows)
-            rows = chunk_length(rows, n, index)
-        if rows and ceil_div(rows, parts) != chunk:
+    chunk = size
+    for n in own:
+        chunk = ceil_div(chunk, n)
+    chunk = ceil_div(chunk, parts)
+    for start, rows in _cut_by([(0, size)], outside):
+        cells = _cut_by([(start, rows)], inside)
+        if any(length and ceil_div(length, parts) != chunk for _, length in cells):
             return False
-        for rank in range(parts):
-            length = chunk_length(rows, parts, rank)
-            begin = start + min(rank * chunk, rows)
-            where = (*coordinates[: len(outside)], rank, *coordinates[len(outside) :])
-            box = dtensor_shard_box((size,), (*outside, parts, *inside), where, placements)
-            if box[0][0] != length or (length and box[1][0] != begin):
-                return False
+        if inside and not _strided_is_exact(start, rows, cells, inside, parts):
+            return False
     return True
 
 
-def _successive(size: int, parts: Sequence[int]) -> int:
-    for n in parts:
-        size = ceil_div(size, n)
-    return size
+_Rows = tuple[int, int]  # (first, number)
+
+
+def _cut_by(ranges: list[_Rows], sizes: Sequence[int]) -> list[_Rows]:
+    """``ranges`` cut into chunks by one axis after the other."""
+    for n in sizes:
+        ranges = [_chunk(rows, n, i) for rows in ranges for i in range(n)]
+    return ranges
+
+
+def _chunk(rows: _Rows, n: int, index: int) -> _Rows:
+    start, size = rows
+    chunk = -(-size // n)
+    before = min(index * chunk, size)
+    return start + before, min(size - before, chunk)
+
+
+def _strided_is_exact(
+    start: int, rows: int, cells: list[_Rows], inside: Sequence[int], parts: int
+) -> bool:
+    """Whether shard rank by rank DTensor gives each of the ``inside`` ranks its part of its cell.
+
+    DTensor gives shard rank r the r-th part of each of ``prod(inside)`` chunks, one after another, and
+    cuts that by the inside axes.
+    """
+    chunks = _cut_by([(start, rows)], [prod(inside)])
+    for rank in range(parts):
+        pieces = [_chunk(each, parts, rank) for each in chunks]
+        total = sum(length for _, length in pieces)
+        at = iter(pieces)
+        first, left = next(at)
+        for cell, (_, length) in zip(cells, _cut_by([(0, total)], inside), strict=True):
+            begin, wanted = _chunk(cell, parts, rank)
+            if length != wanted:
+                return False
+            while not left and length:
+                first, left = next(at)
+            if length and (first != begin or length > left):
+                return False
+            first, left = first + length, left - length
+    return True
 
 
 def chunk_length(size: int, parts: int, index: int) -> int:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from parallel3d import MeshError, Parallel3dError
 from parallel3d._compat import StridedShard
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
+from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import fake_world, local_world
 
 # Names of the axes, their sizes, what is said of them, and the axis of tensor parallelism.
@@ -228,6 +229,38 @@ def small_world(key: str) -> None:
 def test_reshard_to_a_smaller_world(gloo_pool, key) -> None:
     """torch: NotImplementedError."""
     gloo_pool.run(small_world, key, world_size=4)
+
+
+def micro_batches(key: str, method: str) -> None:
+    """Two micro-batches, the reduction of the first put off, then the norm of all gradients."""
+    names, shape, dims, tp = MESHES[key]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    plain = Mlp().double()
+    model = distribute(copy.deepcopy(plain), mesh, tp)
+    for each in (model.up, model):
+        fully_shard(each, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    for last in (False, True):
+        getattr(model, method)(last)
+        one_loss(model, mesh, tp, scale=1.0 + last).backward()
+        partial = any(p.grad.placements != p.placements for p in model.parameters())
+        assert partial == (not last)
+    ranks = dist.get_world_size() // (mesh["tp"].size() if tp else 1)
+    sum(plain(sample(rank)).square().mean() * 3 / ranks for rank in range(ranks)).backward()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(got.grad.full_tensor(), want.grad, rtol=0, atol=1e-12)
+    norm = clip_grad_norm_(model, 0.1)
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(norm, want, rtol=1e-12)
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(got.grad.full_tensor(), want.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parity("behaviour: gradient accumulation")
+@pytest.mark.parametrize("method", ["set_requires_all_reduce", "set_requires_gradient_sync"])
+@pytest.mark.parametrize("key", ["hsdp", "two replicate axes", "hsdp, tp"])
+def test_accumulation_and_clipping(gloo_pool, key, method) -> None:
+    gloo_pool.run(micro_batches, key, method, world_size=4)
 
 
 def test_placements_that_dtensor_cannot_express_are_avoided() -> None:
