@@ -7,9 +7,20 @@ from typing import NamedTuple
 import pytest
 import torch
 from models import Block
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from twins import Twins, device_mesh, floats, full, mean_square, same, shard_layers, train
+from twins import (
+    Twins,
+    device_mesh,
+    floats,
+    full,
+    mean_square,
+    same,
+    sample_of,
+    shard_layers,
+    train,
+)
 
 from parallel3d.testing import fake_world
 
@@ -209,3 +220,29 @@ def world_of_one(engine) -> None:
 @pytest.mark.parity("argument: mesh 1-D", "argument: mesh 2-D")
 def test_world_of_one(on_ranks) -> None:
     on_ranks(world_of_one, size=1)
+
+
+def scaled(engine) -> None:
+    """torch.amp.GradScaler: a step of scaled gradients, and one skipped as a rank's are not finite."""
+    twins = twins_of(engine, Stack())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for index in range(3):
+        for model, optimizer, scaler in zip(
+            (twins.plain, twins.sharded), twins.optimizers, scalers, strict=True
+        ):
+            ranks = range(2) if model is twins.plain else [dist.get_rank()]
+            for rank in ranks:
+                loss = mean_square(model, floats(sample_of(index, rank))) / len(ranks)
+                bad = index == 1 and rank == 1
+                (scaler.scale(loss) * (float("inf") if bad else 1)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == (8.0 if index == 0 else 4.0)
+        twins.check_weights()
+
+
+@pytest.mark.parity("behaviour: gradient scaling")
+def test_grad_scaler(on_ranks) -> None:
+    on_ranks(scaled)

@@ -32,7 +32,7 @@ def with_weights_of(plain: nn.Module, fill) -> Twins:
         sharded = Lm().double()
     fill(sharded, twins.plain)
     twins.sharded = sharded
-    twins._optimizers = [
+    twins.optimizers = [
         torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (twins.plain, twins.sharded)
     ]
     return twins
@@ -75,25 +75,31 @@ def test_from_the_meta_device(on_ranks, how) -> None:
 
 def state_dicts(engine) -> None:
     """Sharded and whole, of model and optimizer; loaded into another model, which trains on alike."""
-    first = Twins(Lm(), lambda m: shard_layers(engine, m, device_mesh()))
+    first = Twins(
+        Lm(), lambda m: shard_layers(engine, m, device_mesh()), optimizer=torch.optim.AdamW
+    )
     first.train(range(2))
     state = first.sharded.state_dict()
     assert all(isinstance(value, DTensor) for value in state.values())
     whole = get_model_state_dict(first.sharded, options=StateDictOptions(full_state_dict=True))
     for name, want in first.plain.state_dict().items():
         same(whole[name], want, name, 1e-10)
-    optimizer = first._optimizers[1]
+    optimizer = first.optimizers[1]
     moments = get_optimizer_state_dict(
         first.sharded, optimizer, options=StateDictOptions(full_state_dict=True)
     )
 
-    second = Twins(first.plain, lambda m: shard_layers(engine, m, device_mesh(1, 2)))
+    second = Twins(
+        first.plain,
+        lambda m: shard_layers(engine, m, device_mesh(1, 2)),
+        optimizer=torch.optim.AdamW,
+    )
     with torch.no_grad():
         for p in second.sharded.parameters():
             p.zero_()
     set_model_state_dict(second.sharded, whole, options=FULL)
-    set_optimizer_state_dict(second.sharded, second._optimizers[1], moments, options=FULL)
-    second._optimizers[0] = first._optimizers[0]
+    set_optimizer_state_dict(second.sharded, second.optimizers[1], moments, options=FULL)
+    second.optimizers[0] = first.optimizers[0]
     second.train(range(2, 4))
 
     third = Twins(first.plain, lambda m: shard_layers(engine, m, device_mesh()))
