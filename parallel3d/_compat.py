@@ -35,6 +35,7 @@ __all__ = [
     "flatten_axes",
     "foreach_copy_",
     "fully_shard_state",
+    "functorch_is_active",
     "get_local_tensor",
     "gradient_hooks",
     "group_memory",
@@ -317,3 +318,8 @@ def set_fully_shard_state(module: nn.Module, state: Any) -> None:
 def fully_shard_state(module: nn.Module) -> Any:
     """``torch.distributed.fsdp.fully_shard.state(module)``."""
     return torch_fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def functorch_is_active() -> bool:
+    """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
+    return torch._C._are_functorch_transforms_active()

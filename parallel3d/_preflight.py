@@ -15,7 +15,7 @@ from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.fsdp.api import check_policy
 from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.checks import check_param
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.mesh import check_agreement
 from parallel3d.tp import ResolvedPlan, Style, resolve_plan
 

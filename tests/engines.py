@@ -14,6 +14,7 @@ needs real ones::
 """
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from parallel3d.testing import GlooPool
 
-__all__ = ["ENGINES", "Engine", "OnRanks"]
+__all__ = ["ENGINES", "Engine", "OnRanks", "check_fault"]
 
 ENGINES = {"parallel3d": "parallel3d.fsdp", "torch": "torch.distributed.fsdp"}
 
@@ -81,7 +82,22 @@ class OnRanks:
         self._engine = engine
 
     def __call__(self, body: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
-        return self._pool.run(body, self._engine, *args, world_size=size, timeout=60.0)
+        timeout = 60.0 if self._engine.ours else 20.0  # some of torch's faults are hangs
+        return self._pool.run(body, self._engine, *args, world_size=size, timeout=timeout)
+
+
+def check_fault(fault: str, match: str, error: BaseException | None) -> None:
+    """Whether torch fails a test just as the test's mark says.
+
+    Raises:
+        AssertionError: it passes (``error`` is None), or fails with another message than ``match``.
+    """
+    if error is None:
+        raise AssertionError(f"torch passes, although the test says it fails by {fault}")
+    text = f"{type(error).__name__}: {error}"
+    if not re.search(match, text):
+        message = f"torch fails otherwise than by {fault} ({match!r}): {text}"
+        raise AssertionError(message) from error
 
 
 def _torch_common() -> Any:

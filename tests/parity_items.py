@@ -16,6 +16,7 @@ KINDS = {
     "behaviour": "Behaviours",
     "fault": "Faults of torch 2.13 that are none here",
     "reliability": "Reliability",
+    "show": "Beside torch",
 }
 
 _ARGUMENTS = [
@@ -109,6 +110,8 @@ _RELIABILITY = [
     "everything freed at once",
 ]
 
+_SHOW = ["the recorder's list of collectives equals torch's"]
+
 
 def required_items() -> list[str]:
     """All of them, kind by kind. Methods are what the installed torch's class has."""
@@ -120,6 +123,7 @@ def required_items() -> list[str]:
         "behaviour": _BEHAVIOURS,
         "fault": _FAULTS,
         "reliability": _RELIABILITY,
+        "show": _SHOW,
     }
     return [
         f"{kind} {i}" if kind == "fault" else f"{kind}: {i}"
@@ -142,8 +146,9 @@ CITED = {
     "fault n": "scalar, non-contiguous and tied parameters, deepcopy, uneven Shard(1) refused",
     "fault o": "running a submodule before the root: RuntimeError",
     "section 2.9": "gloo: PREMUL_SUM for set_gradient_divide_factor fails; pin_memory fails without a device",
-    "section 1a": "refused by torch: 3-D meshes by name; reshard to an int with DTensors or dp_mesh_dims",
+    "section 1a": "refused by torch: 3-D meshes by name; reshard to an int with DTensors (hangs)",
     "silent": "set_allocate_memory_from_process_group_for_comm does nothing, without a word, on gloo",
+    "found: conversion": "a conversion to another dtype after the first forward: RuntimeError",
     "found: reset": "reset_iter_state keeps unreduced gradients, which the next backward adds to its own",
     "found: no elements": "a parameter without elements: RuntimeError in backward",
     "#144289": "types of parameters differ after a forward of a root that is not resharded",

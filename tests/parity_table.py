@@ -45,6 +45,7 @@ class MarkedTest:
     path: str  # tests/engine/test_x.py::test_y
     items: list[str]  # of its parity marks
     engine: bool  # runs on both engines
+    needs: str = ""  # what it is skipped without
     fails: dict[str, str] = field(default_factory=dict)  # parameters -> the fault torch fails by
     cases: int = 0
     outcomes: dict[str, str] = field(default_factory=dict)  # parameters -> what happened, if run
@@ -93,6 +94,8 @@ def gather(items: list[pytest.Item]) -> dict[str, MarkedTest]:
         test.cases += 1
         if (mark := item.get_closest_marker("torch_fails")) is not None:
             test.fails[case.rstrip("]")] = mark.args[0]
+        if (mark := item.get_closest_marker("skipif")) is not None:
+            test.needs = mark.kwargs["reason"]
     return tests
 
 
@@ -173,6 +176,8 @@ def _name(test: MarkedTest) -> str:
 def _on_torch(test: MarkedTest) -> str:
     if unlike := _unlike(test):
         return f"**{unlike}**"
+    if test.needs:
+        return test.needs
     if not test.fails:
         return "passes"
     faults = ", ".join(sorted(set(test.fails.values())))
@@ -183,7 +188,7 @@ def _on_torch(test: MarkedTest) -> str:
 
 def _on_ours(test: MarkedTest) -> str:
     bad = [case for case, outcome in test.outcomes.items() if outcome == "ours failed"]
-    return f"**fails {', '.join(bad)}**" if bad else "passes"
+    return f"**fails {', '.join(bad)}**" if bad else test.needs or "passes"
 
 
 def _unlike(test: MarkedTest) -> str:
@@ -198,8 +203,11 @@ def _run_both() -> dict[str, MarkedTest]:
     for engine, bad in (("torch", "torch unlike"), ("parallel3d", "ours failed")):
         run = collect("--engine", engine, "--only-engine-tests", *files)
         for path, test in run.items():
+            if not test.engine:
+                continue
             # Under --engine torch a test passes that fails as its mark says; see conftest.py.
-            wrong = {case: bad for case, outcome in test.outcomes.items() if outcome != "passed"}
+            allowed = ("passed", "skipped") if test.needs else ("passed",)
+            wrong = {case: bad for case, outcome in test.outcomes.items() if outcome not in allowed}
             if not test.outcomes:
                 wrong = {"not run": bad}
             tests[path].outcomes |= wrong

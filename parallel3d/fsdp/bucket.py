@@ -171,7 +171,7 @@ class Bucket:
         # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
         in_place = n == 1 or (len(params) == 1 and params[0].dim == 0)
         self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
-        pairs = self.copy_pairs(self.gathered, n)
+        pairs = self.copy_pairs(self.gathered.view(n, -1))
         self.region_views, self.gathered_views = map(list, zip(*pairs, strict=True))
         self.compute_params = [
             # .data: a version counter of its own, so that gathering again in backward is not taken
@@ -185,10 +185,10 @@ class Bucket:
             release(self.unsharded)
 
     def copy_pairs(
-        self, gathered: torch.Tensor, rows: int, first: int = 0
+        self, rows: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of ``unsharded``, the same in ``gathered``: ``rows`` shard ranks' rows from ``first`` on)."""
-        columns = gathered.view(rows, self.numel).split(self.slot_sizes, dim=1)
+        """(part of ``unsharded``, the same in ``rows``): shard ranks' rows of S, from rank ``first`` on."""
+        columns = rows.split(self.slot_sizes, dim=1)
         regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
         return [
             pair
@@ -226,7 +226,9 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad():
             for param, local in zip(self.params, locals_, strict=True):
                 param.set_dtype(local.dtype)
+            grads = self.grads
             self._take(locals_)
+            self.grads.carry_over(grads)
         return True
 
     def _take(self, locals_: list[torch.Tensor]) -> None:
@@ -274,14 +276,14 @@ class Bucket:
 
     def copy_out(self) -> None:
         """After the all-gather: the gathered rows into the parameters' places."""
-        views, custom = self.gathered_views, self.custom_gathered
-        if custom is not None:
-            views = [held for _, held in self.copy_pairs(custom, self.parts)]
+        if self.custom_gathered is not None:
+            allocate(self.unsharded)
+            pairs = self.copy_pairs(self.custom_gathered.view(self.parts, -1))
             self.custom_gathered = None
-        elif self.gathered is self.unsharded:
-            return
-        allocate(self.unsharded)
-        foreach_copy_(self.region_views, views)
+            foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
+        elif self.gathered is not self.unsharded:
+            allocate(self.unsharded)
+            foreach_copy_(self.region_views, self.gathered_views)
 
     def cast_whole(self) -> None:
         """Unshard without a shard axis: the cast copy, or nothing."""

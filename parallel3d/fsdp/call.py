@@ -52,6 +52,12 @@ class Call:
         self.inputs += 1
         return view
 
+    def watched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, but a gradient that reaches it at any level of ``torch.func`` begins a backward."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            return _Watched.apply(self, tensor)
+        return tensor
+
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: the first gradient to reach this call."""
@@ -61,9 +67,35 @@ class Call:
         self.unit.pre_backward(self)
 
     @untraced
-    def input_done(self, _: torch.Tensor) -> None:
-        """Hook on every alias."""
+    def input_done(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Hook on every alias. With ``create_graph=True`` the gradient is an output as those of forward are:
+        a backward that comes to it needs the parameters again.
+        """
         self.remaining -= 1
         if self.remaining == 0:
             self.unit.begun.discard(id(self))
             self.unit.maybe_end_backward()
+        return self.watched(grad) if torch.is_grad_enabled() else None
+
+
+class _Watched(torch.autograd.Function):
+    """The identity, whose backward begins the call's; of tangents too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.call.begin_backward(grads[0])
+        return None, grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return None if tangents[1] is None else _Watched.apply(ctx.call, tangents[1])

@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 from parallel3d._compat import gradient_hooks, has_tensor_hooks
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
+from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import owner_of
-from parallel3d.fsdp.state import unit_of
 
 __all__ = ["check_ignored", "check_modules", "check_param", "check_reshard"]
 

@@ -23,6 +23,7 @@ class RunContext:
         order: units in the order of their forwards, this iteration.
         last_order: the same of the iteration before, for forward prefetch.
         in_backward: whether the end-of-backward callback is queued.
+        creates_graph: whether it is a backward with ``create_graph=True``.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
     """
@@ -34,6 +35,7 @@ class RunContext:
         self.order: list[weakref.ref[Unit]] = []
         self.last_order: list[weakref.ref[Unit]] = []
         self.in_backward = False
+        self.creates_graph = False
         self.iteration = 0
         self.running = False
 
@@ -120,7 +122,7 @@ class RunContext:
             self.comm.finish()
         for unit in units:
             unit.end_backward()
-        self.in_backward = False
+        self.in_backward = self.creates_graph = False
         issuing.unit = ""
 
     # -- after an exception --------------------------------------------------------------------------
@@ -132,12 +134,12 @@ class RunContext:
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
-        self.in_backward = False
+        self.in_backward = self.creates_graph = False
 
     def reset(self) -> None:
         """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
         self.comm.abandon()
-        self.running = self.in_backward = False
+        self.running = self.in_backward = self.creates_graph = False
         self.order.clear()
         for unit in self.units:
             unit.reset()

@@ -16,8 +16,9 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, the_unit
 from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.state import UNIT_ATTRIBUTES, Unit, the_unit
+from parallel3d.fsdp.state import Unit
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
@@ -44,10 +45,10 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if unit.depth or unit.backward_begun:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
     unit.group.hide()
-    state = {key: value for key, value in vars(module).items() if key not in UNIT_ATTRIBUTES}
+    state = {key: value for key, value in vars(module).items() if key != UNIT_ATTRIBUTE}
     for name in _HOOKS:
         hooks = copy.copy(state[name])
-        for handle in unit.hook_ids(module):
+        for handle in unit.members.hook_ids(module):
             hooks.pop(handle, None)
         state[name] = hooks
     new = object.__new__(type(module))

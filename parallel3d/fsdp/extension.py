@@ -156,6 +156,12 @@ class Extension:
                 "(unsharded tensor, tensors to free), where the latter is a tuple"
             )
         whole, inner = result
+        for tensor in inner:
+            if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, LocalTensor):
+                raise Parallel3dError(
+                    f"{self.label}: {_POST} returned a {type(tensor).__name__} among the tensors to free; "
+                    "it has no memory of its own: list the tensors inside it"
+                )
         self._inner = (*self._outputs, *inner)
         self._keep(inner)
         whole = self.param.as_compute(self._trimmed(whole))

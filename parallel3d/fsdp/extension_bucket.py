@@ -120,14 +120,23 @@ class ExtensionBucket(Bucket):
         return whole.new_zeros(empty)
 
     def _take(self, locals_: list[torch.Tensor]) -> None:
-        for param, local in zip(self.params, locals_, strict=True):
-            if not is_extended(local):
-                raise Parallel3dError(
-                    f"a conversion turned parameter {param.name} of unit {self.unit} into a "
-                    f"{type(local).__name__} without fsdp_pre_all_gather; its subclass must keep its type "
-                    "under this operation"
-                )
+        for param, old, local in zip(self.params, self.local_views, locals_, strict=True):
+            if not is_extended(local):  # assigned as an ordinary tensor, say
+                param.place(self._extended(param, old, local))
         self.build(locals_[0].device)
+
+    def _extended(
+        self, param: ShardedParam, old: torch.Tensor, local: torch.Tensor
+    ) -> torch.Tensor:
+        """The values of ``local`` in a tensor like ``old``."""
+        new = torch.empty_like(old, dtype=local.dtype, device=local.device)
+        if not is_extended(new):
+            raise Parallel3dError(
+                f"a conversion turned parameter {param.name} of unit {self.unit}, a {type(old).__name__}, "
+                f"into a {type(new).__name__} without fsdp_pre_all_gather; the subclass must keep its type "
+                "in empty_like"
+            )
+        return new.copy_(local)
 
     # -- unshard -----------------------------------------------------------------------------------
 

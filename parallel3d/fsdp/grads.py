@@ -20,6 +20,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor
 from parallel3d.fsdp.reduce_job import ReduceJob
@@ -110,8 +111,10 @@ class GradientSlots:
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
         """Takes parameter ``index``'s gradient, of its compute shape."""
-        param = self.bucket.params[index]
-        by_rank = param.grad_by_rank(param.local_grad(grad, self.bucket.reduce_dtype))
+        bucket = self._bucket()
+        assert bucket is not None
+        param = bucket.params[index]
+        by_rank = param.grad_by_rank(param.local_grad(grad, bucket.reduce_dtype))
         if not sync:
             self._hold_whole(index, by_rank)
         elif index in self.arrived:
@@ -131,18 +134,60 @@ class GradientSlots:
         bucket = self.bucket
         self.settle()
         if self.whole is None:
-            # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
-            flat = torch.zeros(bucket.parts * bucket.numel, dtype=bucket.dtype, device=bucket.home)
-            regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
-            pairs = list(zip(bucket.params, regions, strict=True))
-            marks = [
-                make_dtensor(p.compute_view(r), p.unreduced_spec(over_shard=True)) for p, r in pairs
-            ]
-            self.whole = HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
+            self.whole = self._new_whole()
         before = self.whole.place(index, bucket.params[index].sharded)
         if before is not None:
             self._fold_into_whole(index, before)
         self.whole.parts[index].add_(by_rank.to(bucket.home) if bucket.offloaded else by_rank)
+
+    def _new_whole(self) -> HeldSum:
+        bucket = self.bucket
+        # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
+        flat = torch.zeros(bucket.parts * bucket.numel, dtype=bucket.dtype, device=bucket.home)
+        regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
+        pairs = list(zip(bucket.params, regions, strict=True))
+        marks = [
+            make_dtensor(p.compute_view(r), p.unreduced_spec(over_shard=True)) for p, r in pairs
+        ]
+        return HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
+
+    def _new_partial(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> HeldSum:
+        marks = [
+            make_dtensor(part, p.unreduced_spec(over_shard=False))
+            for p, part in zip(self.bucket.params, parts, strict=True)
+        ]
+        return HeldSum(flat, parts, marks)
+
+    def carry_over(self, old: GradientSlots) -> None:
+        """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
+        self.in_flight = old.in_flight
+        if old.whole is not None:
+            self.whole = self._continued(old.whole, self._new_whole(), over_shard=True)
+        if old.partial is not None:
+            bucket = self.bucket
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.home)
+            new = self._new_partial(flat, bucket.local_parts(flat))
+            self.partial = self._continued(old.partial, new, over_shard=False)
+
+    def _continued(self, old: HeldSum, new: HeldSum, *, over_shard: bool) -> HeldSum:
+        """``new`` with the sums of ``old`` that are still in ``.grad``, by now maybe as other objects."""
+        bucket = self.bucket
+        for index in old.placed:
+            param = bucket.params[index]
+            grad = param.sharded.grad
+            if not isinstance(grad, DTensor):
+                continue  # cleared
+            if grad.placements == param.unreduced_spec(over_shard=over_shard).placements:
+                get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
+                param.sharded.grad = new.marks[index]
+                new.placed.add(index)
+            elif grad is old.marks[index] or grad.placements != param.spec.placements:
+                # An operation that DTensor does not do on sums has summed it: it waits no longer.
+                scale = bucket.axes.data_size / bucket.divisor if over_shard else 1.0
+                reduced = grad.redistribute(placements=param.spec.placements)
+                param.sharded.grad = reduced.mul_(scale)
+        new.folded = old.folded & new.placed
+        return new
 
     def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
         """Adds a gradient that is reduced already (or reduce-scattered) to this rank's own sum.
@@ -232,25 +277,23 @@ class GradientSlots:
     def finish(self, job: ReduceJob) -> None:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""
         self.in_flight = None
-        flat = job.tensor.to(self.bucket.dtype)
-        parts = self.bucket.local_parts(flat)
+        bucket = job.bucket
+        params = bucket.params
+        flat = job.tensor.to(bucket.dtype)
+        parts = bucket.local_parts(flat)
         if job.final:
             self._accumulate(flat, parts, job.used)
             for index in job.used:
-                param = self.bucket.params[index].sharded
+                param = params[index].sharded
                 for hook in gradient_hooks(param):
                     hook(param)
             return
         held = self.partial
         if held is None:
-            marks = [
-                make_dtensor(part, p.unreduced_spec(over_shard=False))
-                for p, part in zip(self.bucket.params, parts, strict=True)
-            ]
-            held = self.partial = HeldSum(flat, parts, marks)
-        copies = math.prod(group.size() for group in self.bucket.replicate_groups)
+            held = self.partial = self._new_partial(flat, parts)
+        copies = math.prod(group.size() for group in bucket.replicate_groups)
         for index in job.used:
-            before = held.place(index, self.bucket.params[index].sharded)
+            before = held.place(index, params[index].sharded)
             if before is not None:  # reduced: every rank of the all-reduce to come has it
                 held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)
         if held.flat is not flat:

@@ -59,10 +59,9 @@ class JointGather:
         columns = self._output.view(-1, self.numel)
         start = 0
         for bucket in self.buckets:
-            own = columns.narrow(1, start, bucket.numel).split(bucket.slot_sizes, dim=1)
             allocate(bucket.unsharded)
-            views = [p.slots_by_rank(c) for p, c in zip(bucket.params, own, strict=True)]
-            foreach_copy_(bucket.region_views, views)
+            pairs = bucket.copy_pairs(columns.narrow(1, start, bucket.numel))
+            foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
             start += bucket.numel
 
     def free_gathered(self) -> None:

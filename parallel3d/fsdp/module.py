@@ -7,17 +7,19 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.copying import copy_module
+from parallel3d.fsdp.members import the_unit, unit_of, units_of
 from parallel3d.fsdp.module_comm import CommMethods
-from parallel3d.fsdp.state import Unit, the_unit, unit_of, units_of
+from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.torch_state import TorchState, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle"]
 
 
-class UnshardHandle:
+class UnshardHandle(TorchUnshardHandle):
     """An ``unshard(async_op=True)`` under way."""
 
     def __init__(self, unit: Unit) -> None:
@@ -46,7 +48,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):
 
     # -- unshard / reshard ---------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gathers this unit's parameters and shows them in the module until ``reshard()``. Not recursive.
 
         Forwards and backwards reshard it too where they are told to (``reshard_after_forward``,

@@ -23,8 +23,9 @@ from parallel3d.fsdp.custom_comm import (
     SymmetricReduceScatter,
     check_comm,
 )
+from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.fsdp.mesh_cache import kept_with
-from parallel3d.fsdp.state import Unit, the_unit, units_of
+from parallel3d.fsdp.state import Unit
 
 __all__ = ["CommMethods"]
 
@@ -222,14 +223,7 @@ class CommMethods:
             _check_not_custom(
                 "set_symm_mem_for_comm", bucket, (SymmetricAllGather, SymmetricReduceScatter)
             )
-            assert bucket.shard_group is not None
-            device_type = bucket.axes.mesh.device_type
-            carrier = backend_name(bucket.shard_group, device_type)
-            if device_type != "cuda" or carrier != "nccl":
-                raise Parallel3dError(
-                    f"set_symm_mem_for_comm: symmetric memory needs NCCL on CUDA devices; this mesh's "
-                    f"groups are {carrier!r} on {device_type!r}"
-                )
+            _check_symmetric(bucket)
             if bucket.force_sum:
                 _check_symmetric_inputs(SymmetricReduceScatter, bucket.max_inputs)
         for bucket in buckets:
@@ -272,6 +266,17 @@ def _check_one_mesh(unit: Unit, method: str) -> None:
         raise Parallel3dError(
             f"{method}: unit {unit.label} has parameters on several meshes, and it would be unclear which of "
             "their groups is meant; make those of the other mesh a unit of their own"
+        )
+
+
+def _check_symmetric(bucket: Bucket) -> None:
+    assert bucket.shard_group is not None
+    device_type = bucket.axes.mesh.device_type
+    carrier = backend_name(bucket.shard_group, device_type)
+    if device_type != "cuda" or carrier != "nccl":
+        raise Parallel3dError(
+            "set_symm_mem_for_comm: symmetric memory needs NCCL on CUDA devices; this mesh's groups are "
+            f"{carrier!r} on {device_type!r}"
         )
 
 

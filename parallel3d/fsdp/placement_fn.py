@@ -46,7 +46,9 @@ def wishes(
             f"shard_placement_fn is {fn!r}; it must be a function of a Parameter that returns Shard(dim), "
             "ShardPlacementResult(placement, mesh_info), or None for the default"
         )
-    known: dict[int, DataAxes] = {}  # one object per mesh: its parameters share a bucket
+    known: dict[
+        int, tuple[Any, DataAxes]
+    ] = {}  # one object per mesh: its parameters share a bucket
     return [_wish(fn, name, param, default, known) for name, param in params]
 
 
@@ -55,14 +57,15 @@ def _wish(
     name: str,
     param: nn.Parameter,
     default: DataAxes,
-    known: dict[int, DataAxes],
+    known: dict[int, tuple[Any, DataAxes]],
 ) -> Wish:
     answer = fn(param)
     axes, placement = default, answer
     if isinstance(answer, ShardPlacementResult):
         info, placement = answer.mesh_info, answer.placement
-        axes = known.get(id(info)) or _axes_of(name, info, default)
-        known[id(info)] = axes
+        # With the object itself, or another one could come to have its id.
+        _, axes = known.get(id(info)) or (info, _axes_of(name, info, default))
+        known[id(info)] = info, axes
     if placement is None:
         return Wish(axes, None)
     # Not a subclass: torch 2.11's _StridedShard is one.

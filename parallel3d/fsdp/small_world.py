@@ -61,7 +61,7 @@ class SmallWorld:
         self.buffer = torch.empty(
             rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
         )
-        pairs = bucket.copy_pairs(self.buffer, rows, self.rank * rows)
+        pairs = bucket.copy_pairs(self.buffer.view(rows, -1), self.rank * rows)
         self._sources, self._targets = map(list, zip(*pairs, strict=True))
         release(self.buffer)
 

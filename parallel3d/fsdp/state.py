@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from parallel3d._compat import in_backward_pass, untraced
+from parallel3d._compat import functorch_is_active, in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
@@ -26,45 +24,22 @@ from parallel3d.fsdp.call import Call
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.members import Members, unit_of
 from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.tree import map_tensors, tensors_in
 
-__all__ = ["UNIT_ATTRIBUTES", "Unit", "the_unit", "unit_of", "units_of"]
-
-_ATTRIBUTE = "_parallel3d_unit"
-UNIT_ATTRIBUTES = (_ATTRIBUTE,)  # of a module, which a copy of it must not share
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose module (or one of whose modules) ``module`` is."""
-    return module.__dict__.get(_ATTRIBUTE)
-
-
-def the_unit(module: Any) -> Unit:
-    """The unit of a module that is known to have one."""
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
-def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
-    """The unit of ``module``, and with ``recurse`` those inside it; each once."""
-    modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
-    seen: set[int] = set()
-    for each in modules:
-        unit = unit_of(each)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield unit
+__all__ = ["Unit"]
 
 
 class Unit(Settings):
     """One module (or list of modules) given to ``fully_shard``.
 
-    Modules hold their unit; the unit refers to them weakly. What methods set: see ``Settings``.
+    What methods set: see ``Settings``.
 
     Attributes:
         group: its parameters.
+        members: its modules, and the hooks on them.
+        to_run: ids of those of several modules that have not run since the unit was gathered.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
@@ -87,7 +62,7 @@ class Unit(Settings):
         self.device_type = device_type
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
-        self.to_run: set[nn.Module] = set()
+        self.to_run: set[int] = set()
         self.depth = 0
         self.position = 0
         self.begun: set[int] = set()
@@ -98,38 +73,20 @@ class Unit(Settings):
         self.reached = False
         self.ended = False
         self.reduced = False
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self.members = Members()
         group.watch_gradients(self.ref)
         for module in modules:
-            self.attach(module)
+            self.members.attach(module, self)
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules given to ``fully_shard``."""
-        return [module for ref in self._modules if (module := ref()) is not None]
-
-    def attach(self, module: nn.Module) -> None:
-        """Makes ``module`` one of the unit's."""
-        self._modules.append(weakref.ref(module))
-        setattr(module, _ATTRIBUTE, self)
-        self._handles[id(module)] = [
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
-            # Also when forward raises: the module must show its shards again.
-            module.register_forward_hook(self.post_forward, always_call=True),
-            module.register_load_state_dict_post_hook(self.after_load),
-        ]
-
-    def hook_ids(self, module: nn.Module) -> list[int]:
-        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
-        return [handle.id for handle in self._handles[id(module)]]
+        return self.members.modules
 
     def absorb(self, other: Unit) -> None:
         """Becomes one unit with ``other``, as if both had been given in one list."""
-        for module in other.modules:
-            for handle in other._handles.pop(id(module)):
-                handle.remove()
-            self.attach(module)
+        for module in other.members.detach():
+            self.members.attach(module, self)
         self.group.extend(other.group)
         for bucket in self.group.buckets:
             for param in bucket.params:
@@ -152,8 +109,10 @@ class Unit(Settings):
                 if unit is None or id(unit) in seen:
                     continue
                 seen.add(id(unit))
-                if unit.context is not None and unit.group.state is GroupState.GATHERING:
-                    unit.group.unshard(unit.context.comm)  # issued there, so finished there
+                if unit.context is not None:  # what was issued there is finished there
+                    unit.context.comm.finish()
+                    if unit.group.state is GroupState.GATHERING:
+                        unit.group.unshard(unit.context.comm)
                 unit.context = context
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
@@ -184,7 +143,7 @@ class Unit(Settings):
         """Hook before each module's forward."""
         context = self.ready_context()
         self.depth += 1
-        if self.depth == 1 and (not self.to_run or not self.group.shown):
+        if self.depth == 1 and self._is_fresh(module):
             self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = map_tensors(self._to_device, (args, kwargs))
@@ -193,12 +152,18 @@ class Unit(Settings):
                 args = call.alias(args)
                 kwargs = {key: call.alias(value) for key, value in kwargs.items()}
             issuing.unit = self.label
-            if len(self._modules) > 1:
-                self.to_run = set(self.modules)
+            if len(self.members.tops) > 1:
+                self.to_run = set(self.members.tops)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
         return args, kwargs
+
+    def _is_fresh(self, module: nn.Module) -> bool:
+        """Whether a forward of the unit begins with ``module``, and does not go on with it."""
+        if not self.to_run or not self.group.shown:
+            return True
+        return self.is_root and id(module) not in self.to_run
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type in (self.device_type, "meta"):
@@ -252,9 +217,9 @@ class Unit(Settings):
         failed = output is None and sys.exc_info()[0] is not None
         grad = torch.is_grad_enabled() and not failed
         if grad and self.call is not None:
-            self._watch_output(output, self.call)
+            output = self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
-        self.to_run.discard(module)
+        self.to_run.discard(id(module))
         if failed:
             self.to_run.clear()
         if self.depth or self.to_run:
@@ -267,7 +232,9 @@ class Unit(Settings):
             self._settle(context, backward_to_come=grad)
         return output
 
-    def _watch_output(self, output: Any, call: Call) -> None:
+    def _watch_output(self, output: Any, call: Call) -> Any:
+        if functorch_is_active():  # a hook is of one level of its transforms
+            return map_tensors(call.watched, output)
         for tensor in tensors_in(output):
             # A parameter, or a view of one, must not leave its unit: its memory is about to be freed.
             base = tensor._base if tensor._base is not None else tensor
@@ -278,6 +245,7 @@ class Unit(Settings):
                 )
             if tensor.requires_grad:
                 tensor.register_hook(call.begin_backward)
+        return output
 
     def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self.reshard_after_forward
@@ -315,12 +283,8 @@ class Unit(Settings):
         context.enter_backward()
         if self.backward_begun:
             return
-        if torch.is_grad_enabled() and any(b.has_own_unsharded for b in self.group.buckets):
-            raise StateError(
-                f"unit {self.label}: a backward with create_graph=True would need its parameters again "
-                "after they are freed; compute such gradients with the plain model, or on a mesh with "
-                "shard=1 in full precision"
-            )
+        if torch.is_grad_enabled():
+            context.creates_graph = True
         self.backward_begun = self.reached = True
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
@@ -338,6 +302,12 @@ class Unit(Settings):
         """Hook on every gradient's arrival."""
         grad, param.grad = param.grad, None
         assert grad is not None
+        if grad.requires_grad:
+            raise StateError(
+                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
+                "but it would end at their reduction over ranks; use torch.autograd.grad(loss, inputs, "
+                "create_graph=True)"
+            )
         fresh = index not in bucket.grads.arrived
         bucket.grads.accept(index, grad, sync=self.sync)
         if fresh:
@@ -362,7 +332,9 @@ class Unit(Settings):
 
     def leave_backward(self, context: RunContext) -> None:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
-        if self.reshard_after_backward:
+        # What the user keeps gathered may be differentiated again by what a graph was made for.
+        wanted = context.creates_graph and self.group.kept
+        if self.reshard_after_backward and not wanted:
             self.group.hide()
             self.group.reshard(context.comm)
         else:

@@ -66,9 +66,8 @@ class StreamComm:
         """See ``Comm``."""
         if bucket.shard_group is None and not bucket.offloaded:
             return
-        if (
-            bucket.gathering is not None
-        ):  # left behind by an exception; it reads and writes our buffers
+        if bucket.gathering is not None:
+            # Left behind by an exception; it reads and writes our buffers.
             self.device.current_stream().wait_event(bucket.gathering[0])
         if self.post_optim_event is None:
             # The optimizer wrote the shards, and the last reader of this pool's memory ran, on compute.

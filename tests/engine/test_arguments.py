@@ -15,7 +15,14 @@ from parallel3d.testing import fake_world, record_collectives
 
 
 def one_module(engine) -> None:
-    train(Block(), lambda m: engine.fully_shard(m, mesh=device_mesh()), mean_square, floats)
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        train(
+            Block(),
+            lambda m: engine.fully_shard(m, mesh=device_mesh()),
+            mean_square,
+            floats,
+            optimizer=optimizer,
+        )
 
 
 @pytest.mark.parity("argument: module")

@@ -90,7 +90,7 @@ def one_output(engine) -> None:
     twins = Twins(TwoHeads(), wrap, lambda m, x: m(x)[1].square().mean(), floats)
     twins.train()
     # Now the other; and then both, one after the other.
-    twins._loss = lambda m, x: m(x)[0].square().mean()
+    twins.loss = lambda m, x: m(x)[0].square().mean()
     twins.train()
 
     def both(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def one_output(engine) -> None:
         (a.square().mean() / ranks).backward(retain_graph=True)
         return b.square().mean()
 
-    twins._loss = both
+    twins.loss = both
     twins.train()
 
 

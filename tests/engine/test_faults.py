@@ -358,7 +358,7 @@ def deepcopied(engine) -> None:
     assert not {id(p) for p in copied.parameters()} & {id(p) for p in twins.sharded.parameters()}
     other = Twins(copy.deepcopy(twins.plain), lambda m: None)
     other.sharded = copied
-    other._optimizers = [
+    other.optimizers = [
         torch.optim.SGD(m.parameters(), lr=0.1) for m in (other.plain, other.sharded)
     ]
     other.train(range(5, 7))

@@ -8,7 +8,7 @@ from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 

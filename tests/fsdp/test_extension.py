@@ -1,11 +1,11 @@
 """All-gather extensions: what torch's engine can't do with them. For the rest see tests/engine."""
 
-import gc
 import weakref
 
 import pytest
 import torch
 from extended import Aliased, Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from lifetimes import collector_off
 from torch import nn
 from torch.distributed.tensor import DTensor
 from wrapped import at_rest
@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 
@@ -73,12 +73,23 @@ class TestRefusals:
             model = wrap(extend(mlp(8), Wrong))
             Wrong.result = lambda self, whole: whole
             with pytest.raises(Parallel3dError, match="returned Tensor; without out="):
-                step(model)
+                model.unshard()
         with fake_world(0, 2):
             model = wrap(extend(mlp(8), Wrong))
             Wrong.result = lambda self, whole: (whole[:4].float(), ())
             with pytest.raises(Parallel3dError, match=r"shape \(4, 6\).*has shape \(8, 6\)"):
-                step(model)
+                model.unshard()
+
+    def test_wrapper_among_the_tensors_to_free(self) -> None:
+        class Wrong(Aliased):
+            def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+                whole = Aliased(outputs[0])
+                return whole, (whole,)
+
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), Wrong))
+            with pytest.raises(Parallel3dError, match="Aliased among the tensors to free"):
+                model.unshard()
 
     def test_sizes_that_change(self) -> None:
         class Changing(Bf16):
@@ -112,17 +123,23 @@ class TestRefusals:
                 fully_shard(extend(mlp(8), Bf16), mesh=mesh)
 
     def test_conversion_that_loses_the_subclass(self) -> None:
-        class Fleeting(Bf16):
-            @classmethod
-            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-                out = super().__torch_dispatch__(func, types, args, kwargs)
-                lost = func is torch.ops.aten._to_copy.default
-                return out.held if lost else out
-
         with fake_world(0, 2):
-            model = wrap(extend(mlp(8), Fleeting))
-            with pytest.raises(Parallel3dError, match="must keep its type"):
+            model = wrap(extend(mlp(8), losing("empty_like", "_to_copy")))
+            with pytest.raises(Parallel3dError, match=r"0\.weight.*Losing, into a Tensor"):
                 model.double()
+
+
+def losing(*operations: str) -> type[Wrapped]:
+    """A subclass that doesn't keep its type under some operations."""
+    lost = {getattr(torch.ops.aten, name).default for name in operations}
+
+    class Losing(Bf16):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            return out.held if func in lost else out
+
+    return Losing
 
 
 def forget_to_pad() -> str:
@@ -186,12 +203,9 @@ class TestMemory:
             model = extend(mlp(8), Bf16)
             model[0].weight.mine = "kept"
             whole = weakref.ref(model[0].weight.held)
-            gc.disable()
-            try:
+            with collector_off():
                 wrap(model)
                 assert whole() is None
-            finally:
-                gc.enable()
             assert model[0].weight.mine == "kept" and not hasattr(model[0].weight, "held")
             assert model[0].weight.to_local().held.untyped_storage().nbytes() == 4 * 6 * 4
 
@@ -205,6 +219,19 @@ class TestMemory:
             assert bucket.gathered.data_ptr() == extension.rows[0].data_ptr()
             model.reshard()
             assert at_rest(model)
+
+    @pytest.mark.parity("reliability: everything freed at once")
+    @pytest.mark.parametrize("kind", [Bf16, Int8], ids=lambda kind: kind.__name__)
+    def test_freed_at_once(self, kind) -> None:
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), kind))
+            step(model)
+            (bucket,) = (b for b in unit_of(model).group.buckets if type(b) is ExtensionBucket)
+            parts = [bucket, model[0].weight, bucket.extensions[0].compute, bucket.rows[0]]
+            gone = [weakref.ref(part) for part in parts]
+            with collector_off():
+                del model, bucket, parts
+                assert [ref() for ref in gone] == [None] * 4
 
     def test_frozen(self) -> None:
         with fake_world(0, 2):
@@ -305,6 +332,25 @@ class TestAtRest:
             model.to_empty(device="cpu")
             step(model, torch.float64)
             assert first.grad is not None and at_rest(model)
+
+    def test_type_is_found_again(self) -> None:
+        with fake_world(0, 2):
+            model = wrap(extend(mlp(8), losing("_to_copy")))
+            values = model[0].weight.to_local().held.double()
+            model.double()
+            local = model[0].weight.to_local()
+            assert isinstance(local, Bf16) and torch.equal(local.held, values)
+            step(model, torch.float64)
+
+    def test_plain_values_over_meta(self) -> None:
+        with torch.device("meta"):
+            model = extend(mlp(8), Bf16)
+        with fake_world(1, 2):
+            wrap(model)
+            model.load_state_dict(mlp(8).state_dict(), assign=True)
+            local = model[0].weight.to_local()
+            assert type(local) is Bf16 and torch.equal(local.held, mlp(8)[0].weight[4:])
+            step(model)
 
     def test_meta(self) -> None:
         with torch.device("meta"):

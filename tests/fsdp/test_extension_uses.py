@@ -15,7 +15,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d._compat import all_gather_single
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world, record_collectives
 
 

@@ -13,7 +13,7 @@ from wrapped import at_rest, held_bytes, shard_blocks
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d._compat import get_local_tensor
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 DATA = MeshLayout(2, 2, 1)
@@ -298,13 +298,14 @@ class TestModules:
             model(floats(0)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    def test_create_graph_is_an_error(self) -> None:
+    def test_gradients_with_a_graph_are_an_error(self) -> None:
+        """Derivatives of derivatives by the inputs are none: see test_transforms."""
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             model = shard_blocks(Stack(), mesh)
             x = floats(0).requires_grad_()
             with pytest.raises(StateError, match="create_graph"):
-                torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                model(x).sum().backward(create_graph=True)
             model(x).sum().backward()
             assert at_rest(model)
 

@@ -10,7 +10,7 @@ from wrapped import held_bytes
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.state import the_unit
+from parallel3d.fsdp.members import the_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 parity = pytest.mark.parity
@@ -44,7 +44,7 @@ def buckets_of(model):
         (MeshLayout(2, 4, 1), 2, cut_columns),
         (MeshLayout(1, 4, 2), 2, None),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gradients_and_steps_are_the_plain_models(layout, k, placement):
     """Uneven rows and columns; torch 2.13: IndexError with Shard(1)."""

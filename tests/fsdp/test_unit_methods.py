@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.group import GroupState
-from parallel3d.fsdp.state import the_unit, unit_of
+from parallel3d.fsdp.members import the_unit, unit_of
 from parallel3d.testing import local_world, record_collectives
 
 parity = pytest.mark.parity
@@ -349,3 +349,15 @@ def test_reset_drops_what_waits():
         assert all(p.grad is None for p in model.parameters())
         assert at_rest(model)
         assert not any(held_bytes(b.gathered) for b in unit_of(model.layers[0]).group.buckets)
+
+
+def test_one_module_of_a_list_alone_sees_new_weights():
+    with local_world(2), torch.no_grad():
+        a, b = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=mesh_of())
+        x = torch.randn(2, 4)
+        before = a(x)
+        bucket = unit_of(b).group.buckets[0]
+        for param in bucket.params:
+            param.sharded.zero_()
+        assert not torch.equal(a(x), before)
+        assert torch.equal(a(x), torch.zeros(2, 4))

@@ -23,7 +23,7 @@ from parallel3d.fsdp import (
 )
 from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.checks import check_reshard
-from parallel3d.fsdp.state import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import fake_world
 
 

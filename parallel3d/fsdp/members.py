@@ -1,0 +1,85 @@
+"""Which unit a module belongs to, and which modules a unit has."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["UNIT_ATTRIBUTE", "Members", "the_unit", "unit_of", "units_of"]
+
+UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module (or one of whose modules) ``module`` is."""
+    return module.__dict__.get(UNIT_ATTRIBUTE)
+
+
+def the_unit(module: Any) -> Unit:
+    """The unit of a module that is known to have one."""
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
+    """The unit of ``module``, and with ``recurse`` those inside it; each once."""
+    modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
+    seen: set[int] = set()
+    for each in modules:
+        unit = unit_of(each)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+
+
+class Members:
+    """The modules of one unit, which hold it, and are referred to weakly.
+
+    Attributes:
+        tops: ids of the modules that are not inside another of them.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        self.tops: set[int] = set()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules given to ``fully_shard``."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def attach(self, module: nn.Module, unit: Unit) -> None:
+        """Makes ``module`` one of them, with the hooks of ``unit``."""
+        self._modules.append(weakref.ref(module))
+        modules = self.modules
+        inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
+        self.tops = {id(m) for m in modules} - inside
+        setattr(module, UNIT_ATTRIBUTE, unit)
+        self._handles[id(module)] = [
+            module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
+            # Also when forward raises: the module must show its shards again.
+            module.register_forward_hook(unit.post_forward, always_call=True),
+            module.register_load_state_dict_post_hook(unit.after_load),
+        ]
+
+    def detach(self) -> list[nn.Module]:
+        """Gives the modules up, and removes the hooks."""
+        modules = self.modules
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._modules, self._handles = [], {}
+        return modules
+
+    def hook_ids(self, module: nn.Module) -> list[int]:
+        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
+        return [handle.id for handle in self._handles[id(module)]]

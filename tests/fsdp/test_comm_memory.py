@@ -1,0 +1,227 @@
+"""Whose memory and whose collectives: what is refused, and that allocators are used where they are there."""
+
+import pytest
+import torch
+from beside_plain import Net, Trial
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import Shard
+from wrapped import shard_blocks
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp import ShardPlacementResult, custom_comm, fully_shard, module_comm
+from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.testing import fake_world, local_world
+
+parity = pytest.mark.parity
+FROM_GROUP = "set_allocate_memory_from_process_group_for_comm"
+SYMMETRIC = "set_symm_mem_for_comm"
+CUSTOM = ["set_custom_all_gather", "set_custom_reduce_scatter"]
+
+
+class Custom:
+    """An object of the right form."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False): ...
+
+
+def small_model(shard: int = 2) -> nn.Module:
+    return shard_blocks(Net(), build_mesh(MeshLayout(1, shard, 1), device_type="cpu"))
+
+
+def each_unit(model, method, *args):
+    for module in (*model.layers, model):
+        getattr(module, method)(*args)
+
+
+class Allocator:
+    """In place of NCCL's: takes notes."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+        self.log: list[str] = []
+
+    def __call__(self, *args) -> torch.Tensor:
+        *_, numel, dtype, device = args
+        self.made.append(torch.empty(numel, dtype=dtype, device=device))
+        return self.made[-1]
+
+    def made_here(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is each for each in self.made)
+
+
+@pytest.fixture
+def group_memory(monkeypatch) -> Allocator:
+    """Process groups with an allocator."""
+    allocator = Allocator()
+    monkeypatch.setattr(module_comm, "has_group_memory", lambda group, device: True)
+    monkeypatch.setattr(custom_comm, "group_memory", allocator)
+    return allocator
+
+
+@pytest.fixture
+def symmetric(monkeypatch) -> Allocator:
+    """Groups and a device with symmetric memory."""
+    allocator = Allocator()
+
+    def rendezvous(tensor, group):
+        assert allocator.made_here(tensor)
+        allocator.log.append(f"rendezvous {tensor.numel()}")
+
+    def noted(name):
+        collective = getattr(custom_comm, name)
+
+        def wrapper(output, *args, **kwargs):
+            allocator.log.append(f"{name} {output.numel()}")
+            return collective(output, *args, **kwargs)
+
+        monkeypatch.setattr(custom_comm, name, wrapper)
+
+    monkeypatch.setattr(module_comm, "_check_symmetric", lambda bucket: None)
+    monkeypatch.setattr(custom_comm, "use_symmetric_memory", allocator.log.append)
+    monkeypatch.setattr(custom_comm, "symmetric_memory", allocator)
+    monkeypatch.setattr(custom_comm, "make_symmetric", rendezvous)
+    noted("all_gather_single")
+    noted("reduce_scatter_single")
+    return allocator
+
+
+def refused_on_gloo() -> list[str]:
+    model = small_model()
+    messages = []
+    for method, args in ((FROM_GROUP, (True,)), (SYMMETRIC, ())):
+        try:
+            getattr(model, method)(*args)
+        except Parallel3dError as error:
+            messages.append(str(error))
+    model.set_allocate_memory_from_process_group_for_comm(False)  # it is off already
+    assert all(b.gather_comm is b.scatter_comm is None for b in the_unit(model).group.buckets)
+    return messages
+
+
+@parity("method: set_allocate_memory_from_process_group_for_comm")
+@parity("method: set_symm_mem_for_comm")
+def test_a_backend_without_them_says_so(gloo_pool):
+    """torch 2.13 takes memory of the default allocator, silently; symmetric memory fails deep inside."""
+    for from_group, symmetric in gloo_pool.run(refused_on_gloo, world_size=2):
+        assert "'gloo' has no allocator" in from_group and "NCCL" in from_group
+        assert "'gloo' on 'cpu'" in symmetric and "NCCL" in symmetric
+
+
+class TestGroupMemory:
+    @parity("method: set_allocate_memory_from_process_group_for_comm")
+    def test_all_buffers_come_from_the_group_until_it_is_off(self, group_memory):
+        with local_world(2) as world:
+            trial = Trial(world, MeshLayout(1, 2, 1), shard_blocks)
+            each_unit(trial.model, FROM_GROUP, True)
+            each_unit(trial.model, FROM_GROUP, True)  # not a custom collective of the user's
+            trial.backward(0)
+            trial.check([0])
+            assert len(group_memory.made) == 5 + 2 * 3  # gathers; inputs and outputs of reductions
+            each_unit(trial.model, FROM_GROUP, False)
+            trial.backward(1)
+            trial.check([0, 1])
+            assert len(group_memory.made) == 11
+
+    @parity("method: set_allocate_memory_from_process_group_for_comm")
+    @pytest.mark.parametrize("method", CUSTOM)
+    def test_not_together_with_custom_collectives(self, group_memory, method):
+        """torch 2.13 refuses one order, and lets the other switch it off without a word."""
+        with fake_world(0, 2):
+            model = small_model()
+            getattr(model, method)(Custom())
+            with pytest.raises(StateError, match="Custom"):
+                getattr(model, FROM_GROUP)(True)
+            getattr(model, method)(None)
+            getattr(model, FROM_GROUP)(True)
+            with pytest.raises(StateError, match="allocator"):
+                getattr(model, method)(Custom())
+
+    def test_follows_a_group_of_its_own(self, group_memory):
+        with fake_world(0, 2):
+            model = small_model()
+            each_unit(model, FROM_GROUP, True)
+            model.set_separate_reduce_scatter_group()
+            for bucket in the_unit(model).group.buckets:
+                assert bucket.scatter_comm.group is bucket.scatter_group
+                assert bucket.gather_comm.group is bucket.shard_group is not bucket.scatter_group
+
+
+class TestSymmetricMemory:
+    @parity("method: set_symm_mem_for_comm")
+    def test_gathers_into_memory_that_others_know(self, symmetric):
+        with local_world(2) as world:
+            trial = Trial(world, MeshLayout(1, 2, 1), shard_blocks)
+            trial.model.set_symm_mem_for_comm()  # the root: one bucket of 14 elements, 7 a rank
+            trial.backward(0)
+            trial.check([0])
+            assert symmetric.log == ["NCCL", "rendezvous 14", "all_gather_single 14"]
+            trial.model.set_custom_all_gather(None)
+            trial.backward(1)
+            trial.check([0, 1])
+            assert len(symmetric.log) == 3
+
+    @parity("method: set_symm_mem_for_comm")
+    def test_reduces_in_it_if_sums_are_forced(self, symmetric):
+        with local_world(2) as world:
+            trial = Trial(world, MeshLayout(1, 2, 1), shard_blocks)
+            trial.model.set_force_sum_reduction_for_comms(True)
+            trial.model.set_symm_mem_for_comm()
+            trial.backward(0)
+            trial.check([0])
+            assert symmetric.log[-3:] == [
+                "rendezvous 14",
+                "rendezvous 7",
+                "reduce_scatter_single 7",
+            ]
+
+    @parity("method: set_symm_mem_for_comm")
+    def test_other_backends_and_other_collectives_are_refused(self, symmetric):
+        with fake_world(0, 2):
+            model = small_model()
+            with pytest.raises(Parallel3dError, match="NVSHMEM"):
+                model.set_symm_mem_for_comm("NVSHMEM")
+            model.set_custom_all_gather(Custom())
+            with pytest.raises(StateError, match="Custom"):
+                model.set_symm_mem_for_comm()
+
+    @parity("method: set_reduce_scatter_max_input_buffers")
+    def test_one_input_at_a_time(self, symmetric):
+        with fake_world(0, 2):
+            model = small_model()
+            model.set_force_sum_reduction_for_comms(True)
+            model.set_reduce_scatter_max_input_buffers(2)
+            with pytest.raises(StateError, match="max_input_buffers=1"):
+                model.set_symm_mem_for_comm()
+            model.set_reduce_scatter_max_input_buffers(1)
+            model.set_symm_mem_for_comm()
+            with pytest.raises(StateError, match="max_input_buffers=1"):
+                model.set_reduce_scatter_max_input_buffers(2)
+            assert {b.max_inputs for u in units_of(model, True) for b in u.group.buckets} == {1}
+
+
+@parity("method: set_custom_all_gather")
+@parity("method: set_custom_reduce_scatter")
+@parity("method: set_all_reduce_hook")
+@pytest.mark.parametrize("method", [*CUSTOM, "set_all_reduce_hook"])
+def test_a_unit_on_several_meshes_is_refused(method):
+    """As torch does, with a ValueError: whose group would it be?"""
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        whole = dist.init_device_mesh("cpu", (4,))
+        linear = nn.Linear(4, 4)
+
+        def place(param):
+            return ShardPlacementResult(
+                Shard(0), FSDPMeshInfo(mesh["shard"] if param.ndim > 1 else whole, shard_mesh_dim=0)
+            )
+
+        fully_shard(linear, mesh=whole, shard_placement_fn=place)
+        assert len(the_unit(linear).group.buckets) == 2
+        with pytest.raises(ValueError, match="several meshes"):
+            getattr(linear, method)(Custom())

@@ -1,0 +1,50 @@
+"""Random models, meshes, policies and training runs compute what the plain model does.
+
+A failure shows the configuration and how to run it again; ``run(Config(...))`` of what hypothesis prints
+as the falsifying example is the same without hypothesis.
+"""
+
+import warnings
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from random_programs import Config, configs, run
+
+SETTINGS = settings(
+    deadline=None,
+    database=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate, Phase.shrink),
+)
+
+
+def check(config: Config) -> None:
+    with warnings.catch_warnings():
+        # Of reentrant checkpointing, where no input has a gradient: then nothing inside has.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        run(config)
+
+
+@pytest.mark.parity("reliability: random configurations")
+@settings(SETTINGS, max_examples=25, derandomize=True)
+@given(configs)
+def test_few(config: Config) -> None:
+    check(config)
+
+
+@pytest.mark.full
+@pytest.mark.parity("reliability: random configurations")
+@pytest.mark.parametrize("seed", range(12))
+def test_many(seed: int) -> None:
+    """300 in all, 25 for each seed."""
+
+    @hypothesis.seed(seed)
+    @settings(SETTINGS, max_examples=25)
+    @given(configs)
+    def examples(config: Config) -> None:
+        check(config)
+
+    examples()
