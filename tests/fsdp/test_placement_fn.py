@@ -263,3 +263,29 @@ def test_an_error_in_the_function_leaves_the_model() -> None:
         with pytest.raises(KeyError):
             fully_shard(model, mesh=data_mesh(2), shard_placement_fn=fn)
         assert dict(model.named_parameters()) == before and type(model) is nn.Linear
+
+
+def gradients_beside_experts(reshard: bool | int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Experts().double()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0, dtype=torch.float64)))
+    experts, pairs = model.experts, init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    def place(param: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, pairs) if param is experts else None
+
+    shard_blocks(model, data_mesh(4), reshard_after_forward=reshard, shard_placement_fn=place)
+    model(floats(torch.distributed.get_rank()).double()).square().mean().backward()
+    return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+
+
+def to_two_ranks() -> None:
+    """Two ranks are some of one mesh's and all of the other's; a scalar is whole on all."""
+    want, got = map(gradients_beside_experts, (True, 2))
+    assert len(want) == len(got) == 13
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parity("argument: reshard_after_forward=int")
+def test_reshard_to_fewer_ranks_on_meshes_of_several_sizes(gloo_pool) -> None:
+    gloo_pool.run(to_two_ranks, world_size=4)
