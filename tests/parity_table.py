@@ -133,8 +133,9 @@ def tables(tests: dict[str, MarkedTest]) -> str:
     lines = [_HEAD, "## What shows what\n", *_item_table(ordered)]
     lines += [
         "\n## The same tests on torch\n",
-        "`pytest --engine torch` runs these tests on torch's engine. What it fails is a fault listed in",
-        "the project's notes, or found by these tests:\n",
+        "`pytest --engine torch` runs these tests on torch's engine. A test that it fails says by which",
+        "fault: `fault a` to `o`, the sections and the issue are the project's notes'; the others were found",
+        "by these tests.\n",
         "| fault | torch 2.13.0 |",
         "|---|---|",
         *(f"| {key} | {text} |" for key, text in CITED.items()),
