@@ -118,7 +118,8 @@ class RunContext:
         units = self.units
         for unit in reversed(units):
             unit.reduce(self.comm)
-        if self.root.is_last_backward:
+        root = self._root()  # gone, if only an inner unit's output has kept the graph
+        if root is None or root.is_last_backward:
             self.comm.finish()
         for unit in units:
             unit.end_backward()
