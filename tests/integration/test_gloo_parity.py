@@ -1,10 +1,10 @@
 """The oracle on real processes: asynchronous gloo collectives, prefetch and the two-stage reduction."""
 
 import functools
+import itertools
 
 import pytest
 from models import LM_PLAN, Lm, lm_loss, tokens
-from torch._dynamo.utils import counters
 
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
@@ -25,33 +25,22 @@ def parity(sizes: tuple[int, int, int], micro_batches: int, defer: str) -> dict[
     return result.grads
 
 
-def compiled_parity(backend: str, checkpointing: bool) -> dict[str, float]:
-    """The same with each block compiled; and no graph is broken or built anew after the first step."""
-    counters.clear()
-    result = assert_parity(
-        functools.partial(Lm, layers=2),
-        tokens,
-        MeshLayout(1, 2, 2),
-        loss=lm_loss,
-        tp_plan=LM_PLAN,
-        steps=3,
-        fp32=False,
-        compile=backend,
-        activation_checkpointing=checkpointing,
-    )
-    assert not counters["graph_break"], counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] <= 2
-    return result.grads
+MESHES = [(1, 4, 1), (2, 2, 1), (1, 4, 2), (2, 2, 2)]
+WAYS = list(itertools.product(MESHES, ["nothing", "all_reduce", "sync"]))
+# Each mesh and each way to accumulate; the rest by -m full.
+ORDINARY = [
+    ((1, 4, 1), "nothing"),
+    ((2, 2, 1), "sync"),
+    ((1, 4, 2), "nothing"),
+    ((2, 2, 2), "all_reduce"),
+]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_blocks(gloo_pool, checkpointing: bool) -> None:
-    results = gloo_pool.run(compiled_parity, "aot_eager", checkpointing, world_size=4)
-    assert all(0 <= grads["float64"] < 1e-12 for grads in results)
-
-
-@pytest.mark.parametrize("defer", ["nothing", "all_reduce", "sync"])
-@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 1), (1, 4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "defer"),
+    [way if way in ORDINARY else pytest.param(*way, marks=pytest.mark.full) for way in WAYS],
+    ids=str,
+)
 def test_meshes(gloo_pool, mesh: tuple[int, int, int], defer: str) -> None:
     micro_batches = 1 if defer == "nothing" else 3
     size = mesh[0] * mesh[1] * mesh[2]
