@@ -65,7 +65,8 @@ def ours(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
     policy = _policy(p3d.MixedPrecisionPolicy, mixed)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def torchs(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:

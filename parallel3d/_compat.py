@@ -38,6 +38,7 @@ __all__ = [
     "functorch_is_active",
     "get_local_tensor",
     "gradient_hooks",
+    "grads_may_differ_in_dtype",
     "group_memory",
     "has_group_memory",
     "has_tensor_hooks",
@@ -54,6 +55,7 @@ __all__ = [
     "reduce_scatter_single",
     "root_mesh",
     "set_fully_shard_state",
+    "set_grad",
     "set_local_tensor",
     "simulation_paused",
     "symmetric_memory",
@@ -323,3 +325,15 @@ def fully_shard_state(module: nn.Module) -> Any:
 def functorch_is_active() -> bool:
     """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
     return torch._C._are_functorch_transforms_active()
+
+
+# Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.
+grads_may_differ_in_dtype = hasattr(torch.Tensor, "grad_dtype")
+
+
+def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """``param.grad = grad``, whatever the dtype of ``grad``, and of the gradient that is there."""
+    if grads_may_differ_in_dtype and param.grad_dtype != grad.dtype:
+        param.grad = None
+        param.grad_dtype = grad.dtype
+    param.grad = grad

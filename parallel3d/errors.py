@@ -19,5 +19,8 @@ class AgreementError(Parallel3dError):
     """The ranks of one job were launched with different settings. Raised alike on every rank."""
 
 
-class StateError(Parallel3dError):
-    """A call that is not allowed in the present state, such as clipping half-reduced gradients."""
+class StateError(Parallel3dError, RuntimeError):
+    """A call that is not allowed in the present state, such as clipping half-reduced gradients.
+
+    A RuntimeError too, which torch's engine raises in such cases.
+    """

@@ -13,6 +13,7 @@ from parallel3d._forward import as_if, wrap_forward
 from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
+from parallel3d.fsdp.members import the_unit
 
 __all__ = ["parallelize"]
 
@@ -98,6 +99,8 @@ def parallelize(
             # Its backward comes right after its forward: freeing it would only gather it again.
             shard([module for _, module in found.tail], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
+        for outer in (model, *(module for _, module in found.tail)):
+            the_unit(outer).keep_in_eval = False  # that was for the backward's sake
     return model
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "ShardPlacementResult",
     "check_offload",
     "check_policy",
+    "own_policy",
 ]
 
 
@@ -83,3 +84,13 @@ def check_offload(policy: OffloadPolicy) -> None:
         raise Parallel3dError(
             f"CPUOffloadPolicy.pin_memory is {policy.pin_memory!r}; it must be True or False"
         )
+
+
+def own_policy(policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy``, which may be torch's, as one of ours; checked."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    check_policy(policy)
+    return MixedPrecisionPolicy(
+        policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+    )

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import foreach_copy_
+from parallel3d._compat import foreach_copy_, grads_may_differ_in_dtype
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import DataAxes
@@ -148,7 +148,11 @@ class Bucket:
         self.dtype = params[0].dtype
         floating = self.dtype.is_floating_point
         self.compute_dtype = (self.policy.param_dtype if floating else None) or self.dtype
-        self.reduce_dtype = self.policy.reduce_dtype or self.compute_dtype
+        self.reduce_dtype = (self.policy.reduce_dtype if floating else None) or self.compute_dtype
+        # Sums that wait for their reduction must not lose what the reduction would keep.
+        self.sum_dtype = self.dtype
+        if grads_may_differ_in_dtype:
+            self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
         self.slot_sizes = [p.slot_numel for p in params]
         self.numel = sum(self.slot_sizes)
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")

@@ -13,7 +13,7 @@ from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import owner_of
 
-__all__ = ["check_ignored", "check_modules", "check_param", "check_reshard"]
+__all__ = ["as_bool", "check_ignored", "check_modules", "check_param", "check_reshard"]
 
 
 def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -125,8 +125,14 @@ def check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a dense "
             "parameter (to_dense()), or as a buffer"
         )
-    if param.dtype.is_complex:
-        raise Parallel3dError(
-            f"parameter {name} is {param.dtype}; the engine reduces real dtypes: hold it as two real "
-            "parameters (torch.view_as_real)"
-        )
+
+
+def as_bool(name: str, value: object) -> bool:
+    """``value``, which may also be 0 or 1.
+
+    Raises:
+        Parallel3dError: anything else.
+    """
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise Parallel3dError(f"{name} is {value!r}; it must be True or False")

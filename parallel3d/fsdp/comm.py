@@ -59,9 +59,10 @@ def make_comm(device_type: str) -> Comm:
     return StreamComm(torch.get_device_module(device_type))
 
 
-def limit_inputs(comm: Comm, buckets: Iterable[Bucket]) -> None:
+def limit_inputs(comm: Comm, buckets: Iterable[Bucket], *, at_least: int = 1) -> None:
     """Lets ``comm`` have as many reduce inputs in flight as any of ``buckets`` asks for.
 
     They share the limit: one that asks for fewer must not wait for those of the others.
     """
     comm.max_inputs = max((bucket.max_inputs for bucket in buckets), default=1)
+    comm.max_inputs = max(comm.max_inputs, at_least)  # of other roots on the same comm

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TypeVar, cast, overload
+from typing import overload
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from parallel3d.fsdp.api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_offload,
-    check_policy,
+    own_policy,
 )
 from parallel3d.fsdp.axes import checked_mesh, data_axes
 from parallel3d.fsdp.checks import check_ignored, check_modules, check_reshard
@@ -28,17 +28,16 @@ from parallel3d.fsdp.placement_fn import ShardPlacementFn, wishes
 from parallel3d.fsdp.spmd import spmd_axes
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.ties import Tie, check_ties, join
-from parallel3d.fsdp.torch_state import register_state
+from parallel3d.fsdp.torch_state import register_state, state_of
 
 __all__ = ["fully_shard"]
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _classes: dict[type, type] = {}
 
 
 @overload
 def fully_shard(
-    module: ModuleT,
+    module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -47,7 +46,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> ModuleT: ...
+) -> FSDPModule: ...
 @overload
 def fully_shard(
     module: list[nn.Module],
@@ -59,7 +58,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> list[nn.Module]: ...
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -72,7 +71,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (holds nothing)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> nn.Module | list[nn.Module]:
+) -> FSDPModule | list[FSDPModule]:
     """Shards the parameters of ``module`` that no unit inside it has, and makes it a unit.
 
     Apply it bottom-up: to the blocks, then to the whole model. At rest each parameter is a DTensor of
@@ -108,7 +107,7 @@ def fully_shard(
     """
     modules = check_modules(module)
     ignored = check_ignored(ignored_params)
-    check_policy(mp_policy)
+    policy = own_policy(mp_policy)
     check_offload(offload_policy)
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
@@ -116,7 +115,6 @@ def fully_shard(
     found = [each for each in managed if each.owner is None]
     wanted = wishes(shard_placement_fn, [(each.name, each.param) for each in found], axes)
     reshard = check_reshard(reshard_after_forward, {axes} | {wish.axes for wish in wanted})
-    policy = cast(MixedPrecisionPolicy, mp_policy)  # or torch's, whose fields are the same
     ties = [Tie(each.name, each.owner, each.places) for each in managed if each.owner is not None]
     check_ties(ties, policy)
     name = type(modules[0]).__name__
@@ -139,7 +137,10 @@ def fully_shard(
             root.__class__ = _extended_class(type(root))
             register_state(root)
         join(unit, ties)
-    return module
+    return module  # type: ignore[return-value]
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's has it
 
 
 def _move_buffers(modules: list[nn.Module], device_type: str) -> None:
@@ -157,7 +158,5 @@ def _extended_class(cls: type) -> type:
     if extended is None:
         extended = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__})
         extended.__module__ = cls.__module__
-        # Where torch's FSDPModule.__new__ finds the class to make, when a container is sliced.
-        extended._orig_cls_mro_index = extended.__mro__.index(cls)  # type: ignore[attr-defined]
         _classes[cls] = extended
     return extended

@@ -1,7 +1,9 @@
 """register_fsdp_forward_method and share_comm_ctx: what is done to units from outside."""
 
 import functools
+import inspect
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -37,8 +39,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
         def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
             return vars(self)[own](*args, **kwargs)
-    else:
+    elif isinstance(inspect.getattr_static(cls, method_name, None), FunctionType):
         inner = getattr(cls, method_name)
+    else:  # static or class methods, and what __getattr__ gives
+
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = getattr(super(wrapped, self), method_name, None)
+            if found is None:
+                found = type(self).__getattr__(self, method_name)
+            return found(*args, **kwargs)
 
     @functools.wraps(inner)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +61,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return unit.post_forward(self, args, output)
 
     namespace = {method_name: method, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    module.__class__ = type(cls.__name__, (cls,), namespace)
+    wrapped = type(cls.__name__, (cls,), namespace)
+    module.__class__ = wrapped
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
@@ -96,5 +106,7 @@ def comm_of(unit: Unit) -> Comm:
 def set_comm(unit: Unit, comm: Comm) -> None:
     """Makes ``unit`` communicate on ``comm``."""
     unit.shared_comm = comm
-    if unit.context is not None:
+    if unit.context is not None and unit.context.comm is not comm:
+        unit.context.comm.finish()  # what the other has in flight
+        comm.max_inputs = max(comm.max_inputs, unit.context.comm.max_inputs)
         unit.context.comm = comm

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor
-from parallel3d.fsdp.reduce_job import ReduceJob
+from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor, set_grad
+from parallel3d.fsdp.reduce_job import ReduceJob, divisor_before_sum
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
@@ -61,7 +61,7 @@ class HeldSum:
         if index in self.placed:
             self.drop(index)
         self.placed.add(index)
-        param.grad = self.marks[index]
+        set_grad(param, self.marks[index])
         return before
 
     def drop(self, index: int) -> None:
@@ -114,6 +114,8 @@ class GradientSlots:
         bucket = self._bucket()
         assert bucket is not None
         param = bucket.params[index]
+        if not param.sharded.requires_grad:
+            return  # frozen since the forward
         by_rank = param.grad_by_rank(param.local_grad(grad, bucket.reduce_dtype))
         if not sync:
             self._hold_whole(index, by_rank)
@@ -143,17 +145,19 @@ class GradientSlots:
     def _new_whole(self) -> HeldSum:
         bucket = self.bucket
         # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
-        flat = torch.zeros(bucket.parts * bucket.numel, dtype=bucket.dtype, device=bucket.home)
+        dtype = bucket.sum_dtype
+        flat = torch.zeros(bucket.parts * bucket.numel, dtype=dtype, device=bucket.home)
         regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
         pairs = list(zip(bucket.params, regions, strict=True))
         marks = [
-            make_dtensor(p.compute_view(r), p.unreduced_spec(over_shard=True)) for p, r in pairs
+            make_dtensor(p.compute_view(r), p.unreduced_spec(dtype, over_shard=True))
+            for p, r in pairs
         ]
         return HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
 
     def _new_partial(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> HeldSum:
         marks = [
-            make_dtensor(part, p.unreduced_spec(over_shard=False))
+            make_dtensor(part, p.unreduced_spec(flat.dtype, over_shard=False))
             for p, part in zip(self.bucket.params, parts, strict=True)
         ]
         return HeldSum(flat, parts, marks)
@@ -165,7 +169,7 @@ class GradientSlots:
             self.whole = self._continued(old.whole, self._new_whole(), over_shard=True)
         if old.partial is not None:
             bucket = self.bucket
-            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.home)
+            flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
             new = self._new_partial(flat, bucket.local_parts(flat))
             self.partial = self._continued(old.partial, new, over_shard=False)
 
@@ -177,9 +181,10 @@ class GradientSlots:
             grad = param.sharded.grad
             if not isinstance(grad, DTensor):
                 continue  # cleared
-            if grad.placements == param.unreduced_spec(over_shard=over_shard).placements:
+            unreduced = param.unreduced_spec(grad.dtype, over_shard=over_shard)
+            if grad.placements == unreduced.placements:
                 get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
-                param.sharded.grad = new.marks[index]
+                set_grad(param.sharded, new.marks[index])
                 new.placed.add(index)
             elif grad is old.marks[index] or grad.placements != param.spec.placements:
                 # An operation that DTensor does not do on sums has summed it: it waits no longer.
@@ -270,7 +275,11 @@ class GradientSlots:
             earlier, self.partial = self.partial.flat, None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
-        job = ReduceJob(bucket, self.input, sorted(used), 1.0 / bucket.divisor, all_reduce, earlier)
+        before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
+        if before != 1:
+            self.input.div_(before)
+        scale = before / bucket.divisor
+        job = ReduceJob(bucket, self.input, sorted(used), scale, all_reduce, earlier)
         self.arrived, self.input, self.input_views, self.whole = set(), None, [], None
         return job
 
@@ -279,7 +288,7 @@ class GradientSlots:
         self.in_flight = None
         bucket = job.bucket
         params = bucket.params
-        flat = job.tensor.to(bucket.dtype)
+        flat = job.tensor.to(bucket.dtype if job.final else bucket.sum_dtype)
         parts = bucket.local_parts(flat)
         if job.final:
             self._accumulate(flat, parts, job.used)
@@ -316,4 +325,7 @@ class GradientSlots:
                 continue
             grad = make_dtensor(parts[index], params[index].spec)
             setattr(grad, _FLAT, flat)
-            param.grad = grad
+            if self.bucket.sum_dtype is self.bucket.dtype:
+                param.grad = grad
+            else:
+                set_grad(param, grad)  # a sum of another dtype may have stood there

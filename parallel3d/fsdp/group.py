@@ -39,6 +39,7 @@ class ParamGroup:
         kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a
             forward or backward reshards it.
         held: the weights' stamp when the group was left gathered for the next forward, or None.
+        for_evaluation: whether it is held by a forward without a backward, for others like it.
         parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         gathers: what the all-gathers under way are of.
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
@@ -52,6 +53,7 @@ class ParamGroup:
         self.trainable = 0
         self.kept = False
         self.held: object = None
+        self.for_evaluation = False
         self.parted = False
         self.gathers: Sequence[Bucket | JointGather] = []
         self.computing: set[int] = set()
@@ -200,21 +202,28 @@ class ParamGroup:
     def keep(self) -> None:
         """The user wants the group gathered and shown."""
         self.kept = True
+        self.for_evaluation = False
         self.held = weights_stamp(self.buckets)
 
-    def hold(self) -> None:
+    def hold(self, *, without_backward: bool = False) -> None:
         """Leaves the group gathered for the next forward; shown if the user keeps it so."""
         if not self.kept:
             self.hide()
+            self.for_evaluation = without_backward
         if self.held is None and self.state is GroupState.UNSHARDED:
             self.held = weights_stamp(self.buckets)
 
-    def drop_stale(self, comm: Comm) -> None:
-        """Before a forward: frees what an earlier one left, unless kept or held and still true."""
+    def drop_stale(self, comm: Comm, *, training: bool) -> None:
+        """Before a forward: frees what an earlier one left, unless kept or held and still true.
+
+        What an evaluation left serves the next one only: a training step must not compute with weights
+        that were changed where no stamp sees it (``.data``), as EMA implementations put theirs in and out.
+        """
         self.drop_parts()
         if self.state is not GroupState.UNSHARDED:
             return
-        if self.held is None or self.held != weights_stamp(self.buckets):
+        other_use = self.for_evaluation and training
+        if self.held is None or other_use or self.held != weights_stamp(self.buckets):
             kept = self.kept
             self.hide()
             self.reshard(comm)

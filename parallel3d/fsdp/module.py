@@ -10,7 +10,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.copying import copy_module
+from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.members import the_unit, unit_of, units_of
 from parallel3d.fsdp.module_comm import CommMethods
 from parallel3d.fsdp.state import Unit
@@ -28,7 +30,7 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Waits until the unsharded parameters are in the module. Further calls do nothing."""
         unit, self._unit = self._unit, None
-        if unit is not None:
+        if unit is not None and unit.group.state is not GroupState.SHARDED:  # resharded meanwhile
             unit.group.unshard(unit.ready_context().comm)
             unit.group.show()
 
@@ -80,7 +82,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         forward uses them as long as the weights have not changed: an optimizer step and in-place
         changes of the Parameters are seen, changes of their ``.data`` are not.
         """
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        reshard_after_forward = as_bool("reshard_after_forward", reshard_after_forward)
         for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.keep_in_eval = not reshard_after_forward
@@ -92,18 +94,18 @@ class FSDPModule(CommMethods, TorchFSDPModule):
 
         A forward after an optimizer step gathers again in any case.
         """
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        reshard_after_backward = as_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this unit's parameters; False where it doesn't read them."""
-        _check_bool("unshard_in_backward", unshard_in_backward)
+        unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
         the_unit(self).unshard_in_backward = unshard_in_backward
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted as torch has it; our gathers are asynchronous on every device in any case."""
-        _check_bool("async_op", async_op)
+        as_bool("async_op", async_op)
 
     # -- prefetch ------------------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):
 
         ``.grad`` is complete after the last one only.
         """
-        _check_bool("is_last_backward", is_last_backward)
+        is_last_backward = as_bool("is_last_backward", is_last_backward)
         unit = the_unit(self)
         root = unit if unit.context is None else unit.context.root
         root.is_last_backward = is_last_backward
@@ -149,7 +151,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         With False a rank's own sum waits in ``.grad`` (a DTensor with ``Partial()`` placements) for the next
         backward with True; ``zero_grad()`` clears it.
         """
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        requires_gradient_sync = as_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in units_of(self, recurse):
             unit.sync = unit.all_reduce = requires_gradient_sync
 
@@ -159,7 +161,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         With False gradients are reduce-scattered over shard, and wait in ``.grad`` with ``Partial()`` on
         replicate for the next backward with True.
         """
-        _check_bool("requires_all_reduce", requires_all_reduce)
+        requires_all_reduce = as_bool("requires_all_reduce", requires_all_reduce)
         for unit in units_of(self, recurse):
             unit.all_reduce = requires_all_reduce
 
@@ -178,8 +180,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         unit = the_unit(self)
         if unit.context is not None and not unit.is_root:
             raise StateError(
-                f"reset_iter_state was called on {unit.label}; call it on the outermost unit, "
-                f"{unit.context.root.label}"
+                f"reset_iter_state was called on {unit.label!r}; call it on the outermost unit, "
+                f"{unit.context.root.label!r}"
             )
         unit.ready_context().reset()
 
@@ -214,11 +216,6 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         unit.group.adopt()
         return result
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
 
 
 def _refs(direction: str, modules: Sequence[Any]) -> list | None:

@@ -14,6 +14,7 @@ from typing_extensions import deprecated
 from parallel3d._compat import backend_name, has_group_memory
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.custom_comm import (
     GroupAllGather,
@@ -124,7 +125,7 @@ class CommMethods:
 
         With True ``set_symm_mem_for_comm`` gives the reduce-scatter symmetric memory too.
         """
-        _check_bool("enable", enable)
+        enable = as_bool("enable", enable)
         for bucket in the_unit(self).group.buckets:
             bucket.force_sum = enable
 
@@ -135,7 +136,9 @@ class CommMethods:
 
         ``.grad`` is then set on every rank, and reductions keep the model's order.
         """
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        reduce_scatter_unused_params = as_bool(
+            "reduce_scatter_unused_params", reduce_scatter_unused_params
+        )
         for bucket in _buckets(self, recurse):
             bucket.reduce_unused = reduce_scatter_unused_params
 
@@ -173,7 +176,7 @@ class CommMethods:
 
         One for all buckets that shard over the same ranks. All ranks must call it alike.
         """
-        _check_bool("enable", enable)
+        enable = as_bool("enable", enable)
         for bucket in _buckets(self, recurse):
             group = bucket.shard_group
             if group is None:
@@ -189,7 +192,7 @@ class CommMethods:
             Parallel3dError: the backend has none.
             StateError: the unit has custom collectives.
         """
-        _check_bool("enable", enable)
+        enable = as_bool("enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
         buckets = [b for b in the_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
@@ -287,11 +290,6 @@ def _check_symmetric_inputs(comm: Any, max_inputs: int) -> None:
             f"max_input_buffers is {max_inputs}, but the reduce-scatter works in symmetric memory, which is "
             "scarce: keep max_input_buffers=1, or the default reduce-scatter"
         )
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
 
 
 def _is_positive(value: object) -> bool:

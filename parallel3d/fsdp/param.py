@@ -154,7 +154,7 @@ class ShardedParam:
             and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
         )
 
-    def unreduced_spec(self, *, over_shard: bool) -> DTensorSpec:
+    def unreduced_spec(self, dtype: torch.dtype, *, over_shard: bool) -> DTensorSpec:
         """The description of a gradient not yet summed over replicate (and, if so said, shard)."""
         placements = list(self.spec.placements)
         for axis in self.axes.replicas:
@@ -163,7 +163,7 @@ class ShardedParam:
             placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
         if over_shard and self.tp_mesh is not None and self.layout.tp_grad == "partial":
             placements[-1] = Partial()
-        return make_spec(self.spec.mesh, placements, self.global_shape, self.dtype)
+        return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 
     # -- views of the bucket's buffers -------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from parallel3d.fsdp.collectives import ScatterWork, all_reduce
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
 
-__all__ = ["ReduceJob"]
+__all__ = ["ReduceJob", "divisor_before_sum"]
 
 
 @dataclass(eq=False)
@@ -56,3 +56,17 @@ class ReduceJob:
             if bucket.offloaded:
                 earlier = earlier.to(bucket.device, non_blocking=bucket.pin)
             self.tensor.add_(earlier)
+
+
+def divisor_before_sum(divisor: float, dtype: torch.dtype) -> float:
+    """What gradients are divided by before they are summed; the rest of ``divisor`` comes after.
+
+    Float16 ends at 65504: a sum of many may overflow, and parts divided by all ranks may underflow. So each
+    division takes about the root of the number, a power of two, which rounds nothing, as torch's DDP and
+    FSDP do it. Other dtypes have the range.
+    """
+    before = 1.0
+    if dtype is torch.float16:
+        while divisor / before > before:
+            before *= 2
+    return before

@@ -18,8 +18,8 @@ class Settings:
     Attributes:
         reshard_after_forward: True, False, None (True unless the unit is the root), or the number of ranks
             over which the parameters stay sharded between forward and backward.
-        keep_in_eval: whether ``set_reshard_after_forward(False)`` leaves the group gathered for the next
-            forward also where no backward follows.
+        keep_in_eval: whether the group stays gathered for the next forward also where no backward follows:
+            where the user has said False. The root, of which it is the default, is gathered anew.
         reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
@@ -31,7 +31,7 @@ class Settings:
 
     def __init__(self, reshard_after_forward: bool | int | None) -> None:
         self.reshard_after_forward = reshard_after_forward
-        self.keep_in_eval = False
+        self.keep_in_eval = reshard_after_forward is False
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None

@@ -116,7 +116,8 @@ class Unit(Settings):
                 unit.context = context
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
-        limit_inputs(context.comm, (b for unit in context.units for b in unit.group.buckets))
+        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
+        limit_inputs(context.comm, buckets, at_least=context.comm.max_inputs)
         return context
 
     def name(self, name: str) -> None:
@@ -198,7 +199,7 @@ class Unit(Settings):
             if not current:
                 # Left over from another forward: the weights may have changed since, and no version
                 # counter tells (fused and foreach optimizers don't touch a DTensor's).
-                group.drop_stale(context.comm)
+                group.drop_stale(context.comm, training=torch.is_grad_enabled())
             self.gathered_in = context.iteration
             if group.state is GroupState.SHARDED:
                 group.adopt()
@@ -216,6 +217,9 @@ class Unit(Settings):
             output = map_tensors(lambda t: _cast(t, dtype), output)
         failed = output is None and sys.exc_info()[0] is not None
         grad = torch.is_grad_enabled() and not failed
+        reshard = self._reshards()
+        if reshard or not (grad or self.group.kept):
+            self._check_output(output)
         if grad and self.call is not None:
             output = self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
@@ -232,30 +236,36 @@ class Unit(Settings):
             self._settle(context, backward_to_come=grad)
         return output
 
+    def _reshards(self) -> bool | int:
+        """Whether the end of a forward frees the parameters, or to how many ranks it reshards them."""
+        reshard = self.reshard_after_forward
+        return not self.is_root if reshard is None else reshard
+
+    def _check_output(self, output: Any) -> None:
+        """A parameter, or a view of one, must not leave a unit that is about to free its memory."""
+        for tensor in tensors_in(output):
+            if self.group.owns(tensor if tensor._base is None else tensor._base):
+                raise Parallel3dError(
+                    f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
+                    f"{tuple(tensor.shape)}, whose memory is freed now; return a copy (.clone()), use it "
+                    "inside the unit, or give the unit reshard_after_forward=False"
+                )
+
     def _watch_output(self, output: Any, call: Call) -> Any:
         if functorch_is_active():  # a hook is of one level of its transforms
             return map_tensors(call.watched, output)
         for tensor in tensors_in(output):
-            # A parameter, or a view of one, must not leave its unit: its memory is about to be freed.
-            base = tensor._base if tensor._base is not None else tensor
-            if self.group.owns(base):
-                raise Parallel3dError(
-                    f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
-                    f"{tuple(tensor.shape)}; return a copy (.clone()), or use it inside the unit"
-                )
-            if tensor.requires_grad:
+            if tensor.requires_grad and not self.group.owns(tensor):
                 tensor.register_hook(call.begin_backward)
         return output
 
     def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
-        reshard = self.reshard_after_forward
-        if reshard is None:
-            reshard = not self.is_root
+        reshard = self._reshards()
         if not self.group.kept or reshard:
             self.group.hide()
         if not backward_to_come:
             if self.keep_in_eval and not reshard:
-                self.group.hold()
+                self.group.hold(without_backward=True)
             elif reshard or not self.group.kept:
                 self.group.reshard(context.comm)
         elif reshard:
@@ -302,6 +312,8 @@ class Unit(Settings):
         """Hook on every gradient's arrival."""
         grad, param.grad = param.grad, None
         assert grad is not None
+        if self.context is not None:  # also where the parameter was used outside a forward of ours
+            self.context.enter_backward()
         if grad.requires_grad:
             raise StateError(
                 f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "

@@ -361,3 +361,159 @@ def test_one_module_of_a_list_alone_sees_new_weights():
             param.sharded.zero_()
         assert not torch.equal(a(x), before)
         assert torch.equal(a(x), torch.zeros(2, 4))
+
+
+class TestOutsideAForward:
+    def test_a_gradient_of_a_parameter_used_by_hand_is_not_left_for_the_next_step(self):
+        """``unshard()``, use, backward: no hook of an output has announced that backward."""
+        with local_world(2):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            x = torch.randn(3, 4)
+            model(x).sum().backward()
+            want = model.weight.grad.full_tensor().clone()
+            model.zero_grad()
+            model.unshard()
+            nn.functional.linear(x, model.weight).sum().backward()  # the bias gets no gradient
+            torch.testing.assert_close(model.weight.grad.full_tensor(), want)
+            assert model.bias.grad is None
+            model.zero_grad()
+            model.reshard()
+            model(x).sum().backward()
+            torch.testing.assert_close(model.weight.grad.full_tensor(), want)
+
+    @parity("function: UnshardHandle")
+    def test_a_handle_waited_for_after_reshard_does_nothing(self):
+        with local_world(2):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            handle = model.unshard(async_op=True)
+            model.reshard()
+            handle.wait()
+            assert at_rest(model)
+
+    def test_own_weight_as_an_output(self):
+        """Allowed where it stays: the head's weight for a fused loss."""
+
+        class Norm(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 6)
+
+            def forward(self, x):
+                return self.norm(x), self.head.weight
+
+        torch.manual_seed(0)
+        plain = Norm()
+        x = torch.randn(3, 4)
+        with local_world(2):
+            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+            for each in (model, plain):
+                hidden, weight = each(x)
+                (hidden @ weight.t()).square().sum().backward()
+            want = plain.head.weight.grad
+            torch.testing.assert_close(model.head.weight.grad.full_tensor(), want)
+            with torch.no_grad(), pytest.raises(ValueError, match=r"memory is freed now.*clone"):
+                model(x)
+
+    def test_frozen_after_its_forward_gets_no_gradient(self):
+        with local_world(2):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            out = model(torch.randn(3, 4)).sum()
+            model.bias.requires_grad_(False)
+            out.backward()
+            assert model.bias.grad is None and model.weight.grad is not None
+
+
+class TestEvaluationThenTraining:
+    @parity("argument: reshard_after_forward=False")
+    def test_false_keeps_for_evaluation_and_training_gathers_anew(self):
+        """EMA implementations swap weights through ``.data``, which no counter sees."""
+        with local_world(2):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of(), reshard_after_forward=False)
+            with torch.no_grad(), record_collectives(model.weight.device_mesh) as recorder:
+                for _ in range(3):
+                    model(torch.ones(1, 4))
+            assert recorder.count("all_gather") == 1
+            model.weight.data.zero_()
+            model.bias.data.zero_()
+            out = model(torch.ones(1, 4))
+            assert torch.equal(out.detach(), torch.zeros(1, 4))
+
+    @parity("argument: reshard_after_forward=None")
+    def test_the_root_is_gathered_anew_by_default(self):
+        """torch keeps it gathered, and stale if the weights change before the next evaluation."""
+        with local_world(2), torch.no_grad():
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model(torch.ones(1, 4))
+            assert at_rest(model)
+            model.weight.data.zero_()
+            model.bias.data.zero_()
+            assert torch.equal(model(torch.ones(1, 4)), torch.zeros(1, 4))
+
+
+class Proxy(nn.Module):
+    """Its methods come from ``__getattr__``, as in PEFT's wrappers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    @classmethod
+    def name(cls, x):
+        return x + 1
+
+    def __getattr__(self, name):
+        if name == "dynamic":
+            return lambda x: self.inner(x)
+        return super().__getattr__(name)
+
+
+@parity("function: register_fsdp_forward_method")
+@pytest.mark.parametrize("name", ["double", "name", "dynamic"])
+def test_methods_that_are_no_functions_of_the_class(name):
+    with local_world(2):
+        model = fully_shard(Proxy(), mesh=mesh_of())
+        x = torch.randn(2, 3)
+        with torch.no_grad():
+            model.unshard()
+            want = getattr(model, name)(x)
+            model.reshard()
+            register_fsdp_forward_method(model, name)
+            torch.testing.assert_close(getattr(model, name)(x), want)
+
+
+@parity("function: share_comm_ctx")
+def test_sharing_completes_what_is_in_flight():
+    with local_world(2):
+        model, _ = build()
+        other, _ = build()
+        reference, _ = build()
+        model.set_is_last_backward(False)
+        lm_loss(model, tokens(0)).backward()
+        share_comm_ctx([other, model])
+        model.set_is_last_backward(True)
+        lm_loss(model, tokens(1)).backward()
+        for index in range(2):
+            lm_loss(reference, tokens(index)).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
+        other.set_reduce_scatter_max_input_buffers(3)
+        lm_loss(other, tokens(0)).backward()
+        lm_loss(model, tokens(0)).backward()
+        assert unit_of(model).context.comm.max_inputs == 3
+
+
+def test_complex_parameters():
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 3, dtype=torch.complex64)
+    plain.bias.requires_grad_(False)
+    x = torch.randn(2, 3, dtype=torch.complex64)
+    with local_world(2):
+        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+        for each in (model, plain):
+            each(x).abs().sum().backward()
+        got = model.weight.grad.full_tensor()
+        torch.testing.assert_close(got, plain.weight.grad)
