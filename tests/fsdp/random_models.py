@@ -171,8 +171,7 @@ class Square(Part):
         return torch.tanh(x @ self.weight)
 
 
-class Tied(Square):
-    """See ``Square``."""
+class Tied(Square): ...
 
 
 class Unused(Part):
@@ -360,11 +359,21 @@ def _second_dim(param: nn.Parameter) -> Shard | None:
 
 # ---- strategies ----
 
+
+def weighted(*choices: tuple[int, st.SearchStrategy]) -> st.SearchStrategy:
+    """One of them, as often as its number says (``one_of`` drops repetitions)."""
+    table = [strategy for weight, strategy in choices for _ in range(weight)]
+    return st.integers(0, len(table) - 1).flatmap(table.__getitem__)
+
+
 units = st.builds(Unit, st.sampled_from([None, True, False, 2]), st.booleans())
 maybe_units = st.none() | units
 again = st.builds(Again, st.integers(0, 5))
 leaves = st.builds(
-    Leaf, st.sampled_from(list(LEAVES)), st.integers(1, 5), st.none() | st.none() | units
+    Leaf,
+    st.sampled_from(["mlp", "mlp", *LEAVES]),
+    st.integers(1, 5),
+    weighted((3, st.none()), (1, units)),
 )
 
 
@@ -379,11 +388,12 @@ def blocks(parts: st.SearchStrategy, most: int) -> st.SearchStrategy[Block]:
     )
 
 
-inner = blocks(leaves | leaves | again, 2)
-outer = blocks(leaves | inner | again, 2)
+inner = blocks(weighted((5, leaves), (1, again)), 2)
+outer = blocks(weighted((2, leaves), (3, inner), (1, again)), 2)
+parts = weighted((4, leaves), (3, inner), (2, outer), (1, again))
 models = st.builds(
     RandomModel,
-    st.lists(leaves | inner | outer | again, min_size=1, max_size=3).map(tuple),
+    st.lists(parts, min_size=1, max_size=3).map(tuple),
     st.integers(1, 5),
     units,
     maybe_units,
