@@ -134,8 +134,8 @@ def tables(tests: dict[str, MarkedTest]) -> str:
     lines += [
         "\n## The same tests on torch\n",
         "`pytest --engine torch` runs these tests on torch's engine. A test that it fails says by which",
-        "fault: `fault a` to `o`, the sections and the issue are the project's notes'; the others were found",
-        "by these tests.\n",
+        "of the faults below. Lettered ones, and an issue with a number, were known before; these tests found",
+        "the others. `-m full` and a GPU add to what is shown here.\n",
         "| fault | torch 2.13.0 |",
         "|---|---|",
         *(f"| {key} | {text} |" for key, text in CITED.items()),

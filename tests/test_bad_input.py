@@ -193,15 +193,6 @@ CASES = [
         (X,),
     ),
     Case(
-        "complex parameters",
-        given(),
-        Parallel3dError,
-        (r"odd is torch\.complex64", r"torch\.view_as_real"),
-        DATA,
-        with_parameter(torch.ones(2, dtype=torch.complex64)),
-        (X,),
-    ),
-    Case(
         "sparse parameters",
         given(),
         Parallel3dError,

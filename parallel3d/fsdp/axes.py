@@ -101,14 +101,15 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
     }
     unknown = [i for i in range(mesh.ndim) if i not in found.values()]
     for name in _NEVER:
-        if name in names:
+        if name in names and mesh.ndim > 1:  # alone it says what it is used for
             _fail(
                 mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it"
             )
     if unknown and found["tp"] is None and mesh.ndim <= 2:
         _place_by_position(mesh, found, unknown)
     elif unknown:
-        _fail(mesh, f"axis {names[unknown[0]]!r} is not known")
+        name = names[unknown[0]]
+        _fail(mesh, f"axis {name!r} is not known" if name else "its axes have no names")
     _check_order(mesh, found)
     return DataAxes(mesh, found["replicate"], found["shard"], found["tp"])
 

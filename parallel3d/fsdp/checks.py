@@ -59,18 +59,14 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
     if value is None or isinstance(value, bool):
         return value
     sizes = sorted({axes.size(axes.shard) for axes in meshes})
+    ranks = " and of ".join(map(str, sizes))
     divisors = [n for n in range(2, sizes[0]) if all(size % n == 0 for size in sizes)]
-    hint = f"{', '.join(map(str, divisors))}" if divisors else "no number of ranks between"
-    if not isinstance(value, int):
+    choice = f"{', '.join(map(str, divisors))}, or " if divisors else ""
+    if not isinstance(value, int) or value < 1 or any(size % value for size in sizes):
         raise Parallel3dError(
-            f"reshard_after_forward is {value!r}; it must be True, False, None or a number of ranks to stay "
-            f"sharded over, of which {' and '.join(map(str, sizes))} shard ranks have: {hint}"
-        )
-    if value < 1 or any(size % value for size in sizes):
-        raise Parallel3dError(
-            f"reshard_after_forward is {value}; as a number of ranks it must divide the shard axis of "
-            f"{' and of '.join(map(str, sizes))} ranks. Non-trivial divisors: {hint}. True frees the "
-            "parameters after forward, False keeps them"
+            f"reshard_after_forward is {value!r}; it must be True (free the parameters after forward), False "
+            "(keep them), None, or a number of ranks to keep them sharded over, which divides the shard axis "
+            f"of {ranks} ranks: give {choice}True or False"
         )
     if value == 1:
         warnings.warn(

@@ -139,7 +139,7 @@ def three_axes(engine) -> None:
 
 
 @pytest.mark.parity("argument: mesh of more axes, by name")
-@pytest.mark.torch_fails("section 1a", match="expects a 1D or 2D DeviceMesh")
+@pytest.mark.torch_fails("refused", match="expects a 1D or 2D DeviceMesh")
 def test_three_axes(on_ranks) -> None:
     """The engine takes the axes it knows by name."""
     on_ranks(three_axes, size=4)

@@ -110,7 +110,7 @@ def test_gradient_divide_factor_by_sums(on_ranks, shape) -> None:
 
 @pytest.mark.parity("method: set_gradient_divide_factor", "behaviour: gradient divide on gloo")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-@pytest.mark.torch_fails("section 2.9", match="PREMUL_SUM with Gloo")
+@pytest.mark.torch_fails("no gloo", match="PREMUL_SUM with Gloo")
 def test_gradient_divide_factor(on_ranks, shape) -> None:
     """In float32, for which torch asks for an operation that gloo lacks."""
     on_ranks(divide_factor, "set_gradient_divide_factor", False, shape, torch.float32, size=4)

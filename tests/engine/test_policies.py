@@ -199,7 +199,7 @@ def test_offload_policy(on_ranks, policy) -> None:
 @pytest.mark.parity(
     "argument: offload_policy=CPUOffloadPolicy()", "behaviour: CPU offload without a device"
 )
-@pytest.mark.torch_fails("section 2.9", match="Cannot access accelerator device")
+@pytest.mark.torch_fails("no gloo", match="Cannot access accelerator device")
 def test_offload_with_pinned_memory_on_the_cpu(on_ranks) -> None:
     """There is nothing to pin for, so nothing is pinned."""
     on_ranks(offload, pinned)

@@ -181,6 +181,6 @@ def test_tensor_parallel(on_ranks, shape) -> None:
 
 
 @pytest.mark.parity("argument: reshard_after_forward=int")
-@pytest.mark.torch_fails("section 1a", match="not finished after")
+@pytest.mark.torch_fails("refused", match="not finished after")
 def test_reshard_to_a_smaller_world_with_tensor_parallelism(on_ranks) -> None:
     on_ranks(tensor_parallel, (4, 2), {"reshard_after_forward": 2}, size=8)

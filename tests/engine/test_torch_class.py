@@ -79,7 +79,7 @@ def test_isinstance_of_both_classes() -> None:
         assert not isinstance(model.head, TorchFSDPModule)
 
 
-@pytest.mark.parity("behaviour: sibling units")
+@pytest.mark.parity("function: isinstance of torch's FSDPModule")
 def test_a_slice_of_a_sharded_container_is_a_plain_one(engine) -> None:
     """``model[:2]`` calls the container's class with its modules."""
     with fake_world(0, 2):

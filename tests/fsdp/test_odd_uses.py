@@ -195,6 +195,7 @@ class TestFrozen:
             model(floats(0)).sum().backward()
         assert held == [0]
 
+    @pytest.mark.parity("behaviour: frozen buckets hold no gradient or reduce buffers (LoRA)")
     def test_frozen_parameters_are_not_reduced(self) -> None:
         """LoRA's promise: a frozen bucket is gathered, and has no gradient or reduce buffer."""
         with fake_world(0, 2):
@@ -210,6 +211,29 @@ class TestFrozen:
             (scatter,) = recorder.select("reduce_scatter")
             assert scatter.bytes == trained[0] * 2 * 4
             assert block.up.weight.grad is None
+
+    @pytest.mark.parity("behaviour: frozen buckets hold no gradient or reduce buffers (LoRA)")
+    @pytest.mark.parametrize("sync", [True, False])
+    def test_frozen_buckets_have_no_gradient_buffers(self, sync) -> None:
+        """Looked at in the middle of a backward, where the trained bucket has its own."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            block = Block()
+            block.up.requires_grad_(False)
+            fully_shard(block, mesh=mesh)
+            block.set_requires_gradient_sync(sync)
+            seen = {}
+
+            def look(*_):
+                for bucket in unit_of(block).group.buckets:
+                    grads = bucket.grads
+                    buffers = [grads.input, grads.whole, grads.partial]
+                    seen[bucket.params[0].requires_grad] = [b is not None for b in buffers]
+
+            block.norm.register_full_backward_hook(look)
+            block(floats(0).requires_grad_()).sum().backward()
+        assert seen[False] == [False, False, False]
+        assert seen[True] == [sync, not sync, False]
 
 
 class TestModules:
@@ -403,6 +427,6 @@ class TestHooksAndCopies:
 
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            block = fully_shard(Leaks(), mesh=mesh)
+            block = fully_shard(Leaks(), mesh=mesh, reshard_after_forward=True)
             with pytest.raises(Parallel3dError, match=r"returns a parameter of its own.*clone"):
                 block(floats(0))
