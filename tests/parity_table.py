@@ -134,7 +134,7 @@ def tables(tests: dict[str, MarkedTest]) -> str:
     lines += [
         "\n## The same tests on torch\n",
         "`pytest --engine torch` runs these tests on torch's engine. A test that it fails says by which",
-        "of the faults below. Lettered ones, and an issue with a number, were known before; these tests found",
+        "of the faults below. Lettered and numbered ones were known before; these tests found",
         "the others. `-m full` and a GPU add to what is shown here.\n",
         "| fault | torch 2.13.0 |",
         "|---|---|",

@@ -63,7 +63,7 @@ CASES = [
         "mesh of unnamed axes",
         on_axes(None, None, None, tp_plan=LM_PLAN),
         MeshError,
-        (r"\?=2", r"not known", r"build_mesh"),
+        (r"\?=2", r"have no names", r"build_mesh"),
         THREE_AXES,
     ),
     Case(
