@@ -108,8 +108,8 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
     if unknown and found["tp"] is None and mesh.ndim <= 2:
         _place_by_position(mesh, found, unknown)
     elif unknown:
-        name = names[unknown[0]]
-        _fail(mesh, f"axis {name!r} is not known" if name else "its axes have no names")
+        first = names[unknown[0]]
+        _fail(mesh, f"axis {first!r} is not known" if first else "its axes have no names")
     _check_order(mesh, found)
     return DataAxes(mesh, found["replicate"], found["shard"], found["tp"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,7 @@ class Call:
         remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = ("inputs", "position", "remaining", "unit")
+    __slots__ = ("__weakref__", "inputs", "position", "remaining", "unit")
 
     def __init__(self, unit: Unit, position: int) -> None:
         self.unit = unit
@@ -42,7 +44,7 @@ class Call:
         if not isinstance(value, torch.Tensor):
             for tensor in tensors_in(value):
                 if tensor.requires_grad:
-                    tensor.register_hook(self.input_done)
+                    self.hook(tensor, self.input_done)
                     self.inputs += 1
             return value
         if not value.requires_grad:
@@ -51,6 +53,22 @@ class Call:
         view.register_hook(self.input_done)
         self.inputs += 1
         return view
+
+    def hook(self, tensor: torch.Tensor, method: Callable[[torch.Tensor], Any]) -> None:
+        """Calls ``method``, of this call, with the gradient of ``tensor``.
+
+        A leaf outlives the graph. Its hook must not keep this call, and goes with it.
+        """
+        if not tensor.is_leaf:
+            tensor.register_hook(method)
+            return
+        weak = weakref.WeakMethod(method)
+
+        def on_gradient(grad: torch.Tensor) -> Any:
+            alive = weak()
+            return None if alive is None else alive(grad)
+
+        weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
     def watched(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, but a gradient that reaches it at any level of ``torch.func`` begins a backward."""

@@ -12,6 +12,22 @@ from parallel3d._trace import issuing
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
+# Others, such as float8, are only moved, as bytes.
+_KNOWN_TO_BACKENDS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+}
+
+
 class ScatterWork:
     """A reduce-scatter under way; ``wait`` returns this rank's part of the sum."""
 
@@ -31,6 +47,8 @@ def all_gather(
     output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str, comm: Any = None
 ) -> dist.Work | None:
     """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given."""
+    if part.dtype not in _KNOWN_TO_BACKENDS:
+        output, part = output.view(torch.uint8), part.view(torch.uint8)
     with issuing.as_unit(unit):
         if comm is not None:
             return comm(output_tensor=output, input_tensor=part, group=group, async_op=True)

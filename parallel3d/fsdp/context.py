@@ -118,9 +118,7 @@ class RunContext:
         units = self.units
         for unit in reversed(units):
             unit.reduce(self.comm)
-        root = self._root()  # gone, if only an inner unit's output has kept the graph
-        if root is None or root.is_last_backward:
-            self.comm.finish()
+        self.comm.finish()
         for unit in units:
             unit.end_backward()
         self.in_backward = self.creates_graph = False
@@ -132,6 +130,7 @@ class RunContext:
         """After a backward that an exception ended: autograd has dropped the callback with it."""
         self.comm.abandon()
         for unit in self.units:
+            unit.depth = 0
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()

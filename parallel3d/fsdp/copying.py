@@ -17,7 +17,7 @@ from torch import nn
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, the_unit
-from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.param import OwnSetattr, ShardedParam
 from parallel3d.fsdp.state import Unit
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     unit.come_to_rest()
     if unit.depth or unit.backward_begun:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
+    shown = unit.group.shown
     unit.group.hide()
     state = {key: value for key, value in vars(module).items() if key != UNIT_ATTRIBUTE}
     for name in _HOOKS:
@@ -65,6 +66,8 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if memo.pop(id(unit), None) is not None:
         copied = dict(done)
         _copy_unit(unit, [copied[each] for each in unit.modules], memo)
+    if shown:
+        unit.group.show()
     return new
 
 
@@ -93,8 +96,14 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
 def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     new = copy.copy(param)
     new.take(memo[id(param.sharded)])
-    new.slots = [(memo[id(holder)], name) for holder, name in param.slots]
+    new.slots = [(_copied_holder(holder, memo), name) for holder, name in param.slots]
     first = memo.get(id(param.module()))
     if first is not None:
         new.module = weakref.ref(first)
     return new
+
+
+def _copied_holder(holder: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(holder, OwnSetattr):
+        return OwnSetattr(memo[id(holder.module())])
+    return memo[id(holder)]

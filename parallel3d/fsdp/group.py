@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import untraced
+from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.freshness import weights_stamp
 from parallel3d.fsdp.joint_gather import JointGather, plan_gathers
+from parallel3d.fsdp.param import ShardedParam
 
 __all__ = ["GroupState", "ParamGroup"]
 
@@ -116,16 +118,15 @@ class ParamGroup:
     def adopt(self) -> None:
         """Takes back Parameters and values that ordinary calls have replaced or moved."""
         assert not self.shown
-        removed = False
+        present = 0
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.local_views, strict=True):
                 for holder, name in param.slots:
                     current = holder.get(name)
-                    if current is param.sharded:
+                    present += current is not None
+                    if current is param.sharded or current is None:
                         continue
-                    if current is None:
-                        removed = True
-                        continue
+                    _check_replacement(param, current)
                     with torch.no_grad():
                         if param.sharded.is_meta and not current.is_meta:
                             param.place(param.local_part(current))  # its bucket moves with it
@@ -133,11 +134,12 @@ class ParamGroup:
                             param.sharded.copy_(current)
                         else:
                             view.copy_(param.shard_of(current, tp_local=False))
+                    param.sharded.requires_grad_(current.requires_grad)
                     holder[name] = param.sharded
         moved = [bucket.adopt() for bucket in self.buckets]
         if any(moved):
             self.refresh()
-        elif removed:
+        elif present != len(self.slots):  # removed, or there again
             self._list_slots()
 
     # -- unshard / reshard ---------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class ParamGroup:
         """The user wants the group gathered and shown."""
         self.kept = True
         self.for_evaluation = False
-        self.held = weights_stamp(self.buckets)
+        self.stamp()
 
     def hold(self, *, without_backward: bool = False) -> None:
         """Leaves the group gathered for the next forward; shown if the user keeps it so."""
@@ -211,7 +213,7 @@ class ParamGroup:
             self.hide()
             self.for_evaluation = without_backward
         if self.held is None and self.state is GroupState.UNSHARDED:
-            self.held = weights_stamp(self.buckets)
+            self.stamp()
 
     def drop_stale(self, comm: Comm, *, training: bool) -> None:
         """Before a forward: frees what an earlier one left, unless kept or held and still true.
@@ -230,6 +232,24 @@ class ParamGroup:
             if kept:
                 self.keep()
 
+    def gather_anew(self, comm: Comm) -> None:
+        """Within a forward: what is shown must hold what the shards hold."""
+        self.hide()
+        self.reshard(comm)
+        self.adopt()
+        self.unshard(comm)
+        self.show()
+        self.stamp()
+
+    def stamp(self) -> None:
+        """Notes what the weights are that the group has gathered."""
+        self.held = weights_stamp(self.buckets)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the weights have changed since the group was left gathered, if it was."""
+        return self.held is not None and self.held != weights_stamp(self.buckets)
+
     def abandon(self, comm: Comm) -> None:
         """After an exception: nothing in flight, nothing gathered."""
         self.hide()
@@ -241,6 +261,14 @@ class ParamGroup:
         if self.state is GroupState.GATHERING:
             self.state = GroupState.UNSHARDED
         self.reshard(comm)
+
+
+def _check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
+    if given.shape != param.global_shape:
+        raise Parallel3dError(
+            f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
+            f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
+        )
 
 
 class _GradHook:

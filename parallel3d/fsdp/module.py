@@ -134,14 +134,13 @@ class FSDPModule(CommMethods, TorchFSDPModule):
     # -- accumulation --------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the step's last; if not, its end doesn't wait for the reductions.
+        """Whether the next backward is the step's last. Accepted as torch has it; it changes nothing here.
 
-        ``.grad`` is complete after the last one only.
+        torch's other backwards end without a wait for their reductions. Ours wait in each: by events
+        on an accelerator, which the CPU does not wait for. So ``.grad`` is complete after every backward, and
+        what ``zero_grad()`` clears stays cleared.
         """
-        is_last_backward = as_bool("is_last_backward", is_last_backward)
-        unit = the_unit(self)
-        root = unit if unit.context is None else unit.context.root
-        root.is_last_backward = is_last_backward
+        as_bool("is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -191,14 +190,22 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names."""
-        the_unit(self).come_to_rest()
+        """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names.
+
+        Parameters that ``unshard()`` has shown are resharded first, unless a forward is under way.
+        """
+        the_unit(self).show_shards()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.load_state_dict``; with ``assign=True`` too the Parameters stay the same objects."""
         the_unit(self).come_to_rest()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Also where a module around this one loads: it comes here before it goes to the modules inside."""
+        the_unit(self).show_shards()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A unit of its own with the same weights, on the same mesh. Units inside are copied with it."""

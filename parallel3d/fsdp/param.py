@@ -28,9 +28,9 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.placement import ParamAxes, ceil_div, chunk_length
 
-__all__ = ["ShardedParam", "Slots", "mark_taken", "owner_of"]
+__all__ = ["OwnSetattr", "ShardedParam", "Slots", "holder_of", "mark_taken", "owner_of"]
 
-Slots = list[tuple[dict[str, Any], str]]
+Slots = list[tuple[Any, str]]  # (a ``module._parameters`` or an ``OwnSetattr``, name)
 
 _TAKEN = "_parallel3d_taken_by"  # on a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
@@ -63,6 +63,33 @@ def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
     setattr(param, _TAKEN, _TakenBy(owner))
 
 
+class OwnSetattr:
+    """Stands for the ``_parameters`` of a module whose class has a ``__setattr__`` of its own, which must see
+    each parameter that is put there: such modules keep lists of theirs (``nn.LSTM``)."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def get(self, name: str) -> Any:
+        """As ``dict.get``."""
+        module = self.module()
+        return None if module is None else module._parameters.get(name)
+
+    def __setitem__(self, name: str, value: nn.Parameter) -> None:
+        module = self.module()
+        if module is not None:
+            setattr(module, name, value)
+
+
+def holder_of(module: nn.Module) -> Any:
+    """Where parameters of ``module`` are read and put."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return module._parameters
+    return OwnSetattr(module)
+
+
 class ShardedParam:
     """One parameter under the engine.
 
@@ -90,7 +117,7 @@ class ShardedParam:
     ) -> None:
         """``dim``: the dim to shard, from 0; by default ``ParamAxes`` chooses."""
         self.name = name
-        self.slots: Slots = [(module._parameters, attribute) for module, attribute in places]
+        self.slots: Slots = [(holder_of(module), attribute) for module, attribute in places]
         self.module = weakref.ref(places[0][0])
         self.unit: weakref.ref | None = None
         self.axes = axes

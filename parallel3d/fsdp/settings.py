@@ -24,7 +24,6 @@ class Settings:
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
-        is_last_backward: of the root: whether a backward's end waits for the reductions.
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
     """
@@ -38,7 +37,6 @@ class Settings:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.sync = True
         self.all_reduce = True
-        self.is_last_backward = True
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
 
@@ -50,6 +48,5 @@ class Settings:
             "unshard_in_backward",
             "sync",
             "all_reduce",
-            "is_last_backward",
         ):
             setattr(self, name, getattr(other, name))

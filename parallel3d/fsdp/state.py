@@ -144,6 +144,8 @@ class Unit(Settings):
         """Hook before each module's forward."""
         context = self.ready_context()
         self.depth += 1
+        if self.depth > 1 and self.group.is_stale:
+            self.group.gather_anew(context.comm)
         if self.depth == 1 and self._is_fresh(module):
             self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
@@ -217,52 +219,55 @@ class Unit(Settings):
             output = map_tensors(lambda t: _cast(t, dtype), output)
         failed = output is None and sys.exc_info()[0] is not None
         grad = torch.is_grad_enabled() and not failed
-        reshard = self._reshards()
-        if reshard or not (grad or self.group.kept):
-            self._check_output(output)
-        if grad and self.call is not None:
-            output = self._watch_output(output, self.call)
         self.depth = max(self.depth - 1, 0)
         self.to_run.discard(id(module))
         if failed:
             self.to_run.clear()
-        if self.depth or self.to_run:
-            return output
+        try:
+            output = self._watch_output(output, self.call if grad else None)
+        except Parallel3dError:
+            self.to_run.clear()
+            self._leave_forward(context, backward_to_come=False)
+            raise
+        if not self.depth and not self.to_run:
+            self._leave_forward(context, backward_to_come=grad)
+        return output
+
+    def _leave_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         self.call = None
         if context.in_backward:  # recomputed for a backward that comes next
-            return output
-        self._end_forward(context, backward_to_come=grad)
+            return
+        self._end_forward(context, backward_to_come=backward_to_come)
         if self.is_root:
-            self._settle(context, backward_to_come=grad)
-        return output
+            self._settle(context, backward_to_come=backward_to_come)
 
     def _reshards(self) -> bool | int:
         """Whether the end of a forward frees the parameters, or to how many ranks it reshards them."""
         reshard = self.reshard_after_forward
         return not self.is_root if reshard is None else reshard
 
-    def _check_output(self, output: Any) -> None:
-        """A parameter, or a view of one, must not leave a unit that is about to free its memory."""
+    def _watch_output(self, output: Any, call: Call | None) -> Any:
+        """Hooks ``call`` to the outputs. A parameter must not be one where its memory is freed now."""
+        frees = bool(self._reshards()) or (call is None and not self.group.kept)
         for tensor in tensors_in(output):
             if self.group.owns(tensor if tensor._base is None else tensor._base):
-                raise Parallel3dError(
-                    f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
-                    f"{tuple(tensor.shape)}, whose memory is freed now; return a copy (.clone()), use it "
-                    "inside the unit, or give the unit reshard_after_forward=False"
-                )
-
-    def _watch_output(self, output: Any, call: Call) -> Any:
-        if functorch_is_active():  # a hook is of one level of its transforms
+                if frees:
+                    raise Parallel3dError(
+                        f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
+                        f"{tuple(tensor.shape)}, whose memory is freed now; return a copy (.clone()), use "
+                        "it inside the unit, or give the unit reshard_after_forward=False"
+                    )
+            elif call is not None and tensor.requires_grad:
+                call.hook(tensor, call.begin_backward)
+        if call is not None and functorch_is_active():  # a hook is of one level of its transforms
             return map_tensors(call.watched, output)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and not self.group.owns(tensor):
-                tensor.register_hook(call.begin_backward)
         return output
 
     def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self._reshards()
         if not self.group.kept or reshard:
             self.group.hide()
+            self.group.held = None
         if not backward_to_come:
             if self.keep_in_eval and not reshard:
                 self.group.hold(without_backward=True)
@@ -344,6 +349,9 @@ class Unit(Settings):
 
     def leave_backward(self, context: RunContext) -> None:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
+        if self.depth:  # a forward around this backward goes on, maybe after an optimizer's step
+            self.group.stamp()
+            return
         # What the user keeps gathered may be differentiated again by what a graph was made for.
         wanted = context.creates_graph and self.group.kept
         if self.reshard_after_backward and not wanted:
@@ -389,6 +397,13 @@ class Unit(Settings):
         self.begun.clear()
         self.depth = self.arrived = 0
         self.backward_begun = self.reached = self.ended = self.reduced = False
+
+    def show_shards(self) -> None:
+        """The sharded parameters for whoever saves or loads, unless a forward is using the others."""
+        self.come_to_rest()
+        if self.group.shown and not self.depth and not self.backward_begun:
+            self.group.hide()
+            self.group.reshard(self.ready_context().comm)
 
     def come_to_rest(self) -> None:
         """Shows the shards again where an exception has ended a backward half-way."""

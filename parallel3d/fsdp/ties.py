@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.param import ShardedParam, holder_of
 from parallel3d.fsdp.state import Unit
 
 __all__ = ["Tie", "check_ties", "join"]
@@ -61,10 +61,10 @@ def join(unit: Unit, ties: Sequence[Tie]) -> None:
     """Makes the older units part of ``unit``, the new one."""
     for tie in ties:
         for module, name in tie.places:
-            slot = (module._parameters, name)
-            if not any(slot[0] is holder and name == held for holder, held in tie.owner.slots):
-                tie.owner.slots.append(slot)
-            module._parameters[name] = tie.owner.sharded
+            if module._parameters[name] is not tie.owner.sharded:  # else the module stands in both
+                holder = holder_of(module)
+                tie.owner.slots.append((holder, name))
+                holder[name] = tie.owner.sharded
     olders: list[Unit] = []
     for tie in ties:
         if tie.unit is not unit and all(tie.unit is not older for older in olders):

@@ -1,0 +1,224 @@
+"""Uses that a review broke: state while shown, own __setattr__, leaves in containers, backwards in forwards."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from models import Block, lm_loss, tokens
+from torch import nn
+from torch.distributed.tensor import DTensor
+from wrapped import at_rest, build
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
+from parallel3d.testing import local_world
+
+
+def mesh_of(shard=2):
+    return build_mesh(MeshLayout(1, shard, 1), device_type="cpu")
+
+
+class TestStateWhileShown:
+    def test_saving_reshards(self):
+        with local_world(2):
+            model, _ = build()
+            for unit in (model, *model.layers):
+                unit.unshard()
+            state = nn.Sequential(model).state_dict()
+            assert len(state) and all(isinstance(value, DTensor) for value in state.values())
+            assert at_rest(model)
+
+    def test_loading_from_around_reshards(self):
+        with local_world(2):
+            model, _ = build()
+            state = {f"0.{k}": v.clone() for k, v in model.state_dict().items()}
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            for unit in (model, *model.layers):
+                unit.unshard()
+            nn.Sequential(model).load_state_dict(state)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.full_tensor(), state[f"0.{name}"].full_tensor())
+            assert at_rest(model)
+
+    def test_a_list_that_ran_in_part(self):
+        with local_world(2), torch.no_grad():
+            a, _ = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=mesh_of())
+            a(torch.ones(1, 4))
+            assert all(isinstance(value, DTensor) for value in a.state_dict().values())
+
+    def test_copying_leaves_the_original_shown(self):
+        with local_world(2):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model.unshard()
+            twin = copy.deepcopy(model)
+            assert not isinstance(model.weight, DTensor) and isinstance(twin.weight, DTensor)
+
+
+@pytest.mark.parity("method: set_is_last_backward")
+def test_what_zero_grad_clears_stays_cleared():
+    with local_world(2):
+        model, _ = build()
+        model.set_is_last_backward(False)
+        lm_loss(model, tokens(0)).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        model.set_is_last_backward(True)
+        lm_loss(model, tokens(1)).backward()
+        reference, _ = build()
+        lm_loss(reference, tokens(1)).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
+
+
+class Mirror(nn.Linear):
+    """Computes with what its ``__setattr__`` has noted, as ``nn.LSTM`` does."""
+
+    def __setattr__(self, name, value):
+        if name == "weight":
+            vars(self)["noted"] = [value]
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.noted[0], self.bias)
+
+
+@pytest.mark.parametrize("make", [lambda: Mirror(4, 4), lambda: nn.LSTM(4, 4)], ids=["own", "lstm"])
+def test_modules_with_a_setattr_of_their_own(make):
+    torch.manual_seed(0)
+    plain = make()
+    x = torch.randn(3, 4)
+    out = lambda model: (y[0] if isinstance(y := model(x), tuple) else y).square().sum()  # noqa: E731
+    out(plain).backward()
+    with local_world(2):
+        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            out(each).backward()
+            for name, p in each.named_parameters():
+                want = plain.get_parameter(name).grad
+                torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-4, atol=1e-5)
+            assert at_rest(each)
+        if isinstance(model, Mirror):
+            assert model.noted[0] is model.weight
+
+
+class TakesDict(Block):
+    def forward(self, inputs):
+        return super().forward(inputs["x"] * inputs["scale"])
+
+
+def test_hooks_on_leaves_in_containers_go_with_their_graph():
+    gc.collect()
+    with local_world(2):
+        model = fully_shard(TakesDict(), mesh=mesh_of())
+        scale = torch.ones(12, requires_grad=True)
+        for step in range(4):
+            loss = model({"x": torch.randn(2, 12), "scale": scale}).sum()
+            if step % 2:
+                loss.backward()
+            del loss
+        assert not scale._backward_hooks
+        assert scale.grad is not None and at_rest(model)
+
+
+class Trainer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.linear(x).relu())
+
+    def train_steps(self, x, optimizer):
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = self(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    def with_force(self, x):
+        x = x.requires_grad_()
+        energy = self.linear(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.last(force)
+
+
+class TestBackwardsInForwards:
+    def test_a_training_loop_as_a_forward_method(self):
+        torch.manual_seed(0)
+        plain = Trainer()
+        x = torch.randn(3, 4)
+        want = plain_losses = copy.deepcopy(plain)
+        want = plain_losses.train_steps(x, torch.optim.SGD(plain_losses.parameters(), lr=0.1))
+        with local_world(2):
+            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+            register_fsdp_forward_method(model, "train_steps")
+            got = model.train_steps(x, torch.optim.SGD(model.parameters(), lr=0.1))
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b)
+            model(x).sum().backward()
+            assert at_rest(model)
+
+    def test_a_derivative_inside_and_another_layer_after_it(self):
+        torch.manual_seed(0)
+        plain = Trainer()
+        x = torch.randn(3, 4)
+        plain.with_force(x.clone()).square().sum().backward()
+        with local_world(2):
+            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+            register_fsdp_forward_method(model, "with_force")
+            model.with_force(x.clone()).square().sum().backward()
+            for name, p in model.named_parameters():
+                want = plain.get_parameter(name).grad
+                if want is not None:
+                    torch.testing.assert_close(p.grad.full_tensor(), want)
+            assert at_rest(model)
+
+
+class TestReplaced:
+    def test_shape_is_checked(self):
+        with local_world(2):
+            model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
+            model.weight = nn.Parameter(torch.zeros(2, 6))
+            with pytest.raises(ValueError, match=r"of shape \(4, 6\) was replaced.*\(2, 6\)"):
+                model(torch.randn(1, 6))
+
+    def test_frozen_stays_frozen(self):
+        with local_world(2):
+            model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
+            model.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+            model(torch.randn(1, 6)).sum().backward()
+            assert model.weight.grad is None and model.bias.grad is not None
+
+    def test_removed_and_put_back(self):
+        with local_world(2):
+            model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
+            bias, model.bias = model.bias, None
+            model(torch.randn(1, 6)).sum().backward()
+            model.bias = bias
+            model(torch.randn(1, 6)).sum().backward()
+            assert model.bias.grad is not None and at_rest(model)
+
+
+def test_an_output_error_leaves_the_unit_usable():
+    class Returns(nn.Linear):
+        leak = True
+
+        def forward(self, x):
+            y = super().forward(x)
+            return (y, self.weight) if self.leak else y
+
+    with local_world(2):
+        model = fully_shard(Returns(4, 4), mesh=mesh_of(), reshard_after_forward=True)
+        with pytest.raises(ValueError, match="returns a parameter"):
+            model(torch.randn(1, 4))
+        model.leak = False
+        model(torch.randn(1, 4)).sum().backward()
+        assert at_rest(model)
