@@ -154,7 +154,7 @@ class TestForceSum:
             assert ops == [dist.ReduceOp.SUM] * 2
             trial.check([0, 0])
             with pytest.raises(Parallel3dError, match="True or False"):
-                trial.model.set_force_sum_reduction_for_comms(1)
+                trial.model.set_force_sum_reduction_for_comms("yes")
 
 
 class TestAllReduceHook:

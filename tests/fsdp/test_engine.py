@@ -40,7 +40,7 @@ class TestAtRest:
 
     def test_evaluation_leaves_nothing_gathered(self) -> None:
         with fake_world(0, 2):
-            model, _ = build(reshard_after_forward=False)
+            model, _ = build()
             with torch.no_grad():
                 model(tokens(0))
             assert at_rest(model)

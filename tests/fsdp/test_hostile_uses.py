@@ -1,4 +1,4 @@
-"""Uses that a review broke: state while shown, own __setattr__, leaves in containers, backwards in forwards."""
+"""Uses that broke once: state while shown, own __setattr__, leaves in containers, backwards in forwards."""
 
 import copy
 import gc

@@ -24,20 +24,7 @@ def in_flight(model) -> int:
 
 
 class TestNotTheLastBackward:
-    """``set_is_last_backward(False)``: the next backward finds reductions under way."""
-
-    @parity("method: set_is_last_backward")
-    @pytest.mark.parametrize("layout", [FSDP, HSDP], ids=str)
-    def test_each_bucket_is_completed_before_it_is_reduced_again(self, layout):
-        with local_world(layout.world_size) as world:
-            trial = Trial(world, layout, shard_blocks)
-            trial.model.set_is_last_backward(False)
-            trial.backward(0, 1)
-            assert in_flight(trial.model) == 5  # buckets; not ten
-            trial.model.set_is_last_backward(True)
-            trial.backward(2)
-            assert in_flight(trial.model) == 0
-            trial.check([0, 1, 2])
+    """``set_is_last_backward(False)`` beside the other switches."""
 
     @parity("method: set_is_last_backward")
     @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])

@@ -152,21 +152,6 @@ def test_part_is_there_before_it_is_gathered_and_read_before_it_is_freed(device,
 class TestNobodyWaits:
     """Reductions in flight after a backward."""
 
-    @parity("method: set_is_last_backward")
-    def test_completed_bucket_by_bucket_in_the_next_backward(self, device):
-        with fake_world(0, 4):
-            model = wrapped(HSDP)
-            model.set_is_last_backward(False)
-            log = step(device, model)
-            reduction = find(log, "all_reduce layers.2")[0]
-            assert not happens_before(reduction, find(log, "optimizer")[0])
-            assert all(p.grad is None for p in model.layers.parameters())
-            model.set_is_last_backward(True)
-            log = step(device, model)
-            comm = the_unit(model).context.comm
-            assert not comm.in_flight and not comm.holding
-            assert all(p.grad is not None for p in model.parameters())
-
     @parity("reliability: exceptions at every hook")
     def test_abandoned_after_an_exception(self, device):
         """Compute waits for all streams: what they still read and write is theirs until then."""
