@@ -140,13 +140,12 @@ class Mlp(Part):
         return self.down(F.gelu(self.up(x)))
 
 
-class Norm(Part):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__(width, size)
-        self.norm = nn.LayerNorm(width, dtype=DTYPE)
+class Lone(Mlp):
+    """Without biases; where it is a unit, each of its linears is one: a parameter alone."""
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
+    def __init__(self, width: int, size: int) -> None:
+        Part.__init__(self, width, size)
+        self.up, self.down = linear(width, size, bias=False), linear(size, width, bias=False)
 
 
 class Scale(Part):
@@ -224,7 +223,7 @@ class NoRows(Part):
 
 LEAVES: dict[str, type[Part]] = {
     "mlp": Mlp,
-    "norm": Norm,
+    "lone": Lone,
     "scale": Scale,
     "square": Square,
     "tied": Tied,
@@ -335,7 +334,8 @@ class _Units:
                 if spec.as_list and rest:
                     self.apply(rest, spec.unit or Unit())
             if not isinstance(spec, Again):
-                self.apply(module, spec.unit)
+                for each in (module.up, module.down) if isinstance(module, Lone) else (module,):
+                    self.apply(each, spec.unit)
 
     def apply(self, module: nn.Module | list[nn.Module], unit: Unit | None) -> None:
         modules = module if isinstance(module, list) else [module]
@@ -352,8 +352,8 @@ class _Units:
 
 
 def _second_dim(param: nn.Parameter) -> Shard | None:
-    """Not where tp cuts: an uneven cut of a cut is refused, and autograd can't ask simulated ranks whether
-    a parameter of uneven sizes is dense."""
+    """Not where tp cuts: an uneven cut of a cut is refused, and autograd can't ask simulated ranks
+    whether a parameter of uneven sizes is dense."""
     return Shard(1) if param.ndim > 1 and not isinstance(param, DTensor) else None
 
 

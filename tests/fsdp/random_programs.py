@@ -1,9 +1,9 @@
 """Random training runs as data, and running one: on the plain model and on simulated ranks."""
 
 import copy
+import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,28 +299,24 @@ class Comparison:
             assert difference <= self.config.tolerance, f"{what}: {difference:.2g} apart"
 
 
-@contextmanager
-def _explained(config: Config) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"configuration:\n{config}")
-        raise
-
-
 def run(config: Config) -> None:
-    """Raises where the parallel model isn't the plain one."""
+    """Raises where the parallel model isn't the plain one.
+
+    The error is text alone: pytest would show what the frames hold, and reading a freed parameter crashes.
+    """
     ranks = config.mesh[0] * config.mesh[1] * config.mesh[2]
-    with _explained(config), local_world(ranks) as world, world.paused():
-        Comparison(config, world).run()
+    try:
+        with local_world(ranks) as world, world.paused():
+            Comparison(config, world).run()
+    except Exception:
+        why = traceback.format_exc()
+        raise AssertionError(f"{why}\nconfiguration:\n{config}") from None
 
 
 # ---- strategies ----
 
-MESHES = [
-    *[(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
-    *[(1, 4, 1), (3, 1, 1), (1, 3, 2), (3, 2, 1), (2, 3, 1), (1, 2, 3), (1, 4, 2), (2, 2, 2)],
-]
+SMALL = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+LARGE = [(1, 4, 1), (3, 2, 1), (2, 3, 1), (1, 3, 2), (1, 2, 3), (1, 4, 2), (2, 2, 2)]
 KINDS = [
     "one",
     "two forwards, one backward",
@@ -348,7 +344,7 @@ steps = st.builds(Step, st.lists(micros, min_size=1, max_size=2).map(tuple), num
 configs = st.builds(
     Config,
     models,
-    st.sampled_from(MESHES),
+    st.sampled_from([*SMALL, *SMALL, *SMALL, *LARGE]),  # time goes by ranks
     st.lists(steps, min_size=2, max_size=2).map(tuple),
     numbers,
     st.booleans(),

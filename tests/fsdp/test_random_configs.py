@@ -9,7 +9,8 @@ import warnings
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from random_programs import Config, configs, run
+from random_models import Block, Leaf, RandomModel, Unit
+from random_programs import Config, Micro, Step, configs, run
 
 SETTINGS = settings(
     deadline=None,
@@ -26,6 +27,30 @@ def check(config: Config) -> None:
         # Of reentrant checkpointing, where no input has a gradient: then nothing inside has.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         run(config)
+
+
+RECOMPUTED = Block((Leaf("mlp"),), checkpoint="around, reentrant")
+FOUND = {
+    "a parameter alone in its unit, cut unevenly by tp and then by shard": Config(
+        RandomModel((Leaf("lone", size=3, unit=Unit()),)), (1, 2, 2), (Step(),)
+    ),
+    "a partly frozen unit runs in inference mode before it trains": Config(
+        RandomModel((Leaf("mlp"),)), (1, 2, 1), (Step((Micro(before=("inference",)),)),), (0,)
+    ),
+    "the first module of a list unit runs without grad, as reentrant checkpointing does": Config(
+        RandomModel((Block((RECOMPUTED, Leaf("mlp")), as_list=True),)),
+        (1, 2, 1),
+        (Step(),),
+        input_grad=True,
+    ),
+}
+
+
+@pytest.mark.parity("reliability: random configurations")
+@pytest.mark.parametrize("config", FOUND.values(), ids=FOUND)
+def test_found(config: Config) -> None:
+    """What the tests below have found."""
+    check(config)
 
 
 @pytest.mark.parity("reliability: random configurations")
