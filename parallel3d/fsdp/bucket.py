@@ -173,7 +173,8 @@ class Bucket:
             self.unsharded = self.flat
         regions = self.unsharded.split([n * size for size in self.slot_sizes])
         # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
-        in_place = n == 1 or (len(params) == 1 and params[0].dim == 0)
+        lone = params[0] if len(params) == 1 else None
+        in_place = n == 1 or (lone is not None and lone.dim == 0 and lone.fills_slot)
         self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
         pairs = self.copy_pairs(self.gathered.view(n, -1))
         self.region_views, self.gathered_views = map(list, zip(*pairs, strict=True))
@@ -192,13 +193,14 @@ class Bucket:
         self, rows: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(part of ``unsharded``, the same in ``rows``): shard ranks' rows of S, from rank ``first`` on."""
-        columns = rows.split(self.slot_sizes, dim=1)
-        regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
-        return [
-            pair
-            for param, region, column in zip(self.params, regions, columns, strict=True)
-            for pair in param.copy_pairs(region, column, first)
-        ]
+        with torch.inference_mode(False), torch.no_grad():  # no views of ours in inference mode
+            columns = rows.split(self.slot_sizes, dim=1)
+            regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+            return [
+                pair
+                for param, region, column in zip(self.params, regions, columns, strict=True)
+                for pair in param.copy_pairs(region, column, first)
+            ]
 
     def views_by_rank(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in a buffer laid out as ``gathered``, shaped as ``ShardedParam.by_rank`` does."""

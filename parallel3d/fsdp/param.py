@@ -102,6 +102,7 @@ class ShardedParam:
         axes: the engine's axes for it.
         on: all axes it lies on.
         tp_mesh: the one axis it brings, if any: that of tensor parallelism; tp_size: ranks along it.
+        fills_slot: whether the largest chunk is this rank's on every rank: not if tp cuts unevenly.
         dim: the dim the engine shards; None where the parameter is whole on the shard axis.
         sharded: the Parameter the user sees at rest; the same object for the model's life.
         spec: its DTensor description.
@@ -174,7 +175,8 @@ class ShardedParam:
         self.local_shape = tuple(local)
         self.region_shape = tuple(region)
         self.chunk_shape = tuple(chunk_local)
-        self.even = self.on.are_even(self.global_shape) and padded == largest
+        self.fills_slot = self.on.are_even(self.global_shape)
+        self.even = self.fills_slot and padded == largest
         # Whether padding lies between the rows of a region, and not behind them.
         self.padded_inside = (
             self.dim not in (None, 0)

@@ -150,13 +150,14 @@ class Unit(Settings):
             self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = map_tensors(self._to_device, (args, kwargs))
-            if torch.is_grad_enabled():
-                self.call = call = Call(self, self.position)
-                args = call.alias(args)
-                kwargs = {key: call.alias(value) for key, value in kwargs.items()}
+            self.call = None
             issuing.unit = self.label
             if len(self.members.tops) > 1:
                 self.to_run = set(self.members.tops)
+        if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
+            self.call = call = Call(self, self.position)
+            args = call.alias(args)
+            kwargs = {key: call.alias(value) for key, value in kwargs.items()}
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
