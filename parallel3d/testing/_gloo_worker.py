@@ -5,6 +5,7 @@ Talks over one pipe. The pool sends a ``Job``; the worker answers ``("done", res
 so that no rank closes a connection its peers still read from; then it answers ``("idle", None)``.
 """
 
+import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
@@ -65,6 +66,7 @@ class Failure:
 def serve(connection: Connection, threads: int) -> None:
     """Run jobs until the pool closes its end of the pipe or its process is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.enable()  # where a worker that crashes was
     torch.set_num_threads(threads)
     loopback = _loopback_interface()
     if loopback is not None:  # gloo would look up the host name, which may not resolve

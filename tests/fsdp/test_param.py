@@ -45,8 +45,15 @@ def tp_param(whole: torch.Tensor, mesh, placement) -> nn.Parameter:
     return param
 
 
-@pytest.mark.parametrize("placement", [None, Replicate(), Shard(0), Shard(1)], ids=str)
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+EVERYWHERE = list(itertools.product(MESHES, [None, Replicate(), Shard(0), Shard(1)]))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placement"),
+    # Replicate() is cut as None is: in the longer run only.
+    [pytest.param(*e, marks=[pytest.mark.full] * (e[1] == Replicate())) for e in EVERYWHERE],
+    ids=str,
+)
 def test_shards_are_where_placements_say(mesh_shape, placement) -> None:
     world_size = torch.Size(mesh_shape).numel()
     for rows, cols in itertools.product(SIZES, (5, 8)):
