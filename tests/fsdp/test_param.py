@@ -50,8 +50,11 @@ EVERYWHERE = list(itertools.product(MESHES, [None, Replicate(), Shard(0), Shard(
 
 @pytest.mark.parametrize(
     ("mesh_shape", "placement"),
-    # Replicate() is cut as None is: in the longer run only.
-    [pytest.param(*e, marks=[pytest.mark.full] * (e[1] == Replicate())) for e in EVERYWHERE],
+    # Replicate() is cut as None is, and replicas as each other: in the longer run only.
+    [
+        pytest.param(*e, marks=[pytest.mark.full] * (e[1] == Replicate() or e[0][0] > 1))
+        for e in EVERYWHERE
+    ],
     ids=str,
 )
 def test_shards_are_where_placements_say(mesh_shape, placement) -> None:
