@@ -7,6 +7,7 @@ called with them. Ours differ from the default only in where the memory comes fr
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def check_comm(method: str, comm: Any) -> None:
         )
 
 
-class OwnMemory:
+class OwnMemory(ABC):
     """A collective of the engine's whose buffers come from a special allocator.
 
     Attributes:
@@ -54,11 +55,11 @@ class OwnMemory:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
+    @abstractmethod
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A buffer of ``size``, one number."""
-        raise NotImplementedError
 
 
 class _GroupMemory(OwnMemory):

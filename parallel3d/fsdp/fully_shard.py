@@ -84,8 +84,9 @@ def fully_shard(
         mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name; see ``fsdp.axes``. With a
             ``tp`` axis every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
         reshard_after_forward: free parameters after forward and gather them again in backward. None:
-            True except for the root. A number, which divides the shard axis: keep them sharded over so many
-            ranks.
+            True except for the root, which evaluation frees too. False keeps them for the next evaluation,
+            unless the weights change (not through ``.data``: that is not seen). A number, which divides the
+            shard axis: keep them sharded over so many ranks.
         shard_placement_fn: called once with each parameter; returns ``Shard(dim)``,
             ``ShardPlacementResult(placement, mesh_info)`` where the parameter has a mesh of its own (torch's
             ``FSDPMeshInfo`` or a ``DeviceMesh``; gradients are averaged over its ranks), or None for the

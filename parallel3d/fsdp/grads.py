@@ -246,7 +246,7 @@ class GradientSlots:
         return waiting or (all_reduce and self.partial is not None)
 
     def settle(self) -> None:
-        """Completes the reduction of an earlier backward whose end has not waited for it."""
+        """Completes an earlier reduction of the same backward, before another one begins."""
         if self.in_flight is not None:
             comm = self.in_flight()
             if comm is not None:

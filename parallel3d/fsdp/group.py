@@ -225,7 +225,7 @@ class ParamGroup:
         if self.state is not GroupState.UNSHARDED:
             return
         other_use = self.for_evaluation and training
-        if self.held is None or other_use or self.held != weights_stamp(self.buckets):
+        if self.held is None or other_use or self.is_stale:
             kept = self.kept
             self.hide()
             self.reshard(comm)
