@@ -29,6 +29,7 @@ def parallelize(
     units: Sequence[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
+    shard_optimizer_over_replicate: bool = False,
     activation_checkpointing: bool = False,
     compile: bool | str = False,
     strict: bool = True,
@@ -47,6 +48,7 @@ def parallelize(
             model's outermost ``nn.ModuleList`` s.
         mp_policy: dtypes of computing and reducing.
         reshard_after_forward: whether blocks are freed after forward. The final norm and head never are.
+        shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
         compile: True, or the name of a ``torch.compile`` backend: compile each block.
         strict: whether a plan's rule that matches nothing is an error.
@@ -70,6 +72,7 @@ def parallelize(
         strict=strict,
         compile=compile,
         reshard_after_forward=reshard_after_forward,
+        shard_optimizer_over_replicate=shard_optimizer_over_replicate,
         activation_checkpointing=activation_checkpointing,
     )
     blocks = [block for _, block in found.blocks]
@@ -88,7 +91,12 @@ def parallelize(
             for block in blocks:
                 wrap_forward(block, compiled, ("compile", backend))
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
-        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+        shard = functools.partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_optimizer_over_replicate=shard_optimizer_over_replicate,
+        )
         for block in blocks:
             shard(block, reshard_after_forward=reshard_after_forward)
         for _, embedding in found.embeddings:

@@ -44,6 +44,7 @@ class DataAxes:
         replicate, shard, tp: positions of the axes in ``mesh``, or None where it has none. Where several
             axes replicate (``dp_mesh_dims``), the first of them stands for all.
         spmd: see ``Spmd``; None without ``dp_mesh_dims``.
+        over_replicate: whether the shards at rest are cut over replicate too; see ``hybrid_bucket``.
     """
 
     mesh: DeviceMesh
@@ -51,6 +52,7 @@ class DataAxes:
     shard: int | None
     tp: int | None
     spmd: Spmd | None = None
+    over_replicate: bool = False
 
     def size(self, axis: int | None) -> int:
         """Ranks along ``axis``; 1 where the mesh has none."""
@@ -77,6 +79,20 @@ class DataAxes:
     def coordinate(self, axis: int | None) -> int:
         """This rank's place along ``axis``; a ``SymInt`` under simulated ranks."""
         return 0 if axis is None else self.mesh.get_local_rank(axis)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a parameter is cut at rest."""
+        return self.data_size if self.over_replicate else self.size(self.shard)
+
+    @property
+    def part_index(self) -> int:
+        """Which of the parts is this rank's; a ``SymInt`` under simulated ranks."""
+        index = self.coordinate(self.shard)
+        if self.over_replicate:
+            # Neighbours along replicate hold neighbouring parts: those of one shard rank are in one piece.
+            index = index * self.size(self.replicate) + self.coordinate(self.replicate)
+        return index
 
     @property
     def data_size(self) -> int:

@@ -49,6 +49,7 @@ class Bucket:
     Attributes:
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
         replicate_groups: groups that gradients are all-reduced over.
+        second_group: group of a second reduce-scatter, after that over shard; see ``hybrid_bucket``.
         tp_group: group that partial gradients are summed over, None where there are none.
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
         device: where the bucket computes.
@@ -103,6 +104,7 @@ class Bucket:
         axes = self.axes
         self.shard_group: ProcessGroup | None = None
         self.replicate_groups: list[ProcessGroup] = []
+        self.second_group: ProcessGroup | None = None
         empty = all(p.slot_numel == 0 for p in self.params)  # nothing to communicate
         for axis in (axes.shard, axes.replicate):
             if axis is None or axes.size(axis) == 1 or empty:
@@ -309,7 +311,7 @@ class Bucket:
 
     def keep_part(self, ranks: int) -> None:
         """Before ``free_unsharded``: keeps what the next all-gather, over ``ranks`` ranks only, needs."""
-        if self.shard_group is None or ranks >= self.parts:
+        if self.shard_group is None or ranks >= self.shard_group.size():
             return
         if self.small is None or self.small.ranks != ranks:
             self.small = SmallWorld(self, ranks)

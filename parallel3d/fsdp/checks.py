@@ -13,7 +13,14 @@ from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import owner_of
 
-__all__ = ["as_bool", "check_ignored", "check_modules", "check_param", "check_reshard"]
+__all__ = [
+    "as_bool",
+    "check_ignored",
+    "check_modules",
+    "check_no_spmd",
+    "check_param",
+    "check_reshard",
+]
 
 
 def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -76,6 +83,15 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
         )
         return False
     return True if sizes == [value] else value
+
+
+def check_no_spmd(axes: DataAxes) -> None:
+    """Raises where parameters are DTensors on the data axes: they can't be cut over replicate for HFSDP."""
+    if axes.spmd is not None:
+        raise Parallel3dError(
+            "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh with "
+            "the axes replicate and shard, and plain parameters"
+        )
 
 
 def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:

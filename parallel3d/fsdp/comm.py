@@ -13,6 +13,7 @@ import torch
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.cpu_comm import CpuComm
+from parallel3d.fsdp.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.stream_comm import StreamComm
 
@@ -35,6 +36,9 @@ class Comm(Protocol):
 
     def finish_gather(self, bucket: Bucket | JointGather) -> None:
         """Makes ``bucket``'s unsharded parameters ready for use."""
+
+    def renew_copy(self, bucket: HybridBucket) -> None:
+        """Starts the all-gather over replicate that ``bucket``'s copy is made by, if the weights changed."""
 
     def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:
         """Starts the reduction of the gradients ``bucket`` has collected."""

@@ -66,6 +66,8 @@ class RunContext:
                 unit.group.reshard(self.comm)  # the last forward did not get there
         if self.order:
             self.last_order, self.order = self.order, []
+        for unit in self.units:
+            unit.group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
         root = self.root
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import ScatterWork, all_gather, all_reduce, reduce_scatter
+from parallel3d.fsdp.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.reduce_job import ReduceJob
 
@@ -62,6 +63,15 @@ class CpuComm:
         if bucket.part is not None:
             bucket.drop_part()
 
+    def renew_copy(self, bucket: HybridBucket) -> None:
+        """See ``Comm``."""
+        if bucket.needs_renewal():
+            bucket.finish_renewal()
+            output, part = bucket.renewal()
+            assert bucket.second_group is not None
+            work = all_gather(output, part, bucket.second_group, unit=bucket.unit)
+            bucket.renewing = (work, part)
+
     # -- reduction -----------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:
@@ -85,9 +95,17 @@ class CpuComm:
         """Moves the oldest bucket whose reduce-scatter is under way on to its all-reduce."""
         job, work = self.scattering.popleft()
         bucket = job.bucket
-        job.finish_scatter(work)
         works: list[Any] = []
         self.reducing.append((job, works))
+        if bucket.second_group is not None:
+            if work is not None:
+                job.tensor = work.wait()
+            second = reduce_scatter(
+                job.tensor, bucket.second_group, unit=bucket.unit, device_type="cpu"
+            )
+            works.append(second)
+            return
+        job.finish_scatter(work)
         if job.all_reduce:
             for group in bucket.replicate_groups:
                 # One at a time where there are two: the second sums the first's result.
@@ -99,10 +117,14 @@ class CpuComm:
             bucket.all_reduce_hook(job.tensor)
 
     def _complete(self, job: ReduceJob, works: list[Any]) -> None:
-        for work in works:
-            work.wait()
         bucket = job.bucket
-        if bucket.all_reduce_hook is not None and bucket.replicate_groups and job.final:
+        if bucket.second_group is not None:
+            job.finish_scatter(*works)
+        else:
+            for work in works:
+                work.wait()
+        over_replicate = bucket.replicate_groups or bucket.second_group is not None
+        if bucket.all_reduce_hook is not None and over_replicate and job.final:
             bucket.all_reduce_hook(job.tensor)
         bucket.grads.finish(job)
 

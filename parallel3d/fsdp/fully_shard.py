@@ -18,8 +18,15 @@ from parallel3d.fsdp.api import (
     own_policy,
 )
 from parallel3d.fsdp.axes import checked_mesh, data_axes
-from parallel3d.fsdp.checks import check_ignored, check_modules, check_reshard
+from parallel3d.fsdp.checks import (
+    as_bool,
+    check_ignored,
+    check_modules,
+    check_no_spmd,
+    check_reshard,
+)
 from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.hybrid_bucket import cut_over_replicate
 from parallel3d.fsdp.make_buckets import make_buckets
 from parallel3d.fsdp.managed import managed_modules, managed_params
 from parallel3d.fsdp.module import FSDPModule
@@ -46,6 +53,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_optimizer_over_replicate: bool = False,
 ) -> FSDPModule: ...
 @overload
 def fully_shard(
@@ -58,6 +66,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_optimizer_over_replicate: bool = False,
 ) -> list[FSDPModule]: ...
 
 
@@ -71,12 +80,14 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (holds nothing)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    shard_optimizer_over_replicate: bool = False,
 ) -> FSDPModule | list[FSDPModule]:
     """Shards the parameters of ``module`` that no unit inside it has, and makes it a unit.
 
     Apply it bottom-up: to the blocks, then to the whole model. At rest each parameter is a DTensor of
     the plain model's global shape; during forward and backward the module sees the whole (under tensor
-    parallelism: the whole local) parameter. Arguments are those of ``torch.distributed.fsdp.fully_shard``.
+    parallelism: the whole local) parameter. Arguments are those of ``torch.distributed.fsdp.fully_shard``,
+    and the last.
 
     Args:
         module: the unit. A list is one unit whose parameters are gathered when the first of its modules
@@ -97,6 +108,10 @@ def fully_shard(
         ignored_params: parameters to leave as they are: not moved, sharded or reduced.
         dp_mesh_dims: which axes of ``mesh`` are data axes, where parameters are DTensors on the whole of it;
             forward sees them so. See ``fsdp.spmd``.
+        shard_optimizer_over_replicate: HFSDP: on an HSDP mesh, shard what the optimizer sees over replicate x
+            shard, and keep a copy in compute dtype that is sharded over shard, renewed once after each
+            change of the weights (not through ``.data``: that is not seen). Parameters of which no dim
+            divides by all data ranks stay as they are. See ``fsdp.hybrid_bucket``.
 
     Returns:
         ``module`` itself, its class extended by ``FSDPModule``.
@@ -115,6 +130,12 @@ def fully_shard(
     managed = list(managed_params(modules, ignored))
     found = [each for each in managed if each.owner is None]
     wanted = wishes(shard_placement_fn, [(each.name, each.param) for each in found], axes)
+    if as_bool("shard_optimizer_over_replicate", shard_optimizer_over_replicate):
+        check_no_spmd(axes)
+        wanted = [
+            cut_over_replicate(each.name, each.param, wish)
+            for each, wish in zip(found, wanted, strict=True)
+        ]
     reshard = check_reshard(reshard_after_forward, {axes} | {wish.axes for wish in wanted})
     ties = [Tie(each.name, each.owner, each.places) for each in managed if each.owner is not None]
     check_ties(ties, policy)

@@ -213,9 +213,9 @@ class GradientSlots:
             factor /= param.tp_size  # it has been summed over tp, and will be again
         slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
         param.local_view(slot).copy_(local.mul_(factor))
-        coordinate = bucket.axes.coordinate(bucket.axes.shard) if bucket.parts > 1 else 0
+        index_of_part = bucket.axes.part_index if bucket.parts > 1 else 0
         mine = param.slots_by_rank(slot.unsqueeze(0)).select(0, 0)
-        self.whole.parts[index].select(0, coordinate).add_(mine)
+        self.whole.parts[index].select(0, index_of_part).add_(mine)
 
     def forget(self) -> None:
         """Drops what a broken backward has brought."""

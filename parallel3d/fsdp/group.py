@@ -15,6 +15,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.freshness import weights_stamp
+from parallel3d.fsdp.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.joint_gather import JointGather, plan_gathers
 from parallel3d.fsdp.param import ShardedParam
 
@@ -44,6 +45,7 @@ class ParamGroup:
         for_evaluation: whether it is held by a forward without a backward, for others like it.
         parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         gathers: what the all-gathers under way are of.
+        hybrids: the buckets whose shards are cut over replicate too.
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
             rest, also while an unsharded copy is held).
     """
@@ -72,6 +74,7 @@ class ParamGroup:
                 bucket.made = weakref.WeakMethod(self.refresh)
         self._list_slots()
         self.computing = {id(compute) for _, _, _, compute in self.slots}
+        self.hybrids = [bucket for bucket in self.buckets if isinstance(bucket, HybridBucket)]
         if self._unit is not None:
             self.watch_gradients(self._unit)
         self.count_trainable()
@@ -148,10 +151,18 @@ class ParamGroup:
         """Starts the all-gathers if the group is sharded."""
         if self.state is GroupState.SHARDED:
             buckets = self.buckets
+            for hybrid in self.hybrids:
+                if hybrid.is_new:
+                    comm.renew_copy(hybrid)
             self.gathers = buckets if len(buckets) < 2 else plan_gathers(buckets)
             for gather in self.gathers:
                 comm.issue_gather(gather)
             self.state = GroupState.GATHERING
+
+    def renew_copies(self, comm: Comm) -> None:
+        """Where the optimizer's shards are cut over replicate: what is gathered follows the weights."""
+        for hybrid in self.hybrids:
+            comm.renew_copy(hybrid)
 
     def unshard(self, comm: Comm) -> None:
         """Makes the unsharded parameters ready for use on the current stream."""
@@ -237,6 +248,7 @@ class ParamGroup:
         self.hide()
         self.reshard(comm)
         self.adopt()
+        self.renew_copies(comm)
         self.unshard(comm)
         self.show()
         self.stamp()

@@ -8,6 +8,7 @@ from parallel3d.fsdp.axes import DataAxes
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.extension import is_extended
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.param import ShardedParam
 
 __all__ = ["make_buckets"]
@@ -31,7 +32,9 @@ def make_buckets(
         tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
         assert param.initial is not None
         meta = param.initial.is_meta
-        kind = ExtensionBucket if is_extended(param.initial) else Bucket
+        kind = HybridBucket if param.axes.over_replicate else Bucket
+        if is_extended(param.initial):
+            kind = ExtensionBucket
         key = (kind, param.dtype, param.requires_grad, param.parts, tp, param.axes, meta)
         grouped.setdefault(key, []).append(param)
     return [

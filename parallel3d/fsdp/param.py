@@ -131,7 +131,7 @@ class ShardedParam:
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
         self.dim = self.on.default_dim(param.shape) if dim is None else self._checked(dim)
-        self.parts = 1 if self.dim is None else axes.size(axes.shard)
+        self.parts = 1 if self.dim is None else axes.parts
         self._set_shapes()
         whole = param.detach()
         # This rank's part on the own axes, until the bucket has taken it.
@@ -149,7 +149,7 @@ class ShardedParam:
         if dim not in works:
             raise Parallel3dError(
                 f"parameter {self.name} of shape {tuple(self.global_shape)} can't be sharded on dim {dim} "
-                f"over {self.axes.size(self.axes.shard)} ranks: it is {self.on.compute_placements} on "
+                f"over {self.axes.parts} ranks: it is {self.on.compute_placements} on "
                 f"{self.on.compute_mesh}, and no DTensor placement tells where the rows then are. "
                 f"Dims that work: {', '.join(map(str, works)) or 'none (return None: it stays whole)'}"
             )
@@ -168,8 +168,8 @@ class ShardedParam:
         compute = self.on.mine(self.global_shape)
         local, region, chunk_local = list(compute), list(compute), list(compute)
         if self.dim is not None:
-            coordinate = self.axes.coordinate(self.axes.shard)
-            local[self.dim] = chunk_length(compute[self.dim], self.parts, coordinate)
+            index = self.axes.part_index
+            local[self.dim] = chunk_length(compute[self.dim], self.parts, index)
             region[self.dim], chunk_local[self.dim] = padded[self.dim], chunk[self.dim]
         self.compute_shape = tuple(compute)
         self.local_shape = tuple(local)
@@ -335,8 +335,7 @@ class ShardedParam:
             whole = self.on.part_of(whole)
         if self.dim is None or self.parts == 1:
             return whole
-        coordinate = self.axes.coordinate(self.axes.shard)
-        return local_chunk(whole, self.dim, self.parts, coordinate)
+        return local_chunk(whole, self.dim, self.parts, self.axes.part_index)
 
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter, given whole or as a DTensor."""

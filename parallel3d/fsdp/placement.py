@@ -145,12 +145,13 @@ class ParamAxes:
         result: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
         for rest, axis in self._at_rest.items():
             result[rest] = self.compute_placements[axis]
-        if dim is not None and self.data.shard is not None:
-            _, inside = self._cuts_around(dim)
-            factor = prod(inside)
-            result[self.data.shard] = (
-                StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
-            )
+        if dim is None:
+            return result
+        data, factor = self.data, prod(self._cuts_around(dim)[1])
+        if data.shard is not None:
+            result[data.shard] = _shard(dim, factor)
+        if data.over_replicate and data.replicate is not None:
+            result[data.replicate] = _shard(dim, factor * data.size(data.shard))
         return result
 
     def gradient_placements(self, found: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -172,7 +173,9 @@ class ParamAxes:
 
     def dims(self, shape: Sequence[int]) -> list[int]:
         """The dims that the engine can shard."""
-        parts = self.data.size(self.data.shard)
+        parts = self.data.parts
+        if self.data.over_replicate:  # DTensor tells it of even cuts
+            return [dim for dim, size in enumerate(shape) if size % (parts * self.ways(dim)) == 0]
         return [
             dim for dim, size in enumerate(shape) if _is_exact(size, *self._cuts_around(dim), parts)
         ]
@@ -186,6 +189,11 @@ class ParamAxes:
                 after = self.data.shard is not None and rest > self.data.shard
                 (inside if after else outside).append(self._size(axis))
         return tuple(outside), tuple(inside)
+
+
+def _shard(dim: int, split_factor: int) -> Placement:
+    """Shard of ``dim`` by an axis inside of which ``split_factor`` parts lie already."""
+    return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
 def _check_own(name: str, placement: Placement) -> None:

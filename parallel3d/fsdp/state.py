@@ -207,6 +207,8 @@ class Unit(Settings):
             if group.state is GroupState.SHARDED:
                 group.adopt()
                 group.count_trainable()
+                if group.hybrids:
+                    group.renew_copies(context.comm)
         group.issue_unshard(context.comm)
 
     @untraced

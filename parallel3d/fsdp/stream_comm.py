@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import all_gather, all_reduce, reduce_scatter
+from parallel3d.fsdp.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.offload import copy_home
 from parallel3d.fsdp.reduce_job import ReduceJob
@@ -25,6 +27,7 @@ class _InFlight:
     scattered: Any  # event: the input has been read
     done: Any  # event: the result is final
     on_device: torch.Tensor | None = None  # what the result was copied home from
+    between: torch.Tensor | None = None  # what the second reduce-scatter of HFSDP reads
 
 
 class StreamComm:
@@ -106,6 +109,24 @@ class StreamComm:
         if bucket.part is not None:
             bucket.drop_part()
 
+    def renew_copy(self, bucket: HybridBucket) -> None:
+        """See ``Comm``."""
+        if not bucket.needs_renewal():
+            return
+        assert bucket.second_group is not None
+        # The optimizer wrote the shards on compute; earlier gathers read the copy on ``gather``.
+        self.replicate.wait_stream(self.device.current_stream())
+        self.replicate.wait_stream(self.gather)
+        with self.device.stream(self.replicate):
+            output, part = bucket.renewal()
+            work = all_gather(output, part, bucket.second_group, unit=bucket.unit)
+            if work is not None:
+                work.wait()
+            # ``part`` may go at once: its memory is of this stream's pool.
+            bucket.renewing = (self.replicate.record_event(), part)
+        if bucket.offloaded:
+            self.host_read = bucket.renewing[0]
+
     # -- reduction -----------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:
@@ -129,7 +150,10 @@ class StreamComm:
                     device_type=source.device.type,
                     comm=bucket.scatter_comm,
                 )
-            job.finish_scatter(work)
+            if bucket.second_group is None:
+                job.finish_scatter(work)
+            elif work is not None:
+                job.tensor = work.wait()
             scattered = self.scatter.record_event()
         flight = _InFlight(job, source, scattered, done=scattered)
         self.in_flight.append(flight)
@@ -144,7 +168,9 @@ class StreamComm:
         job = flight.job
         bucket = job.bucket
         last = self.scatter
-        if job.all_reduce and bucket.replicate_groups:
+        if bucket.second_group is not None:
+            last = self._scatter_again(flight, bucket.second_group)
+        elif job.all_reduce and bucket.replicate_groups:
             last = self.replicate
             last.wait_event(flight.scattered)  # it sums the reduce-scatter's result
             with self.device.stream(last):
@@ -163,6 +189,19 @@ class StreamComm:
                     flight.done = last.record_event()
         return last
 
+    def _scatter_again(self, flight: _InFlight, group: ProcessGroup) -> Any:
+        """HFSDP's second reduce-scatter, over replicate; returns its stream."""
+        job, stream = flight.job, self.replicate
+        stream.wait_event(flight.scattered)  # it sums the first one's result
+        flight.between = between = job.tensor
+        with self.device.stream(stream):
+            work = reduce_scatter(
+                between, group, unit=job.bucket.unit, device_type=between.device.type
+            )
+            job.finish_scatter(work)
+            flight.done = stream.record_event()
+        return stream
+
     def _copy_home(self, flight: _InFlight, stream: Any) -> None:
         """Copies the result to the CPU; ``_complete`` lets the CPU wait before anyone reads it."""
         flight.on_device = flight.job.tensor
@@ -180,7 +219,7 @@ class StreamComm:
         compute = self.device.current_stream()
         compute.wait_event(flight.scattered)
         compute.wait_event(flight.done)
-        flight.source = None
+        flight.source = flight.between = None
 
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""

@@ -18,6 +18,10 @@ class Event:
         """The CPU waits."""
         self.device.cpu.wait_event(self)
 
+    def wait(self) -> None:
+        """The current stream waits."""
+        self.device.now.wait_event(self)
+
 
 class Stream:
     """Takes notes of what is put on it; ``clock`` says what it has waited for."""

@@ -1,0 +1,336 @@
+"""HFSDP: shard_optimizer_over_replicate=True, against the plain model and against HSDP."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from beside_plain import Net, Trial
+from models import LM_PLAN, Lm, lm_loss, tokens
+from noted_streams import Device, find, happens_before, note
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import Replicate, Shard
+from wrapped import held_bytes
+
+from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh, parallelize
+from parallel3d.fsdp import DataParallelMeshDims, fully_shard
+from parallel3d.fsdp.members import the_unit
+from parallel3d.optim import accumulate, clip_grad_norm_
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
+
+EVEN = {"dim": 16, "hidden": 24, "layers": 1, "vocab": 24}  # each dim divides by 8
+
+
+def parity(sizes: tuple[int, int, int], **options) -> dict[str, float]:
+    result = assert_parity(
+        lambda: Lm(layers=1),
+        tokens,
+        MeshLayout(*sizes),
+        loss=lm_loss,
+        tp_plan=LM_PLAN if sizes[2] > 1 else None,
+        shard_optimizer_over_replicate=True,
+        **options,
+    )
+    return result.grads
+
+
+class TestParity:
+    @pytest.mark.parametrize(
+        ("mesh", "options"),
+        [
+            ((2, 2, 1), {"micro_batches": 2, "defer": "all_reduce"}),
+            ((2, 1, 2), {"micro_batches": 2, "defer": "sync", "fp32": False}),
+            ((4, 1, 1), {"fp32": False, "steps": 2}),  # no shard axis: the copy is whole
+            ((2, 2, 2), {"fp32": False, "steps": 2, "reshard_after_forward": False}),
+        ],
+        ids=str,
+    )
+    def test_simulated_ranks(self, mesh, options) -> None:
+        assert parity(mesh, **options)["float64"] < 1e-12
+
+    def test_gloo(self, gloo_pool) -> None:
+        for grads in gloo_pool.run(parity, (2, 2, 1), world_size=4):
+            assert grads["float64"] < 1e-12
+
+
+def made(layout: MeshLayout, sizes: dict | None = None, **options):
+    """(model, mesh) within a world."""
+    torch.manual_seed(0)
+    mesh = build_mesh(layout, device_type="cpu")
+    plan = LM_PLAN if layout.tp > 1 else None
+    model = Lm(**(sizes or EVEN))
+    return parallelize(model, mesh, plan, shard_optimizer_over_replicate=True, **options), mesh
+
+
+class TestLayout:
+    @pytest.mark.parametrize("layout", [MeshLayout(2, 2, 1), MeshLayout(2, 2, 2)], ids=str)
+    def test_what_the_optimizer_holds_is_divided_by_replicate(self, layout) -> None:
+        """Parameters, gradients and both moments: 1 / (replicate * shard) of what a tp rank has."""
+        with fake_world(0, layout.world_size):
+            model, _ = made(layout)
+            optimizer = torch.optim.AdamW(model.parameters())
+            lm_loss(model, tokens(0, vocab=20)).backward()
+            optimizer.step()
+            for name, param in model.named_parameters():
+                tp = 1
+                if layout.tp > 1 and not isinstance(param.placements[-1], Replicate):
+                    tp = layout.tp
+                part = param.numel() // (tp * layout.data_size)
+                state = optimizer.state[param]
+                held = [param, param.grad, state["exp_avg"], state["exp_avg_sq"]]
+                assert [t.to_local().numel() for t in held] == [part] * 4, name
+
+    def test_memory_at_rest(self) -> None:
+        """Beside a quarter of the weights there is the copy, a half of them in bfloat16."""
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        with fake_world(0, 4):
+            model, _ = made(MeshLayout(2, 2, 1), mp_policy=policy)
+            numel = sum(p.numel() for p in model.parameters())
+            lm_loss(model, tokens(0, vocab=20)).backward()
+            model.zero_grad()
+            units = {the_unit(m) for m in (model.embed, *model.layers, model.norm)}
+            held = 0
+            for bucket in (bucket for unit in units for bucket in unit.group.buckets):
+                for buffer in (bucket.flat, bucket.copy, bucket.gathered, bucket.unsharded):
+                    held += held_bytes(buffer)
+            assert held == numel // 4 * 4 + numel // 2 * 2
+
+    def test_what_no_dim_divides_stays_as_in_hsdp(self) -> None:
+        with fake_world(0, 4):
+            model, _ = made(MeshLayout(2, 2, 1), {"layers": 1, "vocab": 19})
+            assert model.head.bias.placements[:2] == (Replicate(), Shard(0))
+            assert not isinstance(model.embed.weight.placements[0], Replicate)  # columns
+            assert model.embed.weight.placements[1] == Shard(1)
+
+    def test_wished_dims(self) -> None:
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            layer = nn.Linear(8, 6)
+            fully_shard(
+                layer,
+                mesh=mesh,
+                shard_placement_fn=lambda p: Shard(p.ndim - 1),
+                shard_optimizer_over_replicate=True,
+            )
+            assert layer.weight.placements[1] == Shard(1)
+            assert layer.weight.to_local().shape == (6, 2)
+            assert layer.bias.placements[:2] == (Replicate(), Shard(0))  # 6 rows on 4 ranks
+
+    def test_size_one_of_replicate_changes_nothing(self) -> None:
+        with fake_world(0, 2):
+            model, _ = made(MeshLayout(1, 2, 1))
+            assert all(p.placements[0] == Replicate() for p in model.parameters())
+            assert not any(the_unit(model.layers[0]).group.hybrids)
+
+
+class TestCollectives:
+    def test_one_renewal_a_step(self) -> None:
+        """Micro-batches and the backward gather over shard only; gradients are scattered twice."""
+        with fake_world(0, 4):
+            model, mesh = made(MeshLayout(2, 2, 1))
+            optimizer = torch.optim.AdamW(model.parameters())
+            units = 3
+            for _ in range(2):
+                renewals = []
+                for ids in accumulate(model, [tokens(0, vocab=20), tokens(1, vocab=20)]):
+                    with record_collectives(mesh) as recorder:
+                        lm_loss(model, ids).backward()
+                    renewals.append(recorder.count("all_gather", "replicate"))
+                    assert recorder.count("all_reduce") == 0
+                    assert recorder.count("reduce_scatter", "shard") == units
+                    assert recorder.count("reduce_scatter", "replicate") == units
+                    assert recorder.count("all_gather", "shard") > 0
+                assert renewals == [units, 0]
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def test_evaluation_renews_once(self) -> None:
+        with fake_world(0, 4), torch.no_grad():
+            model, mesh = made(MeshLayout(2, 2, 1))
+            counts = []
+            for change in (False, False, True):
+                if change:
+                    model.layers[0].up.bias.mul_(2)
+                with record_collectives(mesh) as recorder:
+                    model(tokens(0, vocab=20))
+                counts.append(recorder.count("all_gather", "replicate"))
+            assert counts == [3, 0, 1]
+
+    def test_the_renewal_is_in_compute_dtype(self) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        with fake_world(0, 4):
+            model, mesh = made(MeshLayout(2, 2, 1), mp_policy=policy)
+            numel = sum(p.numel() for p in model.parameters())
+            with record_collectives(mesh) as recorder:
+                lm_loss(model, tokens(0, vocab=20))
+            renewed = recorder.select("all_gather", axis="replicate")
+            assert sum(each.bytes for each in renewed) in (numel // 2 * 2, numel // 4 * 2)
+
+
+def same_as_hsdp() -> None:
+    """bfloat16 compute: the very numbers of HSDP, step by step."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    layout = MeshLayout(2, 2, 1)
+    model, mesh = made(layout, mp_policy=policy)
+    torch.manual_seed(0)
+    other = parallelize(Lm(**EVEN), mesh, mp_policy=policy)
+    sample = layout.data_rank(dist.get_rank())
+    runs = [(each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in (model, other)]
+    for step in range(3):
+        losses, norms = [], []
+        for each, optimizer in runs:
+            loss = lm_loss(each, tokens(4 * step + sample, vocab=20))
+            loss.backward()
+            norms.append(clip_grad_norm_(each, 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.full_tensor(), rtol=1e-4, atol=1e-5)
+
+
+def moves_between_layouts(folder: str) -> None:
+    """Saved by DCP with its optimizer, loaded into HSDP and back into HFSDP with tp."""
+    torch.manual_seed(0)
+    first, mesh = made(MeshLayout(2, 2, 1))
+    other_mesh = build_mesh(MeshLayout(2, 1, 2), device_type="cpu")
+    second = parallelize(Lm(**EVEN), other_mesh, LM_PLAN, shard_optimizer_over_replicate=True)
+    third = parallelize(Lm(**EVEN), mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, second, third)]
+    lm_loss(first, tokens(0, vocab=20)).backward()
+    optimizers[0].step()
+    first.zero_grad()
+    dcp.save(_state(first, optimizers[0]), checkpoint_id=folder)
+    for model, optimizer in zip((second, third), optimizers[1:], strict=True):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7.0)
+        state = _state(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        dcp_state.set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        for a, b in zip(first.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor())
+            for key in ("exp_avg", "exp_avg_sq"):
+                mine, its = optimizers[0].state[a][key], optimizer.state[b][key]
+                assert torch.equal(mine.full_tensor(), its.full_tensor())
+        # The copy follows what was loaded.
+        ids = tokens(3, vocab=20)
+        with torch.no_grad():
+            torch.testing.assert_close(lm_loss(model, ids), lm_loss(first, ids))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    model_state, optim_state = dcp_state.get_state_dict(model, optimizer)
+    return {"model": model_state, "optim": optim_state}
+
+
+def test_equals_hsdp_in_bfloat16(gloo_pool) -> None:
+    gloo_pool.run(same_as_hsdp, world_size=4)
+
+
+def test_checkpoints_move_between_layouts(gloo_pool, tmp_path: Path) -> None:
+    gloo_pool.run(moves_between_layouts, str(tmp_path), world_size=4)
+
+
+class TestFollowsTheWeights:
+    def test_changes_by_hand_and_copies(self) -> None:
+        """load_state_dict (with assign too), in-place edits, double(), deepcopy."""
+
+        def wrap(model, mesh):
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh, shard_optimizer_over_replicate=True)
+            return fully_shard(model, mesh=mesh, shard_optimizer_over_replicate=True)
+
+        with local_world(4) as world:
+            trial = Trial(world, MeshLayout(2, 2, 1), wrap)
+            trial.backward(0)
+            trial.check([0])
+            trial.step()
+            twin = copy.deepcopy(trial.model)
+            saved = {k: v.clone() for k, v in trial.model.state_dict().items()}
+            with torch.no_grad():
+                for param in trial.model.parameters():
+                    param.mul_(3.0)
+            trial.model.load_state_dict(saved, assign=True)
+            trial.backward(1)
+            trial.check([1])
+            trial.model, first = twin, trial.model
+            trial.backward(1)
+            trial.check([1])
+            trial.model = first
+            trial.step()
+            trial.backward(2)
+            trial.check([2])
+
+
+def test_reshard_to_fewer_ranks() -> None:
+    def wrap(model, mesh):
+        for layer in model.layers:
+            fully_shard(
+                layer, mesh=mesh, reshard_after_forward=2, shard_optimizer_over_replicate=True
+            )
+        return fully_shard(model, mesh=mesh, shard_optimizer_over_replicate=True)
+
+    with local_world(8) as world:
+        trial = Trial(world, MeshLayout(2, 4, 1), wrap)
+        trial.backward(0)
+        trial.check([0])
+        trial.step()
+        trial.backward(1)
+        trial.check([1])
+
+
+def test_streams(monkeypatch) -> None:
+    """The renewal follows the optimizer and precedes its gather; the second scatter the first."""
+    device = Device()
+    note(device, monkeypatch)
+    with fake_world(0, 4):
+        model, _ = made(MeshLayout(2, 2, 1))
+        for _ in range(2):
+            device.compute.put("optimizer")
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.0)
+            lm_loss(model, tokens(0, vocab=20)).backward()
+        device.compute.put("end")
+    log = device.log
+    start = len(log) - 1 - [what for what, _, _ in reversed(log)].index("optimizer")
+    optimizer, log = log[start], log[start:]
+    gathers = find(log, "all_gather layers.0")
+    assert [stream for _, stream, _ in gathers] == ["replicate", "gather", "gather"]
+    assert happens_before(optimizer, gathers[0])
+    assert happens_before(gathers[0], gathers[1])
+    scatters = find(log, "reduce_scatter layers.0")
+    assert [stream for _, stream, _ in scatters] == ["scatter", "replicate"]
+    assert happens_before(*scatters)
+    assert happens_before(scatters[1], find(log, "end")[0])
+
+
+class TestErrors:
+    def test_dp_mesh_dims(self) -> None:
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+            with pytest.raises(Parallel3dError, match="dp_mesh_dims"):
+                fully_shard(
+                    nn.Linear(4, 4),
+                    mesh=mesh,
+                    dp_mesh_dims=dims,
+                    shard_optimizer_over_replicate=True,
+                )
+
+    def test_no_bool(self) -> None:
+        with fake_world(0, 4):
+            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            model = Net()
+            with pytest.raises(Parallel3dError, match="'yes'; it must be True or False"):
+                parallelize(model, mesh, shard_optimizer_over_replicate="yes")
+            with pytest.raises(Parallel3dError, match="'yes'; it must be True or False"):
+                fully_shard(model, mesh=mesh, shard_optimizer_over_replicate="yes")
