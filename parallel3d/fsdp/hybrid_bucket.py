@@ -24,7 +24,7 @@ from parallel3d.fsdp.extension import is_extended
 from parallel3d.fsdp.freshness import weights_stamp
 from parallel3d.fsdp.placement import ParamAxes
 from parallel3d.fsdp.placement_fn import Wish
-from parallel3d.fsdp.storage import allocate
+from parallel3d.fsdp.storage import allocate, release
 
 __all__ = ["HybridBucket", "cut_over_replicate"]
 
@@ -65,6 +65,13 @@ class HybridBucket(Bucket):
         assert self.second_group is not None
         size = self.second_group.size() * self.numel
         self.copy = torch.empty(size, dtype=self.compute_dtype, device=self.device)
+        if (
+            self.shard_group is None
+        ):  # views made now: those made in inference mode could not be trained
+            allocate(self.unsharded)
+            pairs = self.copy_pairs(self.copy.view(self.parts, -1))
+            release(self.unsharded)
+            self._whole_pairs = [list(side) for side in zip(*pairs, strict=True)]
         self.renewing: tuple[Any, torch.Tensor] | None = None
         self._stamp: object = None
 
@@ -107,5 +114,4 @@ class HybridBucket(Bucket):
         """Unshard without a shard axis: the copy is all."""
         self.finish_renewal()
         allocate(self.unsharded)
-        pairs = self.copy_pairs(self.copy.view(self.parts, -1))
-        foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
+        foreach_copy_(*self._whole_pairs)

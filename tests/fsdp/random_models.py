@@ -28,6 +28,7 @@ class Unit:
 
     reshard: bool | int | None = None
     dim1: bool = False
+    hybrid: bool = False
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,8 @@ class _Units:
         options = {}
         if unit.dim1:
             options["shard_placement_fn"] = _second_dim
+        if unit.hybrid:
+            options["shard_optimizer_over_replicate"] = True
         self.shard(module, reshard_after_forward=reshard, **options)
 
 
@@ -366,7 +369,7 @@ def weighted(*choices: tuple[int, st.SearchStrategy]) -> st.SearchStrategy:
     return st.integers(0, len(table) - 1).flatmap(table.__getitem__)
 
 
-units = st.builds(Unit, st.sampled_from([None, True, False, 2]), st.booleans())
+units = st.builds(Unit, st.sampled_from([None, True, False, 2]), st.booleans(), st.booleans())
 maybe_units = st.none() | units
 again = st.builds(Again, st.integers(0, 5))
 leaves = st.builds(

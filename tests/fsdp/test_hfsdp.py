@@ -270,6 +270,19 @@ class TestFollowsTheWeights:
             trial.check([2])
 
 
+@pytest.mark.parametrize("layout", [MeshLayout(2, 1, 1), MeshLayout(2, 2, 1)], ids=str)
+def test_inference_mode_before_training(layout) -> None:
+    def wrap(model, mesh):
+        return fully_shard(model, mesh=mesh, shard_optimizer_over_replicate=True)
+
+    with local_world(layout.world_size) as world:
+        trial = Trial(world, layout, wrap)
+        with torch.inference_mode():
+            trial.forward(0)
+        trial.backward(0)
+        trial.check([0])
+
+
 def test_reshard_to_fewer_ranks() -> None:
     def wrap(model, mesh):
         for layer in model.layers:
