@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "DTensorSpec",
     "DataParallelMeshDims",
+    "LocalIntNode",
     "LocalTensor",
     "LocalTensorMode",
+    "OpOverload",
     "ShardPlacementResult",
     "StridedShard",
     "TensorMeta",
@@ -46,6 +48,7 @@ __all__ = [
     "init_fake_group",
     "inner_tensors",
     "make_dtensor",
+    "make_simulated",
     "make_spec",
     "make_symmetric",
     "preserved_versions",
@@ -62,9 +65,12 @@ __all__ = [
     "tensors_by_rank",
     "unflatten_mesh",
     "untraced",
+    "update_sizes",
     "use_symmetric_memory",
+    "value_on_rank",
 ]
 
+from torch._ops import OpOverload
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._local_tensor import (
     LocalIntNode,
@@ -77,6 +83,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
@@ -253,6 +260,64 @@ def init_fake_group(rank: int, world_size: int) -> None:
 def simulation_paused(mode: LocalTensorMode) -> bool:
     """Whether ``mode`` is active but suspended by its ``disable()``."""
     return mode._disable
+
+
+def make_simulated(by_rank: dict[int, torch.Tensor], ranks: frozenset[int]) -> torch.Tensor:
+    """A ``LocalTensor`` of ``by_rank``, which has one tensor for each of ``ranks``.
+
+    Where all have the same sizes, strides and type it knows them itself: torch's own constructor makes
+    one that asks Python for them at each use, several times an operation.
+    """
+    tensors = iter(by_rank.values())
+    first = next(tensors)
+    shape, strides, dtype, layout = first.shape, first.stride(), first.dtype, first.layout
+    alike = not (first.requires_grad or first.is_conj() or first.is_neg())
+    for tensor in tensors:
+        if (
+            tensor.shape != shape
+            or tensor.stride() != strides
+            or tensor.dtype != dtype
+            or tensor.layout != layout
+            or tensor.requires_grad
+        ):
+            alike = False
+    if not alike or any(type(tensor) is not torch.Tensor for tensor in by_rank.values()):
+        return LocalTensor(by_rank)  # which refuses what can't be
+    simulated = torch.Tensor._make_wrapper_subclass(
+        LocalTensor, shape, strides=strides, dtype=dtype, device=first.device, layout=layout
+    )
+    if _forbid_data_pointer is not None:
+        _forbid_data_pointer(simulated)
+    simulated._local_tensors = by_rank
+    simulated._ranks = ranks
+    simulated._size = list(shape)
+    simulated.__dict__["_knows_sizes"] = True
+    return simulated
+
+
+# Only 2.13 has it: an error instead of a null pointer's contents.
+_forbid_data_pointer = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+
+
+def update_sizes(tensor: torch.Tensor, op: OpOverload, args: Any, kwargs: Any) -> None:
+    """After ``op`` has changed ``tensor``'s sizes or strides in place on every simulated rank."""
+    if getattr(tensor, "_knows_sizes", False):
+        with no_dispatch():
+            op(*args, **kwargs)  # on the wrapper, which has sizes and no data
+
+
+def value_on_rank(value: Any, rank: int) -> Any:
+    """What an operation's argument is on one simulated rank."""
+    kind = type(value)
+    if kind is LocalTensor:
+        return value._local_tensors[rank]
+    if kind is list or kind is tuple or kind is torch.Size:
+        values = [value_on_rank(item, rank) for item in value]
+        return values if kind is list else tuple(values)
+    if kind is torch.SymInt:
+        node = value.node
+        return node._local_ints[rank] if isinstance(node, LocalIntNode) else int(value)
+    return value
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:

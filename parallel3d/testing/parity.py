@@ -1,6 +1,7 @@
 """assert_parity: the one oracle. A parallel model computes what the plain one does, on any mesh."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -306,28 +307,28 @@ def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], to
     The box says which part of the global tensor the placements give to the rank: for a plain
     tensor, the whole.
     """
-    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    for rank, part in _by_rank(local):
-        if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensor):
+        for rank, part in _by_rank(tensor):
             yield rank, tuple(slice(None) for _ in tensor.shape), part
-            continue
-        mesh = tensor.device_mesh
-        shape, offset = dtensor_shard_box(
-            tensor.shape, mesh.shape, _coordinate(mesh, rank), tensor.placements
-        )
+        return
+    mesh = tensor.device_mesh
+    places = _coordinates(mesh)
+    for rank, part in _by_rank(get_local_tensor(tensor)):
+        shape, offset = dtensor_shard_box(tensor.shape, mesh.shape, places[rank], tensor.placements)
         box = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
         yield rank, box, part
 
 
-def _coordinate(mesh: DeviceMesh, rank: int) -> list[int]:
-    """Where ``rank`` is, also where it is in a sibling of this submesh."""
+def _coordinates(mesh: DeviceMesh) -> dict[int, list[int]]:
+    """Where each rank is, also where it is in a sibling of this submesh."""
     names = mesh.mesh_dim_names
     root = root_mesh(mesh)
-    place = (root.mesh == rank).nonzero()[0].tolist()
+    ranks = root.mesh.flatten().tolist()
+    places = dict(zip(ranks, map(list, itertools.product(*map(range, root.shape))), strict=True))
     if names is None or root.mesh_dim_names is None:
-        return place
-    by_name = dict(zip(root.mesh_dim_names, place, strict=True))
-    return [by_name[name] for name in names]
+        return places
+    axes = [root.mesh_dim_names.index(name) for name in names]
+    return {rank: [place[axis] for axis in axes] for rank, place in places.items()}
 
 
 def _by_rank(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -8,7 +8,6 @@ numbers. Both destroy their process group on exit, also when the body raises.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -21,10 +20,10 @@ from parallel3d._compat import (
     get_local_tensor,
     init_fake_group,
     inner_tensors,
-    simulation_paused,
 )
 from parallel3d.errors import MeshError, StateError
-from parallel3d.testing.recorder import active_recorders, collective_signature
+from parallel3d.testing._simulation import SimulationMode
+from parallel3d.testing.recorder import active_recorders
 
 __all__ = ["FakeWorld", "LocalWorld", "fake_world", "local_world"]
 
@@ -151,41 +150,10 @@ def local_world(n: int) -> Iterator[LocalWorld]:
         )
     init_fake_group(0, n)
     try:
-        with _StrictLocalTensorMode(n) as mode:
+        with SimulationMode(n) as mode:
             yield LocalWorld(n, mode)
     finally:
         _destroy_group()
-
-
-class _StrictLocalTensorMode(LocalTensorMode):
-    """torch's mode, quick while paused, and with an error where it would compute nothing."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[Any, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if LocalTensor not in types:
-            if simulation_paused(self):
-                return func(*args, **(kwargs or {}))
-            _check_not_plain(func, types)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _check_not_plain(func: Any, types: tuple[Any, ...]) -> None:
-    """A collective whose tensors are all plain would go to the fake group: a silent no-op.
-
-    Which is right for a barrier and for a broadcast of what is the same on all ranks.
-    """
-    signature = None if types else collective_signature(func)
-    if signature is not None and signature.op not in ("barrier", "broadcast"):
-        raise StateError(
-            f"{signature.op} on a plain tensor: simulated ranks communicate only tensors made "
-            "inside local_world by a factory call, by an operation on such a tensor, or by "
-            "LocalWorld.map (under paused() nothing is checked)"
-        )
 
 
 def _destroy_group() -> None:

@@ -1,14 +1,22 @@
 """fake_world and local_world: what they set up, what they refuse, what they leave behind."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallel3d._compat import all_gather_single
+from parallel3d._compat import (
+    LocalTensorMode,
+    all_gather_single,
+    init_fake_group,
+    inner_tensors,
+)
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.testing import fake_world, local_world, record_collectives
+from parallel3d.testing._simulation import SimulationMode
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (3, 8), (4095, 4096)])
@@ -182,3 +190,83 @@ def test_dtensor_forgets_the_meshes_of_a_world_that_ended() -> None:
 
     assert axis_names_of_gather(0) == ["b"]
     assert axis_names_of_gather(1) == ["b"]
+
+
+# What goes the short way, beside torch's own mode. x: (4, 6), one per rank; u: rank + 1 rows.
+OPERATIONS = {
+    "values": lambda x, u, plain: [x * 2 + plain[:, None], (u @ x.t()).softmax(-1)],
+    "sizes": lambda x, u, plain: [torch.zeros(u.shape[0], 2), x[: u.shape[0]], u.new_ones(u.shape)],
+    "lists": lambda x, u, plain: [*x.split([1, 3]), *x.chunk(2, 1), *u.split(2)[:1], *x.unbind()],
+    "views": lambda x, u, plain: [
+        x,
+        x.view(-1).narrow(0, 2, 3).add_(1),
+        u.t().expand(6, -1).mul(2),
+    ],
+    "sizes in place": lambda x, u, plain: [
+        x.clone().t_(),
+        x.clone().unsqueeze_(0).mul_(2),
+        x.clone().t_() + torch.zeros(6, 4),
+        u.clone().squeeze_(0).sum(),
+    ],
+    "several": lambda x, u, plain: [*torch._foreach_mul([x, u], 2.0), *x.sort(), *u.max(0)],
+    "no result": lambda x, u, plain: [torch._foreach_add_([x, u], [x, u]), x, u][1:],
+    "into another": lambda x, u, plain: [torch.add(x, 1, out=torch.empty(4, 6)), x.copy_(x + 1)],
+    "random": lambda x, u, plain: [
+        torch.rand(3),
+        x.clone().normal_(),
+        u.bernoulli(),
+        torch.rand(2),
+    ],
+    "numbers": lambda x, u, plain: [torch.full((2,), x.numel()), torch.full((1,), u.dim())],
+    "types": lambda x, u, plain: [
+        x.to(torch.bfloat16),
+        x.to(torch.complex64).conj() * 1j,
+        u.bool(),
+    ],
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_operations_give_what_torchs_mode_gives(operation: Callable, inference: bool) -> None:
+    def results(mode: Callable) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        init_fake_group(0, 3)
+        with mode(3) as simulated, torch.inference_mode(inference):
+            x = simulated.rank_map(lambda rank: torch.randn(4, 6, dtype=torch.float64))
+            u = simulated.rank_map(lambda rank: torch.rand(rank + 1, 6, dtype=torch.float64))
+            outputs = operation(x, u, torch.arange(4.0, dtype=torch.float64))
+            for output in outputs:  # the wrapper knows the sizes its parts have
+                same = output.shape == next(inner_tensors(output)).shape
+                assert same or any(isinstance(size, torch.SymInt) for size in output.shape)
+        dist.destroy_process_group()
+        return [list(inner_tensors(output)) for output in outputs]
+
+    ours, theirs = results(SimulationMode), results(LocalTensorMode)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert [t.stride() for t in a] == [t.stride() for t in b]
+
+
+def test_gradients_through_views_changed_in_place() -> None:
+    """Autograd's own record of views does not need them to share the wrappers' storage."""
+    plain = torch.arange(6.0, requires_grad=True)
+
+    def loss(leaf: torch.Tensor) -> torch.Tensor:
+        x = leaf * 1
+        x[2:4].mul_(3)
+        x.view(2, 3).t()[1].add_(x[0])
+        return (x * x).sum()
+
+    loss(plain).backward()
+    with local_world(2) as world:
+        leaf = world.map(lambda rank: plain * (rank + 1)).requires_grad_()
+        loss(leaf).backward()
+        grads = world.per_rank(leaf.grad)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            x = leaf * 1
+            y = x.exp()
+            y[:2].zero_()
+            y.sum().backward()
+    torch.testing.assert_close(grads, [plain.grad, 2 * plain.grad])
