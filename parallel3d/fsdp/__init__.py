@@ -10,6 +10,8 @@ from parallel3d.fsdp.api import (
 from parallel3d.fsdp.fully_shard import fully_shard
 from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
+from parallel3d.fsdp.order_check import check_execution_order
+from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -18,8 +20,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",
+    "ShardingStrategy",
     "UnshardHandle",
+    "check_execution_order",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "strategy_layout",
+    "strategy_options",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         """
         unit = the_unit(self)
         context = unit.ready_context()
+        if unit.order_check is not None:
+            unit.order_check.at("unshard()", unit)
         unit.issue_unshard(context)
         unit.group.keep()
         handle = UnshardHandle(unit)
@@ -163,6 +166,23 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         requires_all_reduce = as_bool("requires_all_reduce", requires_all_reduce)
         for unit in units_of(self, recurse):
             unit.all_reduce = requires_all_reduce
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backwards reduce nothing, as with ``set_requires_gradient_sync(False)``: sums wait in
+        ``.grad`` for the next backward after it.
+
+        For this unit and those inside it, whose switches are put back as they were, also after an
+        exception. It may be nested.
+        """
+        before = [(unit, unit.sync, unit.all_reduce) for unit in units_of(self, recurse=True)]
+        for unit, _, _ in before:
+            unit.sync = unit.all_reduce = False
+        try:
+            yield
+        finally:
+            for unit, sync, all_reduce in before:
+                unit.sync, unit.all_reduce = sync, all_reduce
 
     # -- rest ----------------------------------------------------------------------------------------
 

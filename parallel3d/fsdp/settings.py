@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
+    from parallel3d.fsdp.order_check import OrderCheck
     from parallel3d.fsdp.state import Unit
 
 __all__ = ["Settings"]
@@ -26,6 +27,7 @@ class Settings:
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
+        order_check: what ``check_execution_order`` has set.
     """
 
     def __init__(self, reshard_after_forward: bool | int | None) -> None:
@@ -39,6 +41,7 @@ class Settings:
         self.all_reduce = True
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
+        self.order_check: OrderCheck | None = None
 
     def take_settings(self, other: Settings) -> None:
         """Those of ``other``, of which this is a copy, but for what refers to units and streams."""

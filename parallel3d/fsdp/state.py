@@ -177,7 +177,10 @@ class Unit(Settings):
     def _begin_forward(self, context: RunContext) -> None:
         self.come_to_rest()
         self.depth = 1
-        if self.is_root and not context.in_backward:
+        begins = self.is_root and not context.in_backward
+        if self.order_check is not None:
+            self.order_check.forward(self, begins=begins, recomputes=context.in_backward)
+        if begins:
             context.begin_forward()
         self.issue_unshard(context)
         self.group.unshard(context.comm)
@@ -304,6 +307,8 @@ class Unit(Settings):
         if torch.is_grad_enabled():
             context.creates_graph = True
         self.backward_begun = self.reached = True
+        if self.order_check is not None:
+            self.order_check.at("backward", self)
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
@@ -370,6 +375,8 @@ class Unit(Settings):
             if not due and bucket.reduce_unused and self.sync and not self.reduced:
                 due = any(p.requires_grad for p in bucket.compute_params)
             if due:
+                if self.order_check is not None:
+                    self.order_check.at("reduction", self)
                 comm.reduce(bucket, all_reduce=self.all_reduce)
         self.reduced = True
         self.reached = self.reached and not self.sync
@@ -385,6 +392,8 @@ class Unit(Settings):
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
+        if self.order_check is not None and self.is_root:
+            self.order_check.at("end of the backward", self)
         self.to_run.clear()
         self.leave_backward(context)
         for bucket in self.group.buckets:
@@ -396,6 +405,8 @@ class Unit(Settings):
     def reset(self) -> None:
         """After an exception, what ``reset_iter_state`` promises."""
         self.call = None
+        if self.order_check is not None:
+            self.order_check.abandon()
         self.to_run.clear()
         self.begun.clear()
         self.depth = self.arrived = 0
