@@ -50,7 +50,7 @@ class Bucket:
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
         replicate_groups: groups that gradients are all-reduced over.
         second_group: group of a second reduce-scatter, after that over shard; see ``hybrid_bucket``.
-        tp_group: group that partial gradients are summed over, None where there are none.
+        tp_group: group that partial gradients are summed over, None where there can be none.
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
         device: where the bucket computes.
         home: device of ``flat`` and of gradients at rest; another one under CPU offload.
@@ -80,7 +80,9 @@ class Bucket:
     ) -> None:
         self.unit = unit
         # Partial gradients last: their sum over tp is then one collective on the buffer's tail.
-        self.params = sorted(params, key=lambda p: p.layout.tp_grad == "partial")
+        self.params = sorted(
+            params, key=lambda p: (p.layout.tp_grad == "partial", p.may_be_partial)
+        )
         self.axes = axes
         self.policy = policy
         self.offload = offload
@@ -114,7 +116,11 @@ class Bucket:
             else:
                 self.replicate_groups.append(axes.group(axis))
         self.scatter_group = self.shard_group
-        partial = [p for p in self.params if p.layout.tp_grad == "partial" and p.tp_size > 1]
+        partial = [
+            p
+            for p in self.params
+            if p.may_be_partial or (p.layout.tp_grad == "partial" and p.tp_size > 1)
+        ]
         self.tp_group: ProcessGroup | None = None
         if partial and partial[0].tp_mesh is not None:
             self.tp_group = partial[0].tp_mesh.get_group()

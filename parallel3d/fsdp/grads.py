@@ -27,6 +27,7 @@ from parallel3d.fsdp.reduce_job import ReduceJob, divisor_before_sum
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
+    from parallel3d.fsdp.param import ShardedParam
 
 __all__ = ["GradientSlots"]
 
@@ -41,6 +42,7 @@ class HeldSum:
         marks: DTensors of the same memory, what ``.grad`` is.
         placed: indices whose mark was put into ``.grad``.
         folded: of these, those whose sum holds a reduced gradient, which was there before.
+        over_tp: indices whose sum is a part that other tp ranks have the rest of, as autograd brought it.
     """
 
     def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor], marks: list) -> None:
@@ -49,6 +51,17 @@ class HeldSum:
         self.marks = marks
         self.placed: set[int] = set()
         self.folded: set[int] = set()
+        self.over_tp: set[int] = set()
+
+    def becomes_part(self, index: int, param: ShardedParam) -> None:
+        """From now on the sum of part ``index`` is partial over tp too; its mark says so."""
+        self.over_tp.add(index)
+        self.parts[index].div_(param.tp_size)
+        old = self.marks[index]
+        spec = param.unreduced_spec(old.dtype, over_shard=True, over_tp=True)
+        self.marks[index] = make_dtensor(get_local_tensor(old), spec)
+        if param.sharded.grad is old:
+            set_grad(param.sharded, self.marks[index])
 
     def place(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
         """Puts part ``index`` into ``param.grad``; returns the gradient that was there, if any.
@@ -88,6 +101,7 @@ class GradientSlots:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
         self.arrived: set[int] = set()
+        self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
         self.input: torch.Tensor | None = None
         self.input_views: list[torch.Tensor] = []
         self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
@@ -116,31 +130,57 @@ class GradientSlots:
         param = bucket.params[index]
         if not param.sharded.requires_grad:
             return  # frozen since the forward
-        by_rank = param.grad_by_rank(param.local_grad(grad, bucket.reduce_dtype))
+        part = False
+        if isinstance(grad, DTensor):
+            grad, part = param.local_grad(grad, bucket.reduce_dtype)
+        by_rank = param.grad_by_rank(grad)
         if not sync:
-            self._hold_whole(index, by_rank)
-        elif index in self.arrived:
-            self.input_views[index].add_(by_rank)
+            self._hold_whole(index, by_rank, part)
         else:
             if self.input is None:
                 self._allocate_input()
-            self.input_views[index].copy_(by_rank)
+            first = index not in self.arrived
+            if part or index in self.over_tp:
+                by_rank = self._as_part(index, by_rank, part=part, first=first)
+            if first:
+                self.input_views[index].copy_(by_rank)
+            else:
+                self.input_views[index].add_(by_rank)
         self.arrived.add(index)
+
+    def _as_part(
+        self, index: int, by_rank: torch.Tensor, *, part: bool, first: bool
+    ) -> torch.Tensor:
+        """``by_rank`` as a summand of parts over tp; see ``tp_sums``."""
+        n = self.bucket.params[index].tp_size
+        if index not in self.over_tp:
+            self.over_tp.add(index)
+            if not first:
+                self.input_views[index].div_(n)
+        return by_rank if part else by_rank / n
 
     def _allocate_input(self) -> None:
         bucket = self.bucket
         self.input = bucket.reduce_input()
         self.input_views = bucket.views_by_rank(self.input)
+        if bucket.reduce_unused:  # others may have a part where this rank has nothing
+            self.over_tp.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
 
-    def _hold_whole(self, index: int, by_rank: torch.Tensor) -> None:
+    def _hold_whole(self, index: int, by_rank: torch.Tensor, part: bool) -> None:
         bucket = self.bucket
         self.settle()
         if self.whole is None:
             self.whole = self._new_whole()
-        before = self.whole.place(index, bucket.params[index].sharded)
+        whole, param = self.whole, bucket.params[index]
+        before = whole.place(index, param.sharded)
+        if part != (index in whole.over_tp):
+            if part:
+                whole.becomes_part(index, param)
+            else:
+                by_rank = by_rank / param.tp_size
         if before is not None:
             self._fold_into_whole(index, before)
-        self.whole.parts[index].add_(by_rank.to(bucket.home) if bucket.offloaded else by_rank)
+        whole.parts[index].add_(by_rank.to(bucket.home) if bucket.offloaded else by_rank)
 
     def _new_whole(self) -> HeldSum:
         bucket = self.bucket
@@ -166,7 +206,10 @@ class GradientSlots:
         """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
         self.in_flight = old.in_flight
         if old.whole is not None:
-            self.whole = self._continued(old.whole, self._new_whole(), over_shard=True)
+            new = self._new_whole()
+            for index in old.whole.over_tp:
+                new.becomes_part(index, self.bucket.params[index])
+            self.whole = self._continued(old.whole, new, over_shard=True)
         if old.partial is not None:
             bucket = self.bucket
             flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
@@ -181,7 +224,9 @@ class GradientSlots:
             grad = param.sharded.grad
             if not isinstance(grad, DTensor):
                 continue  # cleared
-            unreduced = param.unreduced_spec(grad.dtype, over_shard=over_shard)
+            unreduced = param.unreduced_spec(
+                grad.dtype, over_shard=over_shard, over_tp=index in old.over_tp
+            )
             if grad.placements == unreduced.placements:
                 get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
                 set_grad(param.sharded, new.marks[index])
@@ -209,7 +254,7 @@ class GradientSlots:
             factor = bucket.divisor
             self.partial.drop(index)
         self.whole.folded.add(index)
-        if param.layout.tp_grad == "partial":
+        if param.layout.tp_grad == "partial" or index in self.whole.over_tp:
             factor /= param.tp_size  # it has been summed over tp, and will be again
         slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
         param.local_view(slot).copy_(local.mul_(factor))
@@ -218,8 +263,9 @@ class GradientSlots:
         self.whole.parts[index].select(0, index_of_part).add_(mine)
 
     def forget(self) -> None:
-        """Drops what a broken backward has brought."""
-        self.arrived, self.input, self.input_views, self.in_flight = set(), None, [], None
+        """Drops what a backward has brought."""
+        self.arrived, self.over_tp = set(), set()
+        self.input, self.input_views, self.in_flight = None, [], None
 
     def drop_waiting(self) -> None:
         """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
@@ -267,8 +313,7 @@ class GradientSlots:
                 self.input_views[index].zero_()
         if self.whole is not None:
             used.update(self.whole.take(self.sharded))
-            for view, part in zip(self.input_views, self.whole.parts, strict=True):
-                view.add_(part.to(bucket.device) if bucket.offloaded else part)
+            self._add_to_input(self.whole)
         earlier = None
         if self.partial is not None and all_reduce:
             used.update(self.partial.take(self.sharded))
@@ -279,9 +324,21 @@ class GradientSlots:
         if before != 1:
             self.input.div_(before)
         scale = before / bucket.divisor
-        job = ReduceJob(bucket, self.input, sorted(used), scale, all_reduce, earlier)
-        self.arrived, self.input, self.input_views, self.whole = set(), None, [], None
+        job = ReduceJob(
+            bucket, self.input, sorted(used), scale, all_reduce, earlier, frozenset(self.over_tp)
+        )
+        self.forget()
+        self.whole = None
         return job
+
+    def _add_to_input(self, whole: HeldSum) -> None:
+        bucket = self.bucket
+        for index in self.over_tp ^ whole.over_tp:  # only one of the two is a part
+            total = (self.input_views if index in whole.over_tp else whole.parts)[index]
+            total.div_(bucket.params[index].tp_size)
+        self.over_tp |= whole.over_tp
+        for view, part in zip(self.input_views, whole.parts, strict=True):
+            view.add_(part.to(bucket.device) if bucket.offloaded else part)
 
     def finish(self, job: ReduceJob) -> None:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from parallel3d._compat import (
     DTensorSpec,
@@ -102,6 +102,8 @@ class ShardedParam:
         axes: the engine's axes for it.
         on: all axes it lies on.
         tp_mesh: the one axis it brings, if any: that of tensor parallelism; tp_size: ranks along it.
+        may_be_partial: whether autograd may bring a gradient that each tp rank has a part of, to be summed
+            with others of the bucket: that of a replicated DTensor, as torch's own parallel styles make.
         fills_slot: whether the largest chunk is this rank's on every rank: not if tp cuts unevenly.
         dim: the dim the engine shards; None where the parameter is whole on the shard axis.
         sharded: the Parameter the user sees at rest; the same object for the model's life.
@@ -127,6 +129,12 @@ class ShardedParam:
         own = self.on.compute_mesh if axes.spmd is None else None
         self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
         self.tp_size = self.tp_mesh.size() if self.tp_mesh is not None else 1
+        self.may_be_partial = (
+            self.tp_size > 1
+            and self.layout.compute == "dtensor"
+            and self.layout.tp_grad == "whole"
+            and isinstance(self.on.compute_placements[0], Replicate)
+        )
         self.global_shape = param.shape
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
@@ -183,14 +191,17 @@ class ShardedParam:
             and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
         )
 
-    def unreduced_spec(self, dtype: torch.dtype, *, over_shard: bool) -> DTensorSpec:
-        """The description of a gradient not yet summed over replicate (and, if so said, shard)."""
+    def unreduced_spec(
+        self, dtype: torch.dtype, *, over_shard: bool, over_tp: bool = False
+    ) -> DTensorSpec:
+        """The description of a gradient not yet summed over replicate (and, if so said, shard, and tp)."""
         placements = list(self.spec.placements)
         for axis in self.axes.replicas:
             placements[axis] = Partial("avg" if over_shard else "sum")
         if self.axes.shard is not None and (over_shard or self.dim is None):
             placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
-        if over_shard and self.tp_mesh is not None and self.layout.tp_grad == "partial":
+        over_tp = over_tp or self.layout.tp_grad == "partial"
+        if over_shard and over_tp and self.tp_mesh is not None:
             placements[-1] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 
@@ -352,19 +363,19 @@ class ShardedParam:
             local, make_spec(mesh, self.on.compute_placements, self.global_shape, local.dtype)
         )
 
-    def local_grad(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A gradient as a plain tensor of compute_shape, whatever forward computed with.
+    def local_grad(self, grad: DTensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """(a DTensor's local tensor of compute_shape, whether it is a part that its bucket sums over tp).
 
-        One that is partial over tp is summed in ``dtype``, that of all reductions.
+        What is partial in another way is summed here, in ``dtype``, that of all reductions.
         """
-        if not isinstance(grad, DTensor):
-            return grad
-        wanted = self.on.gradient_placements(grad.placements)
-        if grad.placements != wanted:
-            cast = grad.to(dtype)
-            assert isinstance(cast, DTensor)
-            grad = cast.redistribute(placements=wanted)
-        return grad.to_local()
+        found, wanted = grad.placements, self.on.gradient_placements(grad.placements)
+        if found == wanted:
+            return grad.to_local(), False
+        if self.may_be_partial and type(found[0]) is Partial and found[0].reduce_op == "sum":
+            return grad.to_local(), True
+        cast = grad.to(dtype)
+        assert isinstance(cast, DTensor)
+        return cast.redistribute(placements=wanted).to_local(), False
 
 
 def _product(sizes: Sequence[int]) -> int:

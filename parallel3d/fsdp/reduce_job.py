@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from parallel3d.fsdp.collectives import ScatterWork, all_reduce
+from parallel3d.fsdp.collectives import ScatterWork
+from parallel3d.fsdp.tp_sums import sum_over_tp
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
@@ -24,6 +26,8 @@ class ReduceJob:
         used: indices of the parameters that got a gradient.
         scale: what the sum over ranks is multiplied by.
         all_reduce: whether the replicate axis is summed too, or put off.
+        over_tp: indices of the parameters whose gradients have turned out to be partial over tp, beside those
+            that always are.
         earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
     """
 
@@ -33,6 +37,7 @@ class ReduceJob:
     scale: float
     all_reduce: bool
     earlier: torch.Tensor | None
+    over_tp: Collection[int] = ()
 
     @property
     def final(self) -> bool:
@@ -47,10 +52,7 @@ class ReduceJob:
         if self.scale != 1.0:
             self.tensor.mul_(self.scale)
         if bucket.tp_group is not None:
-            tail = self.tensor.narrow(0, bucket.partial_start, bucket.numel - bucket.partial_start)
-            done = all_reduce(tail, bucket.tp_group, unit=bucket.unit)
-            if done is not None:
-                done.wait()
+            sum_over_tp(bucket, self.tensor, self.over_tp)
         if self.earlier is not None:
             earlier = self.earlier
             if bucket.offloaded:
