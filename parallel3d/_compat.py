@@ -30,12 +30,14 @@ __all__ = [
     "all_gather_single",
     "assert_async",
     "backend_name",
+    "backward_id",
     "clear_dtensor_caches",
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
     "flatten_axes",
     "foreach_copy_",
+    "foreach_lerp_",
     "fully_shard_state",
     "functorch_is_active",
     "get_local_tensor",
@@ -51,6 +53,7 @@ __all__ = [
     "make_simulated",
     "make_spec",
     "make_symmetric",
+    "node_is_in_backward",
     "preserved_versions",
     "process_group_of",
     "queue_backward_callback",
@@ -64,6 +67,7 @@ __all__ = [
     "symmetric_memory",
     "tensors_by_rank",
     "unflatten_mesh",
+    "unscale_",
     "untraced",
     "update_sizes",
     "use_symmetric_memory",
@@ -226,6 +230,16 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_id() -> int:
+    """The number of the backward that runs on this thread, one inside another having its own; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def node_is_in_backward(node: Any) -> bool:
+    """Whether the backward that runs on this thread comes, or has come, to ``node`` of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What ``register_post_accumulate_grad_hook`` has set on ``param``."""
     hooks = param._post_accumulate_grad_hooks
@@ -240,6 +254,16 @@ def has_tensor_hooks(param: torch.Tensor) -> bool:
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into its target, casting, in few kernels."""
     torch._foreach_copy_(targets, sources)
+
+
+def foreach_lerp_(targets: list[torch.Tensor], sources: list[torch.Tensor], weight: float) -> None:
+    """Moves each target towards its source, of the same dtype, by ``weight``, in few kernels."""
+    torch._foreach_lerp_(targets, sources, weight)
+
+
+def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Multiplies ``grads`` of one dtype by ``inv_scale``; ``found_inf`` becomes 1 if one is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has

@@ -12,8 +12,10 @@ The last two keep their tensors and views for the model's life; only their stora
 input of the reduce-scatter, laid out as ``gathered``, belongs to ``grads``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +30,9 @@ from parallel3d.fsdp.offload import places_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.small_world import SmallWorld
 from parallel3d.fsdp.storage import allocate, release
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.step_guard import StepGuard
 
 __all__ = ["Bucket"]
 
@@ -64,6 +69,7 @@ class Bucket:
         scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
+        guard: where the parameters are updated within the backward: see ``StepGuard``.
     """
 
     joinable = (
@@ -101,6 +107,7 @@ class Bucket:
         self.scatter_comm: Any = None
         self.max_inputs = 1
         self.force_sum = False
+        self.guard: StepGuard | None = None
 
     def _find_groups(self) -> None:
         axes = self.axes

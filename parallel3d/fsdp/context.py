@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from parallel3d._compat import queue_backward_callback, untraced
+from parallel3d._compat import backward_id, queue_backward_callback, untraced
 from parallel3d._trace import issuing
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.group import GroupState
@@ -23,6 +23,7 @@ class RunContext:
         order: units in the order of their forwards, this iteration.
         last_order: the same of the iteration before, for forward prefetch.
         in_backward: whether the end-of-backward callback is queued.
+        backward_id: the backward that is or was.
         creates_graph: whether it is a backward with ``create_graph=True``.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
@@ -35,6 +36,7 @@ class RunContext:
         self.order: list[weakref.ref[Unit]] = []
         self.last_order: list[weakref.ref[Unit]] = []
         self.in_backward = False
+        self.backward_id = -1
         self.creates_graph = False
         self.iteration = 0
         self.running = False
@@ -96,6 +98,7 @@ class RunContext:
         """Called by every pre-backward hook; queues the callback once."""
         if not self.in_backward:
             self.in_backward = True
+            self.backward_id = backward_id()
             queue_backward_callback(self.finish_backward)
 
     def reduce(self, unit: Unit) -> None:

@@ -89,6 +89,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new.params = [_copy_param(param, memo) for param in bucket.params]
     new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() finds all moved
     new.gathering = None
+    new.guard = None  # whoever updates the original knows nothing of the copy
     new.adopt()  # buffers of its own
     return new
 

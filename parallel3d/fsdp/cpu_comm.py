@@ -90,6 +90,16 @@ class CpuComm:
             )
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
+        if bucket.guard is not None:
+            self._complete_early()
+
+    def _complete_early(self) -> None:
+        """Hands over gradients to be used within the backward, but those whose all-reduce has just begun."""
+        for entry in list(self.reducing):
+            job, works = entry
+            if job.bucket.guard is not None and not (works and entry is self.reducing[-1]):
+                self.reducing.remove(entry)
+                self._complete(job, works)
 
     def _advance(self) -> None:
         """Moves the oldest bucket whose reduce-scatter is under way on to its all-reduce."""

@@ -353,6 +353,8 @@ class GradientSlots:
                 param = params[index].sharded
                 for hook in gradient_hooks(param):
                     hook(param)
+            if bucket.guard is not None:
+                bucket.guard.update(bucket, job.used)
             return
         held = self.partial
         if held is None:

@@ -17,6 +17,7 @@ from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.members import the_unit, unit_of, units_of
 from parallel3d.fsdp.module_comm import CommMethods
 from parallel3d.fsdp.state import Unit
+from parallel3d.fsdp.step_guard import refuse_accumulation
 from parallel3d.fsdp.torch_state import TorchState, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle"]
@@ -154,6 +155,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         backward with True; ``zero_grad()`` clears it.
         """
         requires_gradient_sync = as_bool("requires_gradient_sync", requires_gradient_sync)
+        if not requires_gradient_sync:
+            refuse_accumulation(units_of(self, recurse), "set_requires_gradient_sync(False)")
         for unit in units_of(self, recurse):
             unit.sync = unit.all_reduce = requires_gradient_sync
 
@@ -164,6 +167,8 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         replicate for the next backward with True.
         """
         requires_all_reduce = as_bool("requires_all_reduce", requires_all_reduce)
+        if not requires_all_reduce:
+            refuse_accumulation(units_of(self, recurse), "set_requires_all_reduce(False)")
         for unit in units_of(self, recurse):
             unit.all_reduce = requires_all_reduce
 

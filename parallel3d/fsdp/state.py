@@ -26,6 +26,7 @@ from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import Members, unit_of
 from parallel3d.fsdp.settings import Settings
+from parallel3d.fsdp.step_guard import StepGuard
 from parallel3d.fsdp.tree import map_tensors, tensors_in
 
 __all__ = ["Unit"]
@@ -45,6 +46,7 @@ class Unit(Settings):
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
         reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
+        guard: where the parameters are updated within the backward: see ``StepGuard``.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Unit(Settings):
         self.reached = False
         self.ended = False
         self.reduced = False
+        self.guard: StepGuard | None = None
         self.members = Members()
         group.watch_gradients(self.ref)
         for module in modules:
@@ -143,6 +146,8 @@ class Unit(Settings):
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Hook before each module's forward."""
         context = self.ready_context()
+        if self.guard is not None:
+            self.guard.begin_forward()
         self.depth += 1
         if self.depth > 1 and self.group.is_stale:
             self.group.gather_anew(context.comm)
@@ -156,6 +161,8 @@ class Unit(Settings):
                 self.to_run = set(self.members.tops)
         if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
             self.call = call = Call(self, self.position)
+            if self.guard is not None:
+                self.guard.note(call)
             args = call.alias(args)
             kwargs = {key: call.alias(value) for key, value in kwargs.items()}
         dtype = self.policy.param_dtype
@@ -302,6 +309,8 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         context.enter_backward()
+        if self.guard is not None:
+            self.guard.begin_backward(call)
         if self.backward_begun:
             return
         if torch.is_grad_enabled():
@@ -327,6 +336,8 @@ class Unit(Settings):
         assert grad is not None
         if self.context is not None:  # also where the parameter was used outside a forward of ours
             self.context.enter_backward()
+        if self.guard is not None:
+            self.guard.take_gradient()
         if grad.requires_grad:
             raise StateError(
                 f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "

@@ -162,6 +162,16 @@ class StreamComm:
         last = self._all_reduce(flight)
         if bucket.offloaded:
             self._copy_home(flight, last)
+        if bucket.guard is not None:
+            self._complete_early(flight)
+
+    def _complete_early(self, newest: _InFlight) -> None:
+        """Hands over gradients to be used within the backward, but the newest."""
+        for flight in list(self.in_flight):
+            if flight.job.bucket.guard is not None and flight is not newest:
+                self.in_flight.remove(flight)
+                self._complete(flight)
+        self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def _all_reduce(self, flight: _InFlight) -> Any:
         """What follows the reduce-scatter; returns the stream of its last step."""

@@ -50,6 +50,11 @@ def check_ties(ties: Sequence[Tie], policy: MixedPrecisionPolicy) -> None:
                 f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, so the two units "
                 f"become one; but their policies differ ({policy} and {unit.policy}): give both the same"
             )
+        if unit.guard is not None:
+            raise StateError(
+                f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, which is updated in "
+                "backward already; apply fully_shard to both before optim.step_in_backward"
+            )
         if unit.context is not None:
             raise StateError(
                 f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, which has run "

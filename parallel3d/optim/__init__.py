@@ -1,6 +1,18 @@
-"""What surrounds the optimizer step: clipping and accumulation."""
+"""What surrounds the optimizer step: clipping, accumulation, loss scaling, averages; steps in backward."""
 
 from parallel3d.optim.accumulate import accumulate
 from parallel3d.optim.clip import clip_grad_norm_
+from parallel3d.optim.ema import EMA
+from parallel3d.optim.global_mean import global_mean
+from parallel3d.optim.grad_scaler import GradScaler
+from parallel3d.optim.step_in_backward import StepInBackward, step_in_backward
 
-__all__ = ["accumulate", "clip_grad_norm_"]
+__all__ = [
+    "EMA",
+    "GradScaler",
+    "StepInBackward",
+    "accumulate",
+    "clip_grad_norm_",
+    "global_mean",
+    "step_in_backward",
+]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._compat import get_local_tensor
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.optim.step_in_backward import refuse_stepped
 
 __all__ = ["clip_grad_norm_"]
 
@@ -41,10 +42,13 @@ def clip_grad_norm_(
 
     Raises:
         Parallel3dError: bad ``max_norm`` or ``norm_type``, or a non-finite norm if asked for.
-        StateError: a gradient waits for its reduction, as between micro-batches.
+        StateError: a gradient waits for its reduction, as between micro-batches; or parameters are updated
+            in backward (``step_in_backward``).
     """
     _check_numbers(max_norm, norm_type)
-    grads = [p.grad for p in _tensors(parameters) if p.grad is not None]
+    tensors = _tensors(parameters)
+    refuse_stepped(tensors, "clip_grad_norm_")
+    grads = [p.grad for p in tensors if p.grad is not None]
     if not grads:
         return torch.zeros(())
     norm = _total_norm(grads, norm_type)

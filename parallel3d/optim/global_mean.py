@@ -1,0 +1,94 @@
+"""global_mean: a loss normalised by the number of tokens of all ranks and micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed as dist
+from torch.distributed import DeviceMesh
+
+from parallel3d._compat import assert_async
+from parallel3d.errors import Parallel3dError
+from parallel3d.optim._ranks import group_of
+
+__all__ = ["global_mean"]
+
+
+def global_mean(
+    loss_sum: torch.Tensor, n_tokens: int | torch.Tensor, *, mesh: DeviceMesh | None = None
+) -> torch.Tensor:
+    """The loss to call ``backward`` on, so that gradients are those of the mean over all tokens.
+
+    A mean on each rank is wrong where ranks or micro-batches have different numbers of tokens (padding,
+    packing, masks): each token of a short batch counts for more. With N tokens in all, and D data ranks that
+    the engine averages over, each rank's backward must be of ``loss_sum * D / N``. The all-reduce goes over
+    tp too, whose T ranks count each token T times: it gives ``N * T`` over ``D * T`` ranks, the same ratio::
+
+        n = sum(int((t != PAD).sum()) for t in micro_batches)  # of this rank, for the whole step
+        for tokens in p3d.optim.accumulate(model, micro_batches):
+            loss_sum = cross_entropy(model(tokens), targets, ignore_index=PAD, reduction="sum")
+            p3d.optim.global_mean(loss_sum, n).backward()
+
+    One all-reduce of one number for each call; on an accelerator the CPU does not wait for it. Summed over
+    micro-batches and averaged over ranks, what it returns is the mean over all tokens. Not together with
+    ``set_gradient_divide_factor``, which changes what the engine divides by.
+
+    Args:
+        loss_sum: scalar, the sum over this rank's tokens of one micro-batch; the same on all ranks of tp.
+        n_tokens: this rank's number of tokens in all micro-batches of the step; 0 is allowed on some ranks.
+            A tensor of one element may be fractional (a sum of weights).
+        mesh: over whose ranks to count; by default all ranks. All of them must call.
+
+    Returns:
+        A scalar of the dtype of ``loss_sum``.
+
+    Raises:
+        Parallel3dError: no scalar, a number below 0 or not finite, no token on any rank (on an accelerator
+            that is an assertion on the device).
+        MeshError: ``mesh`` is no mesh.
+    """
+    if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
+        shown = tuple(loss_sum.shape) if isinstance(loss_sum, torch.Tensor) else repr(loss_sum)
+        raise Parallel3dError(
+            f"loss_sum is {shown}; it must be a tensor of one element, such as "
+            "cross_entropy(..., reduction='sum')"
+        )
+    total = _count(n_tokens, loss_sum)
+    group = group_of(mesh, "global_mean")
+    ranks = 1
+    if group is not None:
+        ranks = dist.get_world_size(group)
+        dist.all_reduce(total, group=group)
+    _check_total(total)
+    return loss_sum * (ranks / total.double()).to(loss_sum.dtype)
+
+
+def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
+    """``n_tokens`` as a tensor that may be written to, of a dtype that counts exactly."""
+    if isinstance(n_tokens, torch.Tensor):
+        if n_tokens.numel() != 1 or n_tokens.is_complex():
+            raise Parallel3dError(
+                f"n_tokens is a {n_tokens.dtype} tensor of shape {tuple(n_tokens.shape)}; it must be one "
+                "number, such as (targets != PAD).sum()"
+            )
+        dtype = torch.float64 if n_tokens.is_floating_point() else torch.int64
+        total = n_tokens.detach().to(loss_sum.device, dtype, copy=True).reshape(())
+        if total.device.type == "cpu" and not bool(torch.isfinite(total) & (total >= 0)):
+            raise Parallel3dError(f"n_tokens is {total}; it must be at least 0")
+        return total
+    number = isinstance(n_tokens, (int, torch.SymInt)) and not isinstance(n_tokens, bool)
+    if not number or n_tokens < 0:
+        raise Parallel3dError(
+            f"n_tokens is {n_tokens!r}; it must be this rank's number of tokens, an integer of at least 0 or "
+            "a tensor"
+        )
+    return torch.full((), n_tokens, dtype=torch.int64, device=loss_sum.device)
+
+
+def _check_total(total: torch.Tensor) -> None:
+    if total.device.type != "cpu":
+        assert_async(total > 0, "global_mean: n_tokens is 0 on every rank")
+    elif not total.item() > 0:
+        raise Parallel3dError(
+            "n_tokens is 0 on every rank, and there is nothing to take the mean of; skip such a step on all "
+            "ranks"
+        )
