@@ -16,6 +16,7 @@ from parallel3d.fsdp.api import check_policy
 from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.checks import check_param
 from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.strategy import ShardingStrategy, strategy_options
 from parallel3d.mesh import check_agreement
 from parallel3d.tp import ResolvedPlan, Style, resolve_plan
 
@@ -31,30 +32,32 @@ def preflight(
     units: Sequence[str] | None,
     policy: MixedPrecisionPolicy,
     *,
-    fsdp: bool,
+    fsdp: bool | ShardingStrategy,
+    reshard_after_forward: bool | None,
     strict: bool,
     compile: bool | str,
     **switches: bool,
-) -> tuple[ResolvedPlan | None, Units]:
+) -> tuple[ResolvedPlan | None, Units, bool]:
     """Checks the arguments of ``parallelize`` and that all ranks of ``mesh`` gave the same.
 
     Returns:
-        The plan and the units, resolved against ``model``.
+        The plan and the units, resolved against ``model``, and whether to reshard after forward.
 
     Raises:
         Parallel3dError, PlanError, MeshError, AgreementError: as ``parallelize`` says.
     """
-    plan, found, settings = None, Units([], [], []), {}
+    plan, found, settings, reshard = None, Units([], [], []), {}, True
     problem: Exception | None = None
     try:
         _check_model(model)
-        _check_switches(fsdp=fsdp, strict=strict, **switches)
+        _check_switches(strict=strict, **switches)
         _check_compile(compile)
         _check_options(mesh, tp_plan, fsdp, policy)
+        reshard = _reshard(mesh, fsdp, reshard_after_forward)
         plan = _resolve(model, mesh, tp_plan, strict)
         found = find_units(model, units)
         settings = _settings(model, plan, found, mesh, policy)
-        switches |= {"fsdp": fsdp}
+        switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         settings |= {"compile": str(compile)} | {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if not dist.is_initialized():
@@ -66,7 +69,7 @@ def preflight(
         raise error from problem
     if problem is not None:
         raise problem
-    return plan, found
+    return plan, found, reshard
 
 
 def _agree(mesh: DeviceMesh, settings: dict[str, str]) -> None:
@@ -130,8 +133,13 @@ def _check_compile(value: bool | str) -> None:
 
 
 def _check_options(
-    mesh: DeviceMesh, tp_plan: Plan | None, fsdp: bool, policy: MixedPrecisionPolicy
+    mesh: DeviceMesh,
+    tp_plan: Plan | None,
+    fsdp: bool | ShardingStrategy,
+    policy: MixedPrecisionPolicy,
 ) -> None:
+    if not isinstance(fsdp, (bool, ShardingStrategy)):
+        raise Parallel3dError(f"fsdp is {fsdp!r}; it must be True, False or a ShardingStrategy")
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
     check_policy(policy)
@@ -153,6 +161,20 @@ def _check_options(
             f"the mesh has tp={tp} but there is no tp_plan: {tp} ranks would do the same work. Give a "
             f"plan, or use shard={axes.size(axes.shard) * tp}, tp=1"
         )
+
+
+def _reshard(mesh: DeviceMesh, fsdp: bool | ShardingStrategy, given: bool | None) -> bool:
+    """``reshard_after_forward``, which a ShardingStrategy says too."""
+    if given is not None:
+        _check_switches(reshard_after_forward=given)
+    if isinstance(fsdp, bool):
+        return True if given is None else given
+    wanted: bool = strategy_options(fsdp, mesh)["reshard_after_forward"]
+    if given is not None and given != wanted:
+        raise Parallel3dError(
+            f"reshard_after_forward is {given} and fsdp is {fsdp.name}, which means {wanted}; leave one out"
+        )
+    return wanted
 
 
 def _resolve(

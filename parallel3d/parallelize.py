@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d._forward import as_if, wrap_forward
 from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
-from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
+from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.members import the_unit
 
 __all__ = ["parallelize"]
@@ -24,11 +24,11 @@ def parallelize(
     model: ModelT,
     mesh: DeviceMesh,
     tp_plan: Plan | None = None,
-    fsdp: bool = True,
+    fsdp: bool | ShardingStrategy = True,
     *,
     units: Sequence[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     shard_optimizer_over_replicate: bool = False,
     activation_checkpointing: bool = False,
     compile: bool | str = False,
@@ -43,11 +43,13 @@ def parallelize(
         model: a plain module; changed in place.
         mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp``.
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``. Needed where tp > 1.
-        fsdp: False says that the mesh has no data axes: replicate = shard = 1.
+        fsdp: False says that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
+            FSDP1 is compared with the mesh, and says whether blocks are freed after forward.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
             model's outermost ``nn.ModuleList`` s.
         mp_policy: dtypes of computing and reducing.
-        reshard_after_forward: whether blocks are freed after forward. The final norm and head never are.
+        reshard_after_forward: whether blocks are freed after forward; by default they are, unless a
+            ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
         compile: True, or the name of a ``torch.compile`` backend: compile each block.
@@ -62,7 +64,7 @@ def parallelize(
             or options.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    plan, found = preflight(
+    plan, found, reshard = preflight(
         model,
         mesh,
         tp_plan,
@@ -98,7 +100,7 @@ def parallelize(
             shard_optimizer_over_replicate=shard_optimizer_over_replicate,
         )
         for block in blocks:
-            shard(block, reshard_after_forward=reshard_after_forward)
+            shard(block, reshard_after_forward=reshard)
         for _, embedding in found.embeddings:
             shard(embedding, reshard_after_forward=True)
             # Its backward doesn't read the table.

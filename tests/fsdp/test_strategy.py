@@ -1,4 +1,4 @@
-"""ShardingStrategy: the mesh and reshard policy that say the same, on which the plain model's numbers come out."""
+"""ShardingStrategy: the mesh and reshard policy that say the same, with the plain model's numbers."""
 
 import functools
 
@@ -116,6 +116,28 @@ def test_gathers_of_a_block(strategy, gathers) -> None:
             lm_loss(model, tokens(0)).backward()
         found = [c for c in recorder.calls if c.op == "all_gather" and c.unit == "layers.0"]
         assert len(found) == gathers
+
+
+def test_parallelize_takes_one() -> None:
+    with fake_world(0, 4):
+        mesh = build_mesh(strategy_layout(GRAD_OP, 4), device_type="cpu")
+        model = parallelize(Lm(layers=1), mesh, fsdp=GRAD_OP)
+        with record_collectives(mesh) as recorder:
+            lm_loss(model, tokens(0)).backward()
+        assert recorder.count("all_gather", unit="layers.0") == 1
+        for options, error, match in (
+            ({"fsdp": HYBRID}, MeshError, "use FULL_SHARD"),
+            (
+                {"fsdp": FULL, "reshard_after_forward": False},
+                Parallel3dError,
+                "fsdp is FULL_SHARD, which means True; leave one out",
+            ),
+            ({"fsdp": "full"}, Parallel3dError, "must be True, False or a ShardingStrategy"),
+        ):
+            plain = Lm(layers=1)
+            with pytest.raises(error, match=match):
+                parallelize(plain, mesh, **options)
+            assert type(plain) is Lm
 
 
 def by_strategy(strategy: ShardingStrategy, model: nn.Module, mesh) -> nn.Module:
