@@ -67,6 +67,8 @@ class RunContext:
         if self.order:
             self.last_order, self.order = self.order, []
         for unit in self.units:
+            if unit.follows_mode:
+                unit.follow_mode(self)
             unit.group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
         root = self.root
         if root.post_optim_event is not None:

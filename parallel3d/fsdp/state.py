@@ -18,11 +18,13 @@ from torch import nn
 from parallel3d._compat import functorch_is_active, in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.buffers import BufferCasts
 from parallel3d.fsdp.call import Call
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.full_precision import outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import Members, unit_of
 from parallel3d.fsdp.settings import Settings
@@ -43,6 +45,8 @@ class Unit(Settings):
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
+        input_dtype: what inputs are cast to, or None.
+        follows_mode: whether the unit computes in its parameters' own dtype in eval mode.
         reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
     """
@@ -59,6 +63,10 @@ class Unit(Settings):
         self.ref = weakref.ref(self)
         self.group = group
         self.policy = policy
+        self.input_dtype = input_dtype(policy, is_root=False)
+        self.follows_mode = policy.full_precision_in_eval
+        if policy.buffer_dtype is not None:
+            group.buffers = BufferCasts(outside_full(modules, policy), policy.buffer_dtype)
         self.device_type = device_type
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
@@ -114,6 +122,7 @@ class Unit(Settings):
                     if unit.group.state is GroupState.GATHERING:
                         unit.group.unshard(unit.context.comm)
                 unit.context = context
+                unit.input_dtype = input_dtype(unit.policy, is_root=unit is self)
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
@@ -158,10 +167,21 @@ class Unit(Settings):
             self.call = call = Call(self, self.position)
             args = call.alias(args)
             kwargs = {key: call.alias(value) for key, value in kwargs.items()}
-        dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
+        if self.input_dtype is not None:
+            args, kwargs = self._cast_inputs(module, args, kwargs)
         return args, kwargs
+
+    def _cast_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        lower = self.input_dtype
+        assert lower is not None
+        if isinstance(module, self.policy.full_precision_modules):
+            return args, kwargs  # it casts them itself, to its own dtype
+        if not self.group.full:
+            return map_tensors(lambda t: _cast(t, lower), (args, kwargs))
+        own = self.group.dtype
+        if own is None or own == lower:
+            return args, kwargs
+        return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, (args, kwargs))
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Whether a forward of the unit begins with ``module``, and does not go on with it."""
@@ -182,6 +202,8 @@ class Unit(Settings):
             self.order_check.forward(self, begins=begins, recomputes=context.in_backward)
         if begins:
             context.begin_forward()
+        if self.follows_mode:
+            self.follow_mode(context)
         self.issue_unshard(context)
         self.group.unshard(context.comm)
         self.group.show()
@@ -200,6 +222,8 @@ class Unit(Settings):
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
+        if self.follows_mode and not (self.depth or self.to_run):
+            self.follow_mode(context)
         if not context.in_backward:
             current = context.running and self.gathered_in == context.iteration
             if not current:
@@ -213,6 +237,13 @@ class Unit(Settings):
                 if group.hybrids:
                     group.renew_copies(context.comm)
         group.issue_unshard(context.comm)
+
+    def follow_mode(self, context: RunContext) -> None:
+        """Before a forward: full precision if the unit's modules are in eval mode."""
+        # What is recomputed within the unit's own backward is in the precision that this has.
+        if not self.backward_begun:
+            full = not any(module.training for module in self.modules)
+            self.group.use_precision(full, context.comm)
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -302,6 +333,8 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         context.enter_backward()
+        if self.follows_mode and call.full is not self.group.full:
+            self._go_back_to(call, context)
         if self.backward_begun:
             return
         if torch.is_grad_enabled():
@@ -320,6 +353,15 @@ class Unit(Settings):
                 if unit is not None and unit.unshard_in_backward:
                     unit.group.issue_unshard(context.comm)
         issuing.unit = self.label
+
+    def _go_back_to(self, call: Call, context: RunContext) -> None:
+        """Before the backward of a call in another precision than the last forward's."""
+        if self.backward_begun or self.depth:
+            raise StateError(
+                f"unit {self.label} has full_precision_in_eval, and one backward came to a forward in train "
+                "mode and to one in eval mode before either was over; call backward for each on its own"
+            )
+        self.group.use_precision(call.full, context.comm)
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Hook on every gradient's arrival."""
