@@ -43,8 +43,8 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
             and so in ``state_dict``, a module has its buffer as it was; what forward writes reaches it.
         keep_low_precision_grads: whether ``.grad`` stays in the dtype it was reduced in. Otherwise it has the
             sharded parameter's. Accumulation over micro-batches then adds in that dtype too.
-        full_precision_in_eval: whether a unit whose modules are in ``eval()`` gathers, computes and reduces in
-            the parameters' own dtype, with buffers in theirs. Its inputs are not cast, but for those in
+        full_precision_in_eval: whether a unit whose modules are in ``eval()`` gathers, computes and reduces
+            in the parameters' own dtype, with buffers in theirs. Its inputs are not cast, but for those in
             ``param_dtype``, as a unit in training hands them over.
         full_precision_modules: classes of modules that keep parameters and buffers in their own dtype, and
             compute and reduce in it. Where ``param_dtype`` is given, their inputs are cast to it and their

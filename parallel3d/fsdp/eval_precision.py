@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel3d.errors import StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
+    from parallel3d.fsdp.call import Call
+    from parallel3d.fsdp.context import RunContext
+    from parallel3d.fsdp.state import Unit
 
-__all__ = ["in_own_dtype", "switch_precision"]
+__all__ = ["follow_mode", "go_back_to", "in_own_dtype", "switch_precision"]
 
 
 def in_own_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -43,3 +47,25 @@ def switch_precision(bucket: Bucket, full: bool) -> None:
             bucket.small = None
             bucket.build_unsharded()
     bucket.other_precision = before
+
+
+def follow_mode(unit: Unit, context: RunContext) -> None:
+    """Before a forward of ``unit``: full precision if its modules are in eval mode."""
+    # What is recomputed within the unit's own backward is in the precision that this has.
+    if not unit.backward_begun:
+        full = not any(module.training for module in unit.modules)
+        unit.group.use_precision(full, context.comm)
+
+
+def go_back_to(unit: Unit, call: Call, context: RunContext) -> None:
+    """Before the backward of a ``call`` in another precision than that of the unit's last forward.
+
+    Raises:
+        StateError: the unit is in the other one's backward, or in a forward.
+    """
+    if unit.backward_begun or unit.depth:
+        raise StateError(
+            f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train mode "
+            "and to one in eval mode before either was over; call backward for each on its own"
+        )
+    unit.group.use_precision(call.full, context.comm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,10 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.managed import units_modules
 from parallel3d.fsdp.tree import map_tensors
 
-__all__ = ["cast_around", "kept_in_full", "outside_full"]
+if TYPE_CHECKING:
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["cast_around", "cast_inputs", "kept_in_full", "outside_full"]
 
 _KEY = "full_precision"  # of the wrapped forward
 
@@ -34,9 +37,7 @@ def kept_in_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> 
     }
 
 
-def outside_full(
-    modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
-) -> Iterator[nn.Module]:
+def outside_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> Iterator[nn.Module]:
     """The other modules of the unit."""
     kept = kept_in_full(modules, policy)
     return (module for module in units_modules(modules) if id(module) not in kept)
@@ -80,3 +81,17 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
         if tensor.is_floating_point():
             return tensor.dtype
     return None
+
+
+def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """(args, kwargs) as the forward of ``module``, one of a unit that casts its inputs, is to see them."""
+    lower = unit.input_dtype
+    assert lower is not None
+    if isinstance(module, unit.policy.full_precision_modules):
+        return inputs  # it casts them itself, to its own dtype
+    if not unit.group.full:
+        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
+    own = unit.group.dtype
+    if own is None or own == lower:
+        return inputs
+    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)

@@ -24,7 +24,8 @@ from parallel3d.fsdp.buffers import BufferCasts
 from parallel3d.fsdp.call import Call
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.context import RunContext
-from parallel3d.fsdp.full_precision import outside_full
+from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
+from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import Members, unit_of
 from parallel3d.fsdp.settings import Settings
@@ -168,20 +169,8 @@ class Unit(Settings):
             args = call.alias(args)
             kwargs = {key: call.alias(value) for key, value in kwargs.items()}
         if self.input_dtype is not None:
-            args, kwargs = self._cast_inputs(module, args, kwargs)
+            args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
-
-    def _cast_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        lower = self.input_dtype
-        assert lower is not None
-        if isinstance(module, self.policy.full_precision_modules):
-            return args, kwargs  # it casts them itself, to its own dtype
-        if not self.group.full:
-            return map_tensors(lambda t: _cast(t, lower), (args, kwargs))
-        own = self.group.dtype
-        if own is None or own == lower:
-            return args, kwargs
-        return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, (args, kwargs))
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Whether a forward of the unit begins with ``module``, and does not go on with it."""
@@ -203,7 +192,7 @@ class Unit(Settings):
         if begins:
             context.begin_forward()
         if self.follows_mode:
-            self.follow_mode(context)
+            follow_mode(self, context)
         self.issue_unshard(context)
         self.group.unshard(context.comm)
         self.group.show()
@@ -223,7 +212,7 @@ class Unit(Settings):
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
         if self.follows_mode and not (self.depth or self.to_run):
-            self.follow_mode(context)
+            follow_mode(self, context)
         if not context.in_backward:
             current = context.running and self.gathered_in == context.iteration
             if not current:
@@ -237,13 +226,6 @@ class Unit(Settings):
                 if group.hybrids:
                     group.renew_copies(context.comm)
         group.issue_unshard(context.comm)
-
-    def follow_mode(self, context: RunContext) -> None:
-        """Before a forward: full precision if the unit's modules are in eval mode."""
-        # What is recomputed within the unit's own backward is in the precision that this has.
-        if not self.backward_begun:
-            full = not any(module.training for module in self.modules)
-            self.group.use_precision(full, context.comm)
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -334,7 +316,7 @@ class Unit(Settings):
         assert context is not None
         context.enter_backward()
         if self.follows_mode and call.full is not self.group.full:
-            self._go_back_to(call, context)
+            go_back_to(self, call, context)
         if self.backward_begun:
             return
         if torch.is_grad_enabled():
@@ -353,15 +335,6 @@ class Unit(Settings):
                 if unit is not None and unit.unshard_in_backward:
                     unit.group.issue_unshard(context.comm)
         issuing.unit = self.label
-
-    def _go_back_to(self, call: Call, context: RunContext) -> None:
-        """Before the backward of a call in another precision than the last forward's."""
-        if self.backward_begun or self.depth:
-            raise StateError(
-                f"unit {self.label} has full_precision_in_eval, and one backward came to a forward in train "
-                "mode and to one in eval mode before either was over; call backward for each on its own"
-            )
-        self.group.use_precision(call.full, context.comm)
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Hook on every gradient's arrival."""
