@@ -420,9 +420,13 @@ def functorch_is_active() -> bool:
 grads_may_differ_in_dtype = hasattr(torch.Tensor, "grad_dtype")
 
 
-def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """``param.grad = grad``, whatever the dtype of ``grad``, and of the gradient that is there."""
-    if grads_may_differ_in_dtype and param.grad_dtype != grad.dtype:
+def set_grad(param: torch.Tensor, grad: torch.Tensor, *, lasting: bool = False) -> None:
+    """``param.grad = grad``, whatever the dtype of ``grad``, and of the gradient that is there.
+
+    Args:
+        lasting: whether ``param`` takes gradients of any dtype from now on.
+    """
+    if grads_may_differ_in_dtype and param.grad_dtype not in (None, grad.dtype):
         param.grad = None
-        param.grad_dtype = grad.dtype
+        param.grad_dtype = None if lasting else grad.dtype
     param.grad = grad

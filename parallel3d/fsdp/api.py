@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel3d._compat import (
     DataParallelMeshDims,
     ShardPlacementResult,
     TorchMixedPrecisionPolicy,
+    grads_may_differ_in_dtype,
 )
 from parallel3d.errors import Parallel3dError
 
@@ -20,6 +23,7 @@ __all__ = [
     "ShardPlacementResult",
     "check_offload",
     "check_policy",
+    "input_dtype",
     "own_policy",
 ]
 
@@ -34,12 +38,29 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         reduce_dtype: dtype of the gradient reduction. None: the dtype of the unsharded parameters.
         output_dtype: dtype that floating-point outputs of ``forward`` are cast to. None: as they are.
         cast_forward_inputs: whether inputs are cast to ``param_dtype``.
+        cast_root_forward_inputs: the same for the outermost unit. None: as ``cast_forward_inputs``.
+        buffer_dtype: dtype that forward and backward see floating-point buffers in. None: their own. At rest,
+            and so in ``state_dict``, a module has its buffer as it was; what forward writes reaches it.
+        keep_low_precision_grads: whether ``.grad`` stays in the dtype it was reduced in. Otherwise it has the
+            sharded parameter's. Accumulation over micro-batches then adds in that dtype too.
+        full_precision_in_eval: whether a unit whose modules are in ``eval()`` gathers, computes and reduces
+            in the parameters' own dtype, with buffers in theirs. Its inputs are not cast, but for those in
+            ``param_dtype``, as a unit in training hands them over.
+        full_precision_modules: classes of modules that keep parameters and buffers in their own dtype, and
+            compute and reduce in it. Where ``param_dtype`` is given, their inputs are cast to it and their
+            outputs back. Modules of these classes without parameters and buffers compute in float32 at
+            least. Torch's own policies name none.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    full_precision_in_eval: bool = False
+    full_precision_modules: tuple[type[nn.Module], ...] = (_BatchNorm,)
 
     def __post_init__(self) -> None:
         check_policy(self)
@@ -53,8 +74,8 @@ def check_policy(policy: TorchMixedPrecisionPolicy) -> None:
     """
     if not isinstance(policy, TorchMixedPrecisionPolicy):
         raise Parallel3dError(f"mp_policy is {policy!r}; it must be a MixedPrecisionPolicy")
-    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(policy, field)
+    for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+        dtype = getattr(policy, field, None)
         if dtype is None:
             continue
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -62,10 +83,35 @@ def check_policy(policy: TorchMixedPrecisionPolicy) -> None:
                 f"MixedPrecisionPolicy.{field} is {dtype!r}; it must be a floating-point "
                 "torch.dtype such as torch.bfloat16, or None"
             )
-    if not isinstance(policy.cast_forward_inputs, bool):
+    for field in ("cast_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
+        value = getattr(policy, field, False)
+        if not isinstance(value, bool):
+            raise Parallel3dError(
+                f"MixedPrecisionPolicy.{field} is {value!r}; it must be True or False"
+            )
+    if isinstance(policy, MixedPrecisionPolicy):
+        _check_ours(policy)
+
+
+def _check_ours(policy: MixedPrecisionPolicy) -> None:
+    cast = policy.cast_root_forward_inputs
+    if cast is not None and not isinstance(cast, bool):
         raise Parallel3dError(
-            f"MixedPrecisionPolicy.cast_forward_inputs is {policy.cast_forward_inputs!r}; it must be "
-            "True or False"
+            f"MixedPrecisionPolicy.cast_root_forward_inputs is {cast!r}; it must be True, False, or None: as "
+            "cast_forward_inputs"
+        )
+    classes = policy.full_precision_modules
+    if not isinstance(classes, tuple) or not all(
+        isinstance(each, type) and issubclass(each, nn.Module) for each in classes
+    ):
+        raise Parallel3dError(
+            f"MixedPrecisionPolicy.full_precision_modules is {classes!r}; it must be a tuple of module "
+            "classes, such as (nn.LayerNorm,), or () for none"
+        )
+    if policy.keep_low_precision_grads and not grads_may_differ_in_dtype:
+        raise Parallel3dError(
+            f"MixedPrecisionPolicy.keep_low_precision_grads is True, but torch {torch.__version__} lets no "
+            "gradient have another dtype than its parameter; use torch 2.13, or leave it False"
         )
 
 
@@ -87,10 +133,22 @@ def check_offload(policy: OffloadPolicy) -> None:
 
 
 def own_policy(policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """``policy``, which may be torch's, as one of ours; checked."""
+    """``policy``, which may be torch's, as one of ours that does what torch does; checked."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     check_policy(policy)
     return MixedPrecisionPolicy(
-        policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+        policy.param_dtype,
+        policy.reduce_dtype,
+        policy.output_dtype,
+        policy.cast_forward_inputs,
+        full_precision_modules=(),
     )
+
+
+def input_dtype(policy: MixedPrecisionPolicy, *, is_root: bool) -> torch.dtype | None:
+    """What a unit casts its inputs to; None: nothing."""
+    cast = policy.cast_forward_inputs
+    if is_root and policy.cast_root_forward_inputs is not None:
+        cast = policy.cast_root_forward_inputs
+    return policy.param_dtype if cast else None

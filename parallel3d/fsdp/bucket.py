@@ -25,6 +25,7 @@ from parallel3d._compat import foreach_copy_, grads_may_differ_in_dtype
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.axes import DataAxes
+from parallel3d.fsdp.eval_precision import in_own_dtype
 from parallel3d.fsdp.grads import GradientSlots
 from parallel3d.fsdp.offload import places_of
 from parallel3d.fsdp.param import ShardedParam
@@ -52,6 +53,7 @@ class Bucket:
     """See the module's docstring.
 
     Attributes:
+        policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
         replicate_groups: groups that gradients are all-reduced over.
         second_group: group of a second reduce-scatter, after that over shard; see ``hybrid_bucket``.
@@ -75,6 +77,21 @@ class Bucket:
     joinable = (
         True  # whether one all-gather may carry it together with others; see ``joint_gather``
     )
+    # What there is one of for each dtype that the bucket computes in; see ``eval_precision``.
+    by_precision: tuple[str, ...] = (
+        "policy",
+        "compute_dtype",
+        "reduce_dtype",
+        "sum_dtype",
+        "grad_dtype",
+        "has_own_unsharded",
+        "unsharded",
+        "gathered",
+        "region_views",
+        "gathered_views",
+        "compute_params",
+        "small",
+    )
 
     def __init__(
         self,
@@ -90,7 +107,8 @@ class Bucket:
             params, key=lambda p: (p.layout.tp_grad == "partial", p.may_be_partial)
         )
         self.axes = axes
-        self.policy = policy
+        self.given_policy = policy
+        self.full = False
         self.offload = offload
         self._set_options()
         self.parts = self.params[0].parts
@@ -153,7 +171,7 @@ class Bucket:
                 view.copy_(param.shard_of(param.initial, tp_local=True))
                 param.initial = None
             param.place(view)
-        self._build_unsharded()
+        self.build_unsharded()
 
     def _describe(self, device: torch.device) -> None:
         """Places, dtypes and sizes, and what depends on them alone."""
@@ -161,13 +179,8 @@ class Bucket:
         self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
         self.offloaded = self.home != self.device
         self.dtype = params[0].dtype
-        floating = self.dtype.is_floating_point
-        self.compute_dtype = (self.policy.param_dtype if floating else None) or self.dtype
-        self.reduce_dtype = (self.policy.reduce_dtype if floating else None) or self.compute_dtype
-        # Sums that wait for their reduction must not lose what the reduction would keep.
-        self.sum_dtype = self.dtype
-        if grads_may_differ_in_dtype:
-            self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
+        self.other_precision: dict[str, Any] | None = None
+        self.set_dtypes()
         self.slot_sizes = [p.slot_numel for p in params]
         self.numel = sum(self.slot_sizes)
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
@@ -177,7 +190,22 @@ class Bucket:
         self.gather_group: Any = self.shard_group
         self.custom_gathered: torch.Tensor | None = None  # ``gathered`` of a custom all-gather
 
-    def _build_unsharded(self) -> None:
+    def set_dtypes(self) -> None:
+        """What it computes, sums and reduces in."""
+        self.policy = policy = self.given_policy
+        if self.full:
+            self.policy = policy = in_own_dtype(policy, self.dtype)
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = (policy.param_dtype if floating else None) or self.dtype
+        self.reduce_dtype = (policy.reduce_dtype if floating else None) or self.compute_dtype
+        # Sums that wait for their reduction must not lose what the reduction would keep.
+        self.sum_dtype = self.dtype
+        if grads_may_differ_in_dtype:
+            self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
+        self.grad_dtype = self.reduce_dtype if policy.keep_low_precision_grads else self.dtype
+
+    def build_unsharded(self) -> None:
+        """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
         params, n = self.params, self.parts
         self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.offloaded
         if self.has_own_unsharded:
@@ -203,6 +231,12 @@ class Bucket:
             release(self.gathered)
         if self.has_own_unsharded:
             release(self.unsharded)
+
+    def leave_precision(self) -> None:
+        """Before the bucket, which is sharded, goes over to another dtype."""
+
+    def enter_precision(self) -> None:
+        """After it has come back to one that it has computed in before."""
 
     def copy_pairs(
         self, rows: torch.Tensor, first: int = 0

@@ -26,15 +26,17 @@ class Call:
 
     Attributes:
         position: place in the order of forwards.
+        full: whether the unit computed in its parameters' own dtype.
         inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
         remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = ("__weakref__", "inputs", "position", "remaining", "unit")
+    __slots__ = ("__weakref__", "full", "inputs", "position", "remaining", "unit")
 
     def __init__(self, unit: Unit, position: int) -> None:
         self.unit = unit
         self.position = position
+        self.full = unit.group.full
         self.inputs = self.remaining = 0
 
     def alias(self, value: Any) -> Any:

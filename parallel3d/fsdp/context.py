@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from parallel3d._compat import backward_id, queue_backward_callback, untraced
 from parallel3d._trace import issuing
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.eval_precision import follow_mode
 from parallel3d.fsdp.group import GroupState
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class RunContext:
         if self.order:
             self.last_order, self.order = self.order, []
         for unit in self.units:
+            if unit.follows_mode:
+                follow_mode(unit, self)
             unit.group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
         root = self.root
         if root.post_optim_event is not None:

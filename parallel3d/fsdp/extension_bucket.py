@@ -42,6 +42,19 @@ class ExtensionBucket(Bucket):
     """
 
     joinable = False  # it gathers bytes of its own making
+    by_precision = (
+        "policy",
+        "compute_dtype",
+        "reduce_dtype",
+        "sum_dtype",
+        "grad_dtype",
+        "extensions",
+        "compute_params",
+        "gathered",
+        "unsharded",
+        "rows",
+        "in_place",
+    )
     made: Callable[[], Callable[[], None] | None] | None = None
 
     # -- storage -----------------------------------------------------------------------------------
@@ -53,6 +66,19 @@ class ExtensionBucket(Bucket):
         self.local_views = [self._place(param) for param in self.params]
         self.flat = self.local_views[0]
         self.has_own_unsharded = True
+        self._make_unsharded()
+        self.grads = _PlainGradients(self)
+        self.part = None
+        self.rank_in_small = 0
+        self.gather_group = self.shard_group
+        self.custom_gathered = None
+
+    def build_unsharded(self) -> None:
+        """As a Bucket does."""
+        self._make_extensions()
+        self._make_unsharded()
+
+    def _make_unsharded(self) -> None:
         self.compute_params = [
             nn.Parameter(
                 torch.empty(0, dtype=self.compute_dtype, device=self.device),
@@ -63,11 +89,6 @@ class ExtensionBucket(Bucket):
         self.gathered = self.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.rows: list[torch.Tensor] = []
         self.in_place = False
-        self.grads = _PlainGradients(self)
-        self.part = None
-        self.rank_in_small = 0
-        self.gather_group = self.shard_group
-        self.custom_gathered = None
 
     def _make_extensions(self) -> None:
         mesh = _shard_mesh(self.unit, self.axes)

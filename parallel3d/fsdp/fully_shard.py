@@ -25,6 +25,7 @@ from parallel3d.fsdp.checks import (
     check_no_spmd,
     check_reshard,
 )
+from parallel3d.fsdp.full_precision import cast_around, kept_in_full
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.hybrid_bucket import cut_over_replicate
 from parallel3d.fsdp.make_buckets import make_buckets
@@ -147,6 +148,10 @@ def fully_shard(
             ShardedParam(each.name, each.param, each.places, *wish)
             for each, wish in zip(found, wanted, strict=True)
         ]
+        full = kept_in_full(modules, policy)
+        for each, sharded in zip(found, params, strict=True):
+            # One that others hold too can't: they could not compute with it.
+            sharded.keeps_dtype = all(id(holder) in full for holder, _ in each.places)
         buckets = make_buckets(name, params, axes, policy, offload_policy)
         _move_buffers(modules, mesh.device_type)
         unit = Unit(modules, ParamGroup(buckets), policy, reshard, mesh.device_type)
@@ -155,6 +160,7 @@ def fully_shard(
             sharded.unit = weakref.ref(unit)
         for inner in managed_modules(modules, ignored):  # for dynamo
             vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+        cast_around(modules, policy)
         for root in modules:
             root.__class__ = _extended_class(type(root))
             register_state(root)

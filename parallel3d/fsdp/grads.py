@@ -249,7 +249,7 @@ class GradientSlots:
         assert self.whole is not None
         bucket, param = self.bucket, self.bucket.params[index]
         factor = bucket.divisor * bucket.parts / bucket.axes.data_size
-        local = get_local_tensor(grad).clone()
+        local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
         if self.partial is not None and grad is self.partial.marks[index]:
             factor = bucket.divisor
             self.partial.drop(index)
@@ -345,7 +345,7 @@ class GradientSlots:
         self.in_flight = None
         bucket = job.bucket
         params = bucket.params
-        flat = job.tensor.to(bucket.dtype if job.final else bucket.sum_dtype)
+        flat = job.tensor.to(bucket.grad_dtype if job.final else bucket.sum_dtype)
         parts = bucket.local_parts(flat)
         if job.final:
             self._accumulate(flat, parts, job.used)
@@ -377,14 +377,19 @@ class GradientSlots:
         ):
             before.add_(flat)  # one kernel for the bucket
             return
+        keep = self.bucket.policy.keep_low_precision_grads
+        low = flat.dtype if flat.dtype != self.bucket.dtype else None
         for index in used:
             param = params[index].sharded
             if param.grad is not None:
                 get_local_tensor(param.grad).add_(parts[index])
                 continue
-            grad = make_dtensor(parts[index], params[index].spec)
+            spec = params[index].spec if low is None else params[index].reduced_spec(low)
+            grad = make_dtensor(parts[index], spec)
             setattr(grad, _FLAT, flat)
-            if self.bucket.sum_dtype is self.bucket.dtype:
+            if keep:
+                set_grad(param, grad, lasting=True)
+            elif self.bucket.sum_dtype is self.bucket.dtype:
                 param.grad = grad
             else:
                 set_grad(param, grad)  # a sum of another dtype may have stood there

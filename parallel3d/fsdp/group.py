@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import untraced
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.buffers import BufferCasts
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.eval_precision import switch_precision
 from parallel3d.fsdp.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.freshness import weights_stamp
 from parallel3d.fsdp.hybrid_bucket import HybridBucket
@@ -46,6 +48,8 @@ class ParamGroup:
         parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         gathers: what the all-gathers under way are of.
         hybrids: the buckets whose shards are cut over replicate too.
+        full: whether the buckets compute in the parameters' own dtype; see ``eval_precision``.
+        buffers: the unit's buffers, where they are cast.
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
             rest, also while an unsharded copy is held).
     """
@@ -54,6 +58,8 @@ class ParamGroup:
         self.buckets = buckets
         self.state = GroupState.SHARDED
         self.shown = False
+        self.full = False
+        self.buffers: BufferCasts | None = None
         self.trainable = 0
         self.kept = False
         self.held: object = None
@@ -82,6 +88,8 @@ class ParamGroup:
     def extend(self, other: "ParamGroup") -> None:
         """Takes the buckets of ``other`` too."""
         self.buckets += other.buckets
+        if self.buffers is not None and other.buffers is not None:
+            self.buffers.extend(other.buffers)
         self.refresh()
 
     def _list_slots(self) -> None:
@@ -106,6 +114,12 @@ class ParamGroup:
                     compute.requires_grad_(True)  # the hook can be set on no other parameter
                     compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
                     compute.requires_grad_(was)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating-point parameters at rest."""
+        dtypes = (bucket.dtype for bucket in self.buckets)
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one of the unsharded parameters."""
@@ -201,6 +215,8 @@ class ParamGroup:
         if not self.shown:
             for params, name, _, compute in self.slots:
                 params[name] = compute
+            if self.buffers is not None and not self.full:
+                self.buffers.show()
             self.shown = True
 
     def hide(self) -> None:
@@ -208,7 +224,23 @@ class ParamGroup:
         if self.shown:
             for params, name, sharded, _ in self.slots:
                 params[name] = sharded
+            if self.buffers is not None:
+                self.buffers.hide()
             self.shown = False
+
+    def use_precision(self, full: bool, comm: Comm) -> None:
+        """Lets the group compute in the parameters' own dtype, or in the policy's again."""
+        if full is self.full:
+            return
+        kept = self.kept
+        self.hide()
+        self.reshard(comm)
+        for bucket in self.buckets:
+            switch_precision(bucket, full)
+        self.full = full
+        self.refresh()
+        if kept:
+            self.keep()
 
     # -- staying gathered ----------------------------------------------------------------------------
 

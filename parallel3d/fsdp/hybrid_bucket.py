@@ -60,8 +60,13 @@ class HybridBucket(Bucket):
         self.second_group = axes.group(axes.replicate)
         self.replicate_groups = []
 
-    def _build_unsharded(self) -> None:
-        super()._build_unsharded()
+    def build_unsharded(self) -> None:
+        """As a Bucket does, and the copy, which there is in the present dtype only."""
+        super().build_unsharded()
+        self.make_copy()
+
+    def make_copy(self) -> None:
+        """Memory for the copy, which the next unshard fills."""
         assert self.second_group is not None
         size = self.second_group.size() * self.numel
         self.copy = torch.empty(size, dtype=self.compute_dtype, device=self.device)
@@ -74,6 +79,14 @@ class HybridBucket(Bucket):
             self._whole_pairs = [list(side) for side in zip(*pairs, strict=True)]
         self.renewing: tuple[Any, torch.Tensor] | None = None
         self._stamp: object = None
+
+    def leave_precision(self) -> None:
+        """As a Bucket does."""
+        self.finish_renewal()
+
+    def enter_precision(self) -> None:
+        """As a Bucket does: the copy is of the other dtype."""
+        self.make_copy()
 
     # -- the copy ------------------------------------------------------------------------------------
 

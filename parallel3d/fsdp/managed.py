@@ -1,6 +1,6 @@
 """Which modules and parameters a unit takes: those that no unit inside it has."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -9,7 +9,7 @@ from parallel3d.fsdp.checks import check_param
 from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import ShardedParam, owner_of
 
-__all__ = ["Managed", "managed_modules", "managed_params"]
+__all__ = ["Managed", "managed_modules", "managed_params", "units_modules"]
 
 
 class Managed(NamedTuple):
@@ -41,6 +41,11 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Mana
     yield from found.values()
 
 
+def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """``modules`` and those inside that are of no inner unit."""
+    return (module for _, module in _outside_units(modules))
+
+
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
     """``modules`` and those inside that are of their unit, but for those with ignored parameters only."""
     for _, module in _outside_units(modules):
@@ -56,7 +61,7 @@ def _is_ignored(module: nn.Module, ignored: set[int]) -> bool:
     )
 
 
-def _outside_units(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _outside_units(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[nn.Module] = set()
     for root in modules:
         yield from _walk(root, "", seen)

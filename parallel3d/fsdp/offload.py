@@ -33,7 +33,8 @@ def places_of(
 
 
 def copy_home(bucket: Bucket, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the bucket's dtype and at its home; not there yet if the memory is pinned."""
-    host = torch.empty(tensor.shape, dtype=bucket.dtype, device=bucket.home, pin_memory=bucket.pin)
+    """``tensor`` in the gradients' dtype and at its home; not there yet if the memory is pinned."""
+    dtype = bucket.grad_dtype
+    host = torch.empty(tensor.shape, dtype=dtype, device=bucket.home, pin_memory=bucket.pin)
     # Cast first: a copy that also casts is staged in pageable memory, and blocks.
-    return host.copy_(tensor.to(bucket.dtype), non_blocking=bucket.pin)
+    return host.copy_(tensor.to(dtype), non_blocking=bucket.pin)

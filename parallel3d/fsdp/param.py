@@ -104,6 +104,7 @@ class ShardedParam:
         tp_mesh: the one axis it brings, if any: that of tensor parallelism; tp_size: ranks along it.
         may_be_partial: whether autograd may bring a gradient that each tp rank has a part of, to be summed
             with others of the bucket: that of a replicated DTensor, as torch's own parallel styles make.
+        keeps_dtype: whether all modules that hold it are of the policy's ``full_precision_modules``.
         fills_slot: whether the largest chunk is this rank's on every rank: not if tp cuts unevenly.
         dim: the dim the engine shards; None where the parameter is whole on the shard axis.
         sharded: the Parameter the user sees at rest; the same object for the model's life.
@@ -149,6 +150,7 @@ class ShardedParam:
         self.spec = make_spec(self.on.mesh, self.on.placements(self.dim), param.shape, param.dtype)
         self.sharded: nn.Parameter = param  # the user's, until ``place``
         self.placed = False
+        self.keeps_dtype = False
 
     # -- shapes ------------------------------------------------------------------------------------
 
@@ -204,6 +206,10 @@ class ShardedParam:
         if over_shard and over_tp and self.tp_mesh is not None:
             placements[-1] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
+
+    def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """The description of a gradient in ``dtype``."""
+        return make_spec(self.spec.mesh, self.spec.placements, self.global_shape, dtype)
 
     # -- views of the bucket's buffers -------------------------------------------------------------
 

@@ -18,11 +18,14 @@ from torch import nn
 from parallel3d._compat import functorch_is_active, in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.buffers import BufferCasts
 from parallel3d.fsdp.call import Call
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
+from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import Members, unit_of
 from parallel3d.fsdp.settings import Settings
@@ -44,6 +47,8 @@ class Unit(Settings):
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
+        input_dtype: what inputs are cast to, or None.
+        follows_mode: whether the unit computes in its parameters' own dtype in eval mode.
         reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
         guard: where the parameters are updated within the backward: see ``StepGuard``.
@@ -61,6 +66,10 @@ class Unit(Settings):
         self.ref = weakref.ref(self)
         self.group = group
         self.policy = policy
+        self.input_dtype = input_dtype(policy, is_root=False)
+        self.follows_mode = policy.full_precision_in_eval
+        if policy.buffer_dtype is not None:
+            group.buffers = BufferCasts(outside_full(modules, policy), policy.buffer_dtype)
         self.device_type = device_type
         self.label = type(modules[0]).__name__
         self.context: RunContext | None = None
@@ -117,6 +126,7 @@ class Unit(Settings):
                     if unit.group.state is GroupState.GATHERING:
                         unit.group.unshard(unit.context.comm)
                 unit.context = context
+                unit.input_dtype = input_dtype(unit.policy, is_root=unit is self)
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
@@ -165,9 +175,8 @@ class Unit(Settings):
                 self.guard.note(call)
             args = call.alias(args)
             kwargs = {key: call.alias(value) for key, value in kwargs.items()}
-        dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = map_tensors(lambda t: _cast(t, dtype), (args, kwargs))
+        if self.input_dtype is not None:
+            args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
 
     def _is_fresh(self, module: nn.Module) -> bool:
@@ -189,6 +198,8 @@ class Unit(Settings):
             self.order_check.forward(self, begins=begins, recomputes=context.in_backward)
         if begins:
             context.begin_forward()
+        if self.follows_mode:
+            follow_mode(self, context)
         self.issue_unshard(context)
         self.group.unshard(context.comm)
         self.group.show()
@@ -207,6 +218,8 @@ class Unit(Settings):
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
+        if self.follows_mode and not (self.depth or self.to_run):
+            follow_mode(self, context)
         if not context.in_backward:
             current = context.running and self.gathered_in == context.iteration
             if not current:
@@ -311,6 +324,8 @@ class Unit(Settings):
         context.enter_backward()
         if self.guard is not None:
             self.guard.begin_backward(call)
+        if self.follows_mode and call.full is not self.group.full:
+            go_back_to(self, call, context)
         if self.backward_begun:
             return
         if torch.is_grad_enabled():
