@@ -1,6 +1,7 @@
 """Communication hooks: FSDP1's protocol on every kind of mesh, and the ready-made ones."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def test_a_hook_that_averages_changes_nothing(layout, defer):
     options = {"defer": defer, "micro_batches": micro_batches, "steps": 2, "fp32": False}
     result = assert_parity(Lm, tokens, layout, loss=lm_loss, apply=hooked, **options)
     assert result.grads["float64"] < 1e-12
+
+
+@pytest.mark.parametrize("layout", [HSDP, MeshLayout(2, 1, 2)], ids=str)
+def test_with_the_optimizer_sharded_over_replicate(layout):
+    """Two reduce-scatters, one after the other, both the hook's."""
+    calls = []
+
+    def hook(state, grad, output=None):
+        calls.append((state.world_size, output is not None))
+        return reduce_scatter_hook(state, grad, output)
+
+    apply = functools.partial(hooked, hook=hook, shard_optimizer_over_replicate=True)
+    result = assert_parity(Even, tokens, layout, loss=lm_loss, apply=apply, steps=2, fp32=False)
+    assert result.grads["float64"] < 1e-12
+    assert (2, True) in calls
+
+
+Even = functools.partial(Lm, vocab=20)
 
 
 def on_gloo(sizes: tuple[int, int, int], defer: str) -> float:
