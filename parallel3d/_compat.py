@@ -49,6 +49,7 @@ __all__ = [
     "in_backward_pass",
     "init_fake_group",
     "inner_tensors",
+    "is_torch_hook_state",
     "make_dtensor",
     "make_simulated",
     "make_spec",
@@ -409,6 +410,13 @@ def set_fully_shard_state(module: nn.Module, state: Any) -> None:
 def fully_shard_state(module: nn.Module) -> Any:
     """``torch.distributed.fsdp.fully_shard.state(module)``."""
     return torch_fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def is_torch_hook_state(state: object) -> bool:
+    """Whether ``state`` is one that torch's own FSDP1 communication hooks take."""
+    # By its name: who has one has imported the module, which nobody else needs.
+    home = "torch.distributed.algorithms._comm_hooks.default_hooks"
+    return any((c.__module__, c.__name__) == (home, "DefaultState") for c in type(state).__mro__)
 
 
 def functorch_is_active() -> bool:

@@ -7,6 +7,13 @@ from parallel3d.fsdp.api import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from parallel3d.fsdp.comm_hooks import (
+    CommHookState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 from parallel3d.fsdp.fully_shard import fully_shard
 from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
@@ -15,6 +22,7 @@ from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CommHookState",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -22,8 +30,12 @@ __all__ = [
     "ShardPlacementResult",
     "ShardingStrategy",
     "UnshardHandle",
+    "allreduce_hook",
+    "bf16_compress_hook",
     "check_execution_order",
+    "fp16_compress_hook",
     "fully_shard",
+    "reduce_scatter_hook",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "strategy_layout",

@@ -33,6 +33,7 @@ from parallel3d.fsdp.small_world import SmallWorld
 from parallel3d.fsdp.storage import allocate, release
 
 if TYPE_CHECKING:
+    from parallel3d.fsdp.hooked_reduce import HookedReduce
     from parallel3d.fsdp.step_guard import StepGuard
 
 __all__ = ["Bucket"]
@@ -66,6 +67,7 @@ class Bucket:
         divide_factor: what sums over ranks are divided by; None: their number.
         reduce_unused: whether parameters without a gradient get a zero one.
         all_reduce_hook: called on the reduced flat gradient; on ``all_reduce_hook_stream`` if there is one.
+        comm_hook: what reduces gradients in place of our collectives; see ``hooked_reduce``.
         gather_comm, scatter_comm: collectives in place of ours; see ``custom_comm``.
         gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
         scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
@@ -121,6 +123,7 @@ class Bucket:
         self.reduce_unused = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: Any = None
+        self.comm_hook: HookedReduce | None = None
         self.gather_comm: Any = None
         self.scatter_comm: Any = None
         self.max_inputs = 1

@@ -36,11 +36,15 @@ class ScatterWork:
         self.output = output
         self.rows_to_sum = rows_to_sum
 
-    def wait(self) -> torch.Tensor:
-        """Waits (on an accelerator: lets the current stream wait) and finishes the sum."""
+    def wait(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Waits (on an accelerator: lets the current stream wait) and finishes the sum.
+
+        Args:
+            dtype: what to add up in where that is done here; by default that of what was sent.
+        """
         if self.work is not None:
             self.work.wait()
-        return self.output.sum(dim=0) if self.rows_to_sum else self.output
+        return self.output.sum(dim=0, dtype=dtype) if self.rows_to_sum else self.output
 
 
 def all_gather(

@@ -7,6 +7,9 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+import torch
+from torch.distributed import ProcessGroup
+
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import ScatterWork, all_gather, all_reduce, reduce_scatter
 from parallel3d.fsdp.hybrid_bucket import HybridBucket
@@ -81,13 +84,7 @@ class CpuComm:
         job = bucket.grads.start(all_reduce=all_reduce)
         work = None
         if bucket.scatter_group is not None:
-            work = reduce_scatter(
-                job.tensor,
-                bucket.scatter_group,
-                unit=bucket.unit,
-                device_type="cpu",
-                comm=bucket.scatter_comm,
-            )
+            work = _scatter(bucket, job.tensor, bucket.scatter_group, bucket.scatter_comm)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
         if bucket.guard is not None:
@@ -110,18 +107,16 @@ class CpuComm:
         if bucket.second_group is not None:
             if work is not None:
                 job.tensor = work.wait()
-            second = reduce_scatter(
-                job.tensor, bucket.second_group, unit=bucket.unit, device_type="cpu"
-            )
-            works.append(second)
+            works.append(_scatter(bucket, job.tensor, bucket.second_group))
             return
         job.finish_scatter(work)
         if job.all_reduce:
+            reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
             for group in bucket.replicate_groups:
                 # One at a time where there are two: the second sums the first's result.
                 for earlier in works:
                     earlier.wait()
-                done = all_reduce(job.tensor, group, unit=bucket.unit)
+                done = reduce(job.tensor, group, unit=bucket.unit)
                 works[:] = [done] if done is not None else []
         if bucket.all_reduce_hook is not None and not bucket.replicate_groups:
             bucket.all_reduce_hook(job.tensor)
@@ -168,6 +163,15 @@ class CpuComm:
 
     def settle_host(self) -> None:
         """See ``Comm``: every copy is over when its call returns."""
+
+
+def _scatter(
+    bucket: Bucket, tensor: torch.Tensor, group: ProcessGroup, comm: Any = None
+) -> ScatterWork:
+    """A reduce-scatter, or what the user has put in its place."""
+    if bucket.comm_hook is not None:
+        return bucket.comm_hook.reduce_scatter(tensor, group, unit=bucket.unit)
+    return reduce_scatter(tensor, group, unit=bucket.unit, device_type="cpu", comm=comm)
 
 
 def _wait_quietly(work: Any) -> None:

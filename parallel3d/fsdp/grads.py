@@ -23,76 +23,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor, set_grad
+from parallel3d.fsdp.held_sum import HeldSum
 from parallel3d.fsdp.reduce_job import ReduceJob, divisor_before_sum
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.param import ShardedParam
 
 __all__ = ["GradientSlots"]
 
 _FLAT = "_parallel3d_flat"  # on a gradient: the buffer that it and its bucket's others are views of
-
-
-class HeldSum:
-    """A sum that waits for its reduction: a flat buffer whose parts stand in the parameters' ``.grad``.
-
-    Attributes:
-        parts: the buffer by parameter, in the shape gradients are added in.
-        marks: DTensors of the same memory, what ``.grad`` is.
-        placed: indices whose mark was put into ``.grad``.
-        folded: of these, those whose sum holds a reduced gradient, which was there before.
-        over_tp: indices whose sum is a part that other tp ranks have the rest of, as autograd brought it.
-    """
-
-    def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor], marks: list) -> None:
-        self.flat = flat
-        self.parts = parts
-        self.marks = marks
-        self.placed: set[int] = set()
-        self.folded: set[int] = set()
-        self.over_tp: set[int] = set()
-
-    def becomes_part(self, index: int, param: ShardedParam) -> None:
-        """From now on the sum of part ``index`` is partial over tp too; its mark says so."""
-        self.over_tp.add(index)
-        self.parts[index].div_(param.tp_size)
-        old = self.marks[index]
-        spec = param.unreduced_spec(old.dtype, over_shard=True, over_tp=True)
-        self.marks[index] = make_dtensor(get_local_tensor(old), spec)
-        if param.sharded.grad is old:
-            set_grad(param.sharded, self.marks[index])
-
-    def place(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """Puts part ``index`` into ``param.grad``; returns the gradient that was there, if any.
-
-        A part that is no longer there was cleared by the user: its sum is dropped.
-        """
-        before = param.grad
-        if before is self.marks[index]:
-            return None
-        if index in self.placed:
-            self.drop(index)
-        self.placed.add(index)
-        set_grad(param, self.marks[index])
-        return before
-
-    def drop(self, index: int) -> None:
-        """Forgets the sum of part ``index``."""
-        self.parts[index].zero_()
-        self.placed.discard(index)
-        self.folded.discard(index)
-
-    def take(self, params: list[torch.nn.Parameter]) -> list[int]:
-        """Empties ``.grad``; returns the indices that still hold a sum. The others' parts become zero."""
-        held = []
-        for index in list(self.placed):
-            if params[index].grad is self.marks[index]:
-                params[index].grad = None
-                held.append(index)
-            else:
-                self.drop(index)
-        return held
 
 
 class GradientSlots:
@@ -244,14 +183,15 @@ class GradientSlots:
 
         What follows sums over the data axes and divides. A shard's owner alone adds it, in each of the
         copies that replicate axes make, so it is multiplied by the divisor and divided by the number of
-        copies; unless it is partial there, so that each copy adds a part of its own.
+        copies; unless it is partial there, so that each copy adds a part of its own. A hook is taken to
+        average over shard and over replicate, each by itself.
         """
         assert self.whole is not None
         bucket, param = self.bucket, self.bucket.params[index]
         factor = bucket.divisor * bucket.parts / bucket.axes.data_size
         local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
         if self.partial is not None and grad is self.partial.marks[index]:
-            factor = bucket.divisor
+            factor = bucket.divisor if bucket.comm_hook is None else bucket.parts
             self.partial.drop(index)
         self.whole.folded.add(index)
         if param.layout.tp_grad == "partial" or index in self.whole.over_tp:
@@ -281,6 +221,14 @@ class GradientSlots:
             return False
         params, marks = self.bucket.params, self.whole.marks
         return any(params[i].sharded.grad is marks[i] for i in self.whole.folded)
+
+    @property
+    def holds_scattered(self) -> bool:
+        """Whether a sum waits that has been reduce-scattered."""
+        if self.partial is None:
+            return False
+        params, marks = self.bucket.params, self.partial.marks
+        return any(params[i].sharded.grad is marks[i] for i in self.partial.placed)
 
     # -- reduction ---------------------------------------------------------------------------------
 
@@ -320,10 +268,12 @@ class GradientSlots:
             earlier, self.partial = self.partial.flat, None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
-        before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
-        if before != 1:
-            self.input.div_(before)
-        scale = before / bucket.divisor
+        scale = 1.0  # a hook divides by itself
+        if bucket.comm_hook is None:
+            before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
+            if before != 1:
+                self.input.div_(before)
+            scale = before / bucket.divisor
         job = ReduceJob(
             bucket, self.input, sorted(used), scale, all_reduce, earlier, frozenset(self.over_tp)
         )
@@ -359,7 +309,9 @@ class GradientSlots:
         held = self.partial
         if held is None:
             held = self.partial = self._new_partial(flat, parts)
+        # What the all-reduce to come makes of a value that every rank has: a sum, or a hook's mean.
         copies = math.prod(group.size() for group in bucket.replicate_groups)
+        copies = copies if bucket.comm_hook is None else 1
         for index in job.used:
             before = held.place(index, params[index].sharded)
             if before is not None:  # reduced: every rank of the all-reduce to come has it

@@ -24,6 +24,7 @@ from parallel3d.fsdp.custom_comm import (
     SymmetricReduceScatter,
     check_comm,
 )
+from parallel3d.fsdp.hooked_reduce import HookedReduce, check_hook, check_removal
 from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.fsdp.mesh_cache import kept_with
 from parallel3d.fsdp.state import Unit
@@ -88,6 +89,37 @@ class CommMethods:
             bucket.all_reduce_hook = hook
             bucket.all_reduce_hook_stream = stream
 
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any] | None) -> None:
+        """Reduces gradients by ``hook`` instead of our collectives, in this unit and all below, as in FSDP1.
+
+        ``hook(state, grad, output)`` is called for the reduce-scatter over shard, with a flat ``grad`` of n
+        parts, (n * S,), and ``output``, (S,), for this rank's. ``hook(state, grad)``, which works in place,
+        is called for each all-reduce: with HSDP that over replicate, of the former's result; where parameters
+        are whole on the shard axis (scalars, or a replicate axis alone) of their gradients. Both have the
+        reduce dtype. A hook may return an object with ``wait()``, and finish its result there.
+
+        A hook divides by itself: the engine doesn't. It should average over the ranks of each call: a
+        reduced gradient that a later backward without sync adds to is reduced once more.
+
+        Args:
+            state: given to the hook. A ``CommHookState`` knows the group of each call.
+            hook: such as ``bf16_compress_hook``; None removes it.
+
+        Raises:
+            Parallel3dError: no such function, or the state is for other ranks.
+            StateError: a unit has a hook already, a divide factor or a custom reduce-scatter; a sum waits
+                for its all-reduce.
+        """
+        buckets = list(_buckets(self, True))
+        for bucket in buckets:
+            if hook is None:
+                check_removal(bucket)
+            else:
+                check_hook(bucket, state, hook)
+        hooked = None if hook is None else HookedReduce(state, hook)
+        for bucket in buckets:
+            bucket.comm_hook = hooked
+
     # -- the sum -------------------------------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
@@ -98,7 +130,8 @@ class CommMethods:
 
         Raises:
             Parallel3dError: not a positive number.
-            StateError: a gradient that was divided already is part of a sum that waits.
+            StateError: a gradient that was divided already is part of a sum that waits, or the unit has a
+                communication hook, which divides by itself.
         """
         if factor is not None and not _is_positive(factor):
             raise Parallel3dError(
@@ -106,6 +139,8 @@ class CommMethods:
             )
         unit = the_unit(self)
         for bucket in unit.group.buckets:
+            if factor is not None:
+                _check_not_hooked("set_gradient_divide_factor", bucket)
             if bucket.divide_factor != factor and bucket.grads.holds_reduced:
                 raise StateError(
                     f"unit {unit.label}: .grad holds a sum that waits for its reduction, and in it gradients "
@@ -244,6 +279,8 @@ def _set_comm(unit: Unit, method: str, attribute: str, comm: Any) -> None:
     _check_one_mesh(unit, method)
     check_comm(method, comm)
     for bucket in unit.group.buckets:
+        if comm is not None and attribute == "scatter_comm":
+            _check_not_hooked(method, bucket)
         if comm is not None and isinstance(getattr(bucket, attribute), OwnMemory):
             raise StateError(
                 f"{method}: the unit's buffers come from the process group's allocator or from symmetric "
@@ -253,7 +290,16 @@ def _set_comm(unit: Unit, method: str, attribute: str, comm: Any) -> None:
         setattr(bucket, attribute, comm)
 
 
+def _check_not_hooked(method: str, bucket: Bucket) -> None:
+    if bucket.comm_hook is not None:
+        raise StateError(
+            f"{method}: unit {bucket.unit} has a communication hook, which reduces and divides its gradients "
+            "by itself; remove it first with register_comm_hook(None, None)"
+        )
+
+
 def _check_not_custom(method: str, bucket: Bucket, ours: tuple[type, ...]) -> None:
+    _check_not_hooked(method, bucket)
     for comm in (bucket.gather_comm, bucket.scatter_comm):
         if comm is not None and not isinstance(comm, ours):
             raise StateError(

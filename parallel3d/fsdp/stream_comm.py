@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.collectives import all_gather, all_reduce, reduce_scatter
+from parallel3d.fsdp.collectives import ScatterWork, all_gather, all_reduce, reduce_scatter
 from parallel3d.fsdp.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.joint_gather import JointGather
 from parallel3d.fsdp.offload import copy_home
@@ -143,13 +143,7 @@ class StreamComm:
         with self.device.stream(self.scatter):
             work = None
             if bucket.scatter_group is not None:
-                work = reduce_scatter(
-                    source,
-                    bucket.scatter_group,
-                    unit=bucket.unit,
-                    device_type=source.device.type,
-                    comm=bucket.scatter_comm,
-                )
+                work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm)
             if bucket.second_group is None:
                 job.finish_scatter(work)
             elif work is not None:
@@ -183,9 +177,10 @@ class StreamComm:
         elif job.all_reduce and bucket.replicate_groups:
             last = self.replicate
             last.wait_event(flight.scattered)  # it sums the reduce-scatter's result
+            reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
             with self.device.stream(last):
                 for group in bucket.replicate_groups:
-                    work = all_reduce(job.tensor, group, unit=bucket.unit)
+                    work = reduce(job.tensor, group, unit=bucket.unit)
                     if work is not None:
                         work.wait()
                 flight.done = last.record_event()
@@ -205,9 +200,7 @@ class StreamComm:
         stream.wait_event(flight.scattered)  # it sums the first one's result
         flight.between = between = job.tensor
         with self.device.stream(stream):
-            work = reduce_scatter(
-                between, group, unit=job.bucket.unit, device_type=between.device.type
-            )
+            work = _scatter(job.bucket, between, group)
             job.finish_scatter(work)
             flight.done = stream.record_event()
         return stream
@@ -262,3 +255,14 @@ class StreamComm:
         if self.host_read is not None:
             event, self.host_read = self.host_read, None
             event.synchronize()
+
+
+def _scatter(
+    bucket: Bucket, tensor: torch.Tensor, group: ProcessGroup, comm: Any = None
+) -> ScatterWork:
+    """A reduce-scatter, or what the user has put in its place."""
+    if bucket.comm_hook is not None:
+        return bucket.comm_hook.reduce_scatter(tensor, group, unit=bucket.unit)
+    return reduce_scatter(
+        tensor, group, unit=bucket.unit, device_type=tensor.device.type, comm=comm
+    )
