@@ -104,12 +104,11 @@ class CpuComm:
         bucket = job.bucket
         works: list[Any] = []
         self.reducing.append((job, works))
-        if bucket.second_group is not None:
-            if work is not None:
-                job.tensor = work.wait()
-            works.append(_scatter(bucket, job.tensor, bucket.second_group))
-            return
         job.finish_scatter(work)
+        if bucket.second_group is not None:
+            if job.final:
+                works.append(_scatter(bucket, job.tensor, bucket.second_group))
+            return
         if job.all_reduce:
             reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
             for group in bucket.replicate_groups:
@@ -123,11 +122,11 @@ class CpuComm:
 
     def _complete(self, job: ReduceJob, works: list[Any]) -> None:
         bucket = job.bucket
-        if bucket.second_group is not None:
-            job.finish_scatter(*works)
-        else:
-            for work in works:
+        for work in works:
+            if bucket.second_group is None:
                 work.wait()
+            else:
+                job.tensor = work.wait()
         over_replicate = bucket.replicate_groups or bucket.second_group is not None
         if bucket.all_reduce_hook is not None and over_replicate and job.final:
             bucket.all_reduce_hook(job.tensor)

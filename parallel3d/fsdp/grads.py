@@ -141,6 +141,11 @@ class GradientSlots:
         ]
         return HeldSum(flat, parts, marks)
 
+    def _zero_partial(self) -> HeldSum:
+        bucket = self.bucket
+        flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
+        return self._new_partial(flat, bucket.local_parts(flat))
+
     def carry_over(self, old: GradientSlots) -> None:
         """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
         self.in_flight = old.in_flight
@@ -150,10 +155,7 @@ class GradientSlots:
                 new.becomes_part(index, self.bucket.params[index])
             self.whole = self._continued(old.whole, new, over_shard=True)
         if old.partial is not None:
-            bucket = self.bucket
-            flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
-            new = self._new_partial(flat, bucket.local_parts(flat))
-            self.partial = self._continued(old.partial, new, over_shard=False)
+            self.partial = self._continued(old.partial, self._zero_partial(), over_shard=False)
 
     def _continued(self, old: HeldSum, new: HeldSum, *, over_shard: bool) -> HeldSum:
         """``new`` with the sums of ``old`` that are still in ``.grad``, by now maybe as other objects."""
@@ -265,7 +267,7 @@ class GradientSlots:
         earlier = None
         if self.partial is not None and all_reduce:
             used.update(self.partial.take(self.sharded))
-            earlier, self.partial = self.partial.flat, None
+            earlier, self.partial = self._waiting(self.partial), None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
         scale = 1.0  # a hook divides by itself
@@ -281,6 +283,10 @@ class GradientSlots:
         self.whole = None
         return job
 
+    def _waiting(self, held: HeldSum) -> torch.Tensor:
+        """A partial sum as the reduce-scatter's result lies."""
+        return held.flat
+
     def _add_to_input(self, whole: HeldSum) -> None:
         bucket = self.bucket
         for index in self.over_tp ^ whole.over_tp:  # only one of the two is a part
@@ -295,24 +301,28 @@ class GradientSlots:
         self.in_flight = None
         bucket = job.bucket
         params = bucket.params
-        flat = job.tensor.to(bucket.grad_dtype if job.final else bucket.sum_dtype)
-        parts = bucket.local_parts(flat)
-        if job.final:
-            self._accumulate(flat, parts, job.used)
-            for index in job.used:
-                param = params[index].sharded
-                for hook in gradient_hooks(param):
-                    hook(param)
-            if bucket.guard is not None:
-                bucket.guard.update(bucket, job.used)
+        if not job.final:
+            self._hold_partial(job.tensor.to(bucket.sum_dtype), job.used)
             return
-        held = self.partial
+        flat = job.tensor.to(bucket.grad_dtype)
+        self._accumulate(flat, bucket.local_parts(flat), job.used)
+        for index in job.used:
+            param = params[index].sharded
+            for hook in gradient_hooks(param):
+                hook(param)
+        if bucket.guard is not None:
+            bucket.guard.update(bucket, job.used)
+
+    def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
+        """Adds ``flat``, summed over shard, to what waits for the all-reduce."""
+        bucket = self.bucket
+        params, parts, held = bucket.params, bucket.local_parts(flat), self.partial
         if held is None:
             held = self.partial = self._new_partial(flat, parts)
         # What the all-reduce to come makes of a value that every rank has: a sum, or a hook's mean.
         copies = math.prod(group.size() for group in bucket.replicate_groups)
         copies = copies if bucket.comm_hook is None else 1
-        for index in job.used:
+        for index in used:
             before = held.place(index, params[index].sharded)
             if before is not None:  # reduced: every rank of the all-reduce to come has it
                 held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)

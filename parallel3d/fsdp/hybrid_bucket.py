@@ -7,7 +7,8 @@ all-gather over replicate at the first unshard after the weights changed. Gradie
 shard, then over replicate. Megatron-FSDP calls this HFSDP, FSDP's ZeRO++ relative is hpZ.
 
 Part ``s * R + r`` is that of the rank (r, s): the R parts of one shard rank are neighbours, so that both
-gathers, one after the other, bring all parts in order. Buffers beside a Bucket's: ``copy`` (R * S).
+gathers, one after the other, bring all parts in order. ``set_requires_all_reduce(False)`` puts the second
+reduce-scatter off; see ``hybrid_grads``. Buffers beside a Bucket's: ``copy`` (R * S).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from parallel3d._compat import foreach_copy_
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.extension import is_extended
 from parallel3d.fsdp.freshness import weights_stamp
+from parallel3d.fsdp.hybrid_grads import HybridGradients
 from parallel3d.fsdp.placement import ParamAxes
 from parallel3d.fsdp.placement_fn import Wish
 from parallel3d.fsdp.storage import allocate, release
@@ -59,6 +61,10 @@ class HybridBucket(Bucket):
         assert axes.replicate is not None
         self.second_group = axes.group(axes.replicate)
         self.replicate_groups = []
+
+    def _describe(self, device: torch.device) -> None:
+        super()._describe(device)
+        self.grads = HybridGradients(self)
 
     def build_unsharded(self) -> None:
         """As a Bucket does, and the copy, which there is in the present dtype only."""

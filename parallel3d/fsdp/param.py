@@ -215,11 +215,11 @@ class ShardedParam:
 
     def local_view(self, slot: torch.Tensor) -> torch.Tensor:
         """This rank's real rows in its slot of a sharded buffer, (slot_numel,) -> local_shape."""
-        return self._trim(self._shaped(slot, self.chunk_shape), self.local_shape)
+        return self._trim(self.shaped(slot, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
         """The unsharded parameter in its region, (parts * slot_numel,) -> compute_shape."""
-        return self._trim(self._shaped(region, self.region_shape), self.compute_shape)
+        return self._trim(self.shaped(region, self.region_shape), self.compute_shape)
 
     def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:
         """The same without padding between rows: what forward sees, in a region of the unsharded buffer."""
@@ -256,7 +256,7 @@ class ShardedParam:
 
     def by_rank(self, region: torch.Tensor) -> torch.Tensor:
         """The same region with a first dim of ``parts``: entry i is what shard rank i holds."""
-        return self._split(self._shaped(region, self.region_shape))
+        return self._split(self.shaped(region, self.region_shape))
 
     def slots_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
         """(parts, slot_numel) columns of a gathered buffer, shaped as ``by_rank`` shapes a region."""
@@ -274,7 +274,7 @@ class ShardedParam:
             grad = padded
         return self._split(grad)
 
-    def _shaped(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def shaped(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The first elements of ``flat`` in ``shape``; a tp rank with fewer rows leaves a rest."""
         if not self.even:
             flat = flat.narrow(0, 0, _product(shape))

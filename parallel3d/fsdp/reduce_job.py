@@ -22,7 +22,8 @@ class ReduceJob:
     """One reduction under way.
 
     Attributes:
-        tensor: the reduce input (n * S), later its result (S,), in reduce dtype.
+        tensor: the reduce input (n * S), later its result (S,), in reduce dtype. With HFSDP (R * S,) in
+            between.
         used: indices of the parameters that got a gradient.
         scale: what the sum over ranks is multiplied by.
         all_reduce: whether the replicate axis is summed too, or put off.
@@ -42,7 +43,8 @@ class ReduceJob:
     @property
     def final(self) -> bool:
         """Whether the result is the gradient, and not a sum that waits for its all-reduce."""
-        return self.all_reduce or not self.bucket.replicate_groups
+        bucket = self.bucket
+        return self.all_reduce or not (bucket.replicate_groups or bucket.second_group)
 
     def finish_scatter(self, work: ScatterWork | None) -> None:
         """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""

@@ -144,10 +144,7 @@ class StreamComm:
             work = None
             if bucket.scatter_group is not None:
                 work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm)
-            if bucket.second_group is None:
-                job.finish_scatter(work)
-            elif work is not None:
-                job.tensor = work.wait()
+            job.finish_scatter(work)
             scattered = self.scatter.record_event()
         flight = _InFlight(job, source, scattered, done=scattered)
         self.in_flight.append(flight)
@@ -172,7 +169,7 @@ class StreamComm:
         job = flight.job
         bucket = job.bucket
         last = self.scatter
-        if bucket.second_group is not None:
+        if bucket.second_group is not None and job.final:
             last = self._scatter_again(flight, bucket.second_group)
         elif job.all_reduce and bucket.replicate_groups:
             last = self.replicate
@@ -200,8 +197,7 @@ class StreamComm:
         stream.wait_event(flight.scattered)  # it sums the first one's result
         flight.between = between = job.tensor
         with self.device.stream(stream):
-            work = _scatter(job.bucket, between, group)
-            job.finish_scatter(work)
+            job.tensor = _scatter(job.bucket, between, group).wait()
             flight.done = stream.record_event()
         return stream
 

@@ -23,14 +23,16 @@ __all__ = ["sum_over_tp"]
 
 
 def sum_over_tp(bucket: Bucket, tensor: torch.Tensor, found: Collection[int]) -> None:
-    """Sums partial gradients in a sharded buffer (S,) over tp, by one collective in the buffer's dtype.
+    """Sums partial gradients in a sharded buffer over tp, by one collective in the buffer's dtype.
 
     Args:
+        tensor: (S,), or rows of it: (R * S,).
         found: indices of those that have turned out to be partial, beside those that always are.
     """
     assert bucket.tp_group is not None
     runs = _runs(bucket, found)
-    pieces = [tensor.narrow(0, start, length) for start, length in runs]
+    rows = tensor.view(-1, bucket.numel)
+    pieces = [row.narrow(0, start, length) for row in rows.unbind() for start, length in runs]
     if not pieces:
         return
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -38,7 +40,7 @@ def sum_over_tp(bucket: Bucket, tensor: torch.Tensor, found: Collection[int]) ->
     if work is not None:
         work.wait()
     if len(pieces) > 1:
-        foreach_copy_(pieces, list(packed.split([length for _, length in runs])))
+        foreach_copy_(pieces, list(packed.split([piece.numel() for piece in pieces])))
 
 
 def _runs(bucket: Bucket, found: Collection[int]) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from parallel3d import MeshLayout, StateError, build_mesh, parallelize
@@ -31,7 +32,10 @@ class Run:
         self.layout = layout
         with world.paused():
             model = Lm(layers=1).double()
-        self.model = parallelize(model, build_mesh(layout, device_type="cpu"), LM_PLAN)
+        self.model = self.parallel(model)
+
+    def parallel(self, model: Lm) -> nn.Module:
+        return parallelize(model, build_mesh(self.layout, device_type="cpu"), LM_PLAN)
 
     def backward(self, sample: int) -> None:
         """One micro-batch: data rank r reads sample 10 * sample + r."""

@@ -8,11 +8,12 @@ import torch
 from beside_plain import Net, Trial
 from models import LM_PLAN, Lm, lm_loss, tokens
 from noted_streams import Device, find, happens_before, note
+from test_accumulation import Run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from wrapped import held_bytes
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh, parallelize
@@ -128,22 +129,23 @@ class TestLayout:
 
 class TestCollectives:
     def test_one_renewal_a_step(self) -> None:
-        """Micro-batches and the backward gather over shard only; gradients are scattered twice."""
+        """Micro-batches and the backward gather over shard only; the last one scatters over replicate."""
         with fake_world(0, 4):
             model, mesh = made(MeshLayout(2, 2, 1))
             optimizer = torch.optim.AdamW(model.parameters())
             units = 3
             for _ in range(2):
-                renewals = []
+                renewals, scatters = [], []
                 for ids in accumulate(model, [tokens(0, vocab=20), tokens(1, vocab=20)]):
                     with record_collectives(mesh) as recorder:
                         lm_loss(model, ids).backward()
                     renewals.append(recorder.count("all_gather", "replicate"))
                     assert recorder.count("all_reduce") == 0
                     assert recorder.count("reduce_scatter", "shard") == units
-                    assert recorder.count("reduce_scatter", "replicate") == units
+                    scatters.append(recorder.count("reduce_scatter", "replicate"))
                     assert recorder.count("all_gather", "shard") > 0
                 assert renewals == [units, 0]
+                assert scatters == [0, units]
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -347,3 +349,40 @@ class TestErrors:
                 parallelize(model, mesh, shard_optimizer_over_replicate="yes")
             with pytest.raises(Parallel3dError, match="'yes'; it must be True or False"):
                 fully_shard(model, mesh=mesh, shard_optimizer_over_replicate="yes")
+
+
+class TestWaitingSums:
+    @pytest.mark.parametrize("layout", [MeshLayout(2, 2, 1), MeshLayout(2, 1, 2)], ids=str)
+    def test_switched_scaled_and_cleared(self, layout) -> None:
+        """Reduced, partial and unsharded sums in turn; ``.grad`` is all there is."""
+        with local_world(4) as world:
+            run = Waiting(world, layout)
+            run.backward(0)
+            run.model.set_requires_all_reduce(False)
+            run.backward(1)
+            grad = run.model.layers[0].up.weight.grad
+            assert grad.placements[0] == Partial()
+            run.model.set_requires_gradient_sync(False)
+            run.backward(2)
+            run.model.set_requires_gradient_sync(True)
+            run.model.set_requires_all_reduce(False)
+            run.backward(3)
+            for param in run.model.parameters():
+                param.grad.mul_(2.0)
+            run.model.set_requires_all_reduce(True)
+            run.backward(4)
+            run.check([0, 0, 1, 1, 2, 2, 3, 3, 4])
+            run.model.set_requires_all_reduce(False)
+            run.model.zero_grad()
+            run.backward(5)
+            run.model.zero_grad()
+            run.model.set_requires_all_reduce(True)
+            run.backward(6)
+            run.check([6])
+
+
+class Waiting(Run):
+    def parallel(self, model: Lm) -> nn.Module:
+        mesh = build_mesh(self.layout, device_type="cpu")
+        plan = LM_PLAN if self.layout.tp > 1 else None
+        return parallelize(model, mesh, plan, shard_optimizer_over_replicate=True)
