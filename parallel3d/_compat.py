@@ -434,7 +434,8 @@ def set_grad(param: torch.Tensor, grad: torch.Tensor, *, lasting: bool = False) 
     Args:
         lasting: whether ``param`` takes gradients of any dtype from now on.
     """
-    if grads_may_differ_in_dtype and param.grad_dtype not in (None, grad.dtype):
+    wanted = None if lasting else grad.dtype
+    if grads_may_differ_in_dtype and param.grad_dtype not in (None, wanted):
         param.grad = None
-        param.grad_dtype = None if lasting else grad.dtype
+        param.grad_dtype = wanted
     param.grad = grad

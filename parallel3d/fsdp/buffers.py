@@ -26,7 +26,7 @@ class _Cast:
 
     Attributes:
         copy: the buffer in another dtype.
-        of_version: the buffer's version that it holds; None where the buffer has no counter.
+        of_version: the buffer's version that it holds; None where it is to be made anew.
         version: its own version since.
     """
 
@@ -132,6 +132,8 @@ def _write_back(module: nn.Module, name: str, buffer: torch.Tensor, cast: _Cast)
         else:
             buffer.copy_(cast.copy)
     cast.note(buffer)
+    if torch.promote_types(buffer.dtype, cast.copy.dtype) != buffer.dtype:
+        cast.of_version = None  # the buffer has been rounded: what comes next begins with that
 
 
 def _version(buffer: torch.Tensor) -> int | None:

@@ -60,9 +60,15 @@ def follow_mode(unit: Unit, context: RunContext) -> None:
 def go_back_to(unit: Unit, call: Call, context: RunContext) -> None:
     """Before the backward of a ``call`` in another precision than that of the unit's last forward.
 
+    Where one backward comes to both, it comes to the later call first, and is through with it when all
+    gradients have arrived.
+
     Raises:
-        StateError: the unit is in the other one's backward, or in a forward.
+        StateError: it is not, or a forward of the unit is under way.
     """
+    if unit.backward_begun and unit.arrived >= unit.group.trainable:
+        unit.finish_backward(context)
+        unit.begun = {id(call)}
     if unit.backward_begun or unit.depth:
         raise StateError(
             f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train mode "

@@ -376,6 +376,10 @@ class Unit(Settings):
         context = self.context
         assert context is not None
         context.enter_backward()
+        self.finish_backward(context)
+
+    def finish_backward(self, context: RunContext) -> None:
+        """Reshards the group and issues its reduction."""
         self.leave_backward(context)
         context.reduce(self)
         self.arrived = 0

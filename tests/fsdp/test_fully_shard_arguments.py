@@ -108,7 +108,10 @@ class TestPolicies:
         policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         with fake_world(0, 2):
             model = fully_shard(Block(), mesh=data_mesh(), mp_policy=policy)
-            assert unit_of(model).policy == MixedPrecisionPolicy(torch.bfloat16)
+            own = MixedPrecisionPolicy(
+                torch.bfloat16, full_precision_modules=()
+            )  # torch keeps none
+            assert unit_of(model).policy == own
             assert model(torch.zeros(2, 12)).dtype == torch.bfloat16
             parallelize(Lm(), build_mesh(MeshLayout(shard=2), device_type="cpu"), mp_policy=policy)
             offload = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
@@ -123,7 +126,8 @@ class TestPolicies:
         ours, theirs = map(
             dataclasses.fields, (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
         )
-        assert [(f.name, f.default) for f in ours] == [(f.name, f.default) for f in theirs]
+        same = [(f.name, f.default) for f in ours][: len(theirs)]  # and some of ours behind them
+        assert same == [(f.name, f.default) for f in theirs]
         with fake_world(0, 2):  # and torch takes ours
             torch_fsdp.fully_shard(
                 Block(), mesh=data_mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)
@@ -140,6 +144,26 @@ class TestPolicies:
             pytest.raises(Parallel3dError, match=f"MixedPrecisionPolicy.{field}"),
         ):
             fully_shard(Block(), mesh=data_mesh(), mp_policy=made_by(**wrong))
+
+    @pytest.mark.parametrize(
+        ("wrong", "way_out"),
+        [
+            ({"buffer_dtype": torch.int32}, "such as torch.bfloat16, or None"),
+            ({"keep_low_precision_grads": None}, "True or False"),
+            ({"full_precision_in_eval": "no"}, "True or False"),
+            ({"cast_root_forward_inputs": 0}, "True, False, or None: as cast_forward_inputs"),
+            (
+                {"full_precision_modules": nn.LayerNorm},
+                r"such as \(nn.LayerNorm,\), or \(\) for none",
+            ),
+            ({"full_precision_modules": (nn.LayerNorm, int)}, "a tuple of module classes"),
+        ],
+        ids=str,
+    )
+    def test_what_ours_refuses(self, wrong, way_out) -> None:
+        (field,) = wrong
+        with pytest.raises(Parallel3dError, match=f"MixedPrecisionPolicy.{field} is .*{way_out}"):
+            MixedPrecisionPolicy(**wrong)
 
 
 class TestReshard:
