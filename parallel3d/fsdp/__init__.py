@@ -14,30 +14,65 @@ from parallel3d.fsdp.comm_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
+from parallel3d.fsdp.full_params import full_params
 from parallel3d.fsdp.fully_shard import fully_shard
 from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
+from parallel3d.fsdp.optim_state_dict import load_optim_state_dict, optim_state_dict
 from parallel3d.fsdp.order_check import check_execution_order
+from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
+from parallel3d.fsdp.state_dict_type import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
 from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
+from parallel3d.fsdp.transforms import chunk, gather
 
 __all__ = [
     "CPUOffloadPolicy",
     "CommHookState",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "allreduce_hook",
     "bf16_compress_hook",
     "check_execution_order",
+    "chunk",
     "fp16_compress_hook",
+    "full_params",
     "fully_shard",
+    "gather",
+    "get_state_dict_type",
+    "load_model_state_dict",
+    "load_optim_state_dict",
+    "model_state_dict",
+    "optim_state_dict",
     "reduce_scatter_hook",
     "register_fsdp_forward_method",
+    "set_state_dict_type",
     "share_comm_ctx",
+    "state_dict_type",
     "strategy_layout",
     "strategy_options",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from parallel3d.errors import StateError
-from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, the_unit
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
 from parallel3d.fsdp.state import Unit
@@ -42,7 +42,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     unit = the_unit(module)
     unit.come_to_rest()
-    if unit.depth or unit.backward_begun:
+    if unit.depth or unit.backward_begun or unit.group.state is GroupState.WHOLE:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
     shown = unit.group.shown
     unit.group.hide()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import untraced
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.buffers import BufferCasts
 from parallel3d.fsdp.comm import Comm
@@ -33,6 +33,7 @@ class GroupState(Enum):
     SHARDED = auto()
     GATHERING = auto()
     UNSHARDED = auto()
+    WHOLE = auto()  # sharded, and other Parameters show: ``full_params``, ``state_dict``
 
 
 class ParamGroup:
@@ -172,6 +173,12 @@ class ParamGroup:
             for gather in self.gathers:
                 comm.issue_gather(gather)
             self.state = GroupState.GATHERING
+        elif self.state is GroupState.WHOLE:
+            unit = self.buckets[0].unit if self.buckets else ""
+            raise StateError(
+                f"unit {unit} shows its parameters in another form, as in full_params or while a state_dict "
+                "is made; leave that before forward, backward and unshard()"
+            )
 
     def renew_copies(self, comm: Comm) -> None:
         """Where the optimizer's shards are cut over replicate: what is gathered follows the weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.members import the_unit, unit_of, units_of
 from parallel3d.fsdp.module_comm import CommMethods
+from parallel3d.fsdp.other_form import check_not_shown
 from parallel3d.fsdp.state import Unit
+from parallel3d.fsdp.state_dict import saved_in_form
 from parallel3d.fsdp.step_guard import refuse_accumulation
 from parallel3d.fsdp.torch_state import TorchState, state_of
 
@@ -215,12 +218,18 @@ class FSDPModule(CommMethods, TorchFSDPModule):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names.
+        """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names, or the form
+        that ``fsdp.set_state_dict_type`` has set.
 
         Parameters that ``unshard()`` has shown are resharded first, unless a forward is under way.
         """
-        the_unit(self).show_shards()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        unit = the_unit(self)
+        unit.show_shards()
+        save = functools.partial(super().state_dict, *args, **kwargs)  # type: ignore[misc]
+        if unit.form is None:
+            return save()
+        destination = kwargs.get("destination", args[0] if args else None)
+        return saved_in_form(self, save, destination)  # type: ignore[arg-type]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.load_state_dict``; with ``assign=True`` too the Parameters stay the same objects."""
@@ -243,6 +252,7 @@ class FSDPModule(CommMethods, TorchFSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""
         unit = the_unit(self)
+        check_not_shown(unit, "a conversion of the module")
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from parallel3d._compat import StridedShard, concatenate_meshes
@@ -19,7 +19,7 @@ from parallel3d._layout import local_chunk
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.axes import DataAxes
 
-__all__ = ["ParamAxes", "ceil_div", "chunk_length"]
+__all__ = ["ParamAxes", "ceil_div", "chunk_length", "is_exact"]
 
 
 class ParamAxes:
@@ -138,6 +138,13 @@ class ParamAxes:
         """Whether every rank's part has the same shape."""
         return all(shape[dim] % self.ways(dim) == 0 for _, dim in self.cuts)
 
+    def replicating_groups(self) -> list[ProcessGroup]:
+        """Groups along the own axes whose ranks hold the same part."""
+        cutting = {axis for axis, _ in self.cuts}
+        own = sorted(axis for axis in self._at_rest.values() if axis not in cutting)
+        mesh = self.compute_mesh
+        return [mesh.get_group(axis) for axis in own if mesh is not None and mesh.size(axis) > 1]
+
     # -- the engine's cut --------------------------------------------------------------------------
 
     def placements(self, dim: int | None) -> list[Placement]:
@@ -177,7 +184,7 @@ class ParamAxes:
         if self.data.over_replicate:  # DTensor tells it of even cuts
             return [dim for dim, size in enumerate(shape) if size % (parts * self.ways(dim)) == 0]
         return [
-            dim for dim, size in enumerate(shape) if _is_exact(size, *self._cuts_around(dim), parts)
+            dim for dim, size in enumerate(shape) if is_exact(size, *self._cuts_around(dim), parts)
         ]
 
     def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,7 +226,7 @@ def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
 
 
 @lru_cache(maxsize=4096)
-def _is_exact(size: int, outside: tuple[int, ...], inside: tuple[int, ...], parts: int) -> bool:
+def is_exact(size: int, outside: tuple[int, ...], inside: tuple[int, ...], parts: int) -> bool:
     """Whether "own axes first, then shard" can be cut alike on all their ranks and told to DTensor.
 
     Alike: the shard chunk has the same number of rows on every rank of the own axes, so that slots agree.

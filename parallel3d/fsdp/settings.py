@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
     from parallel3d.fsdp.order_check import OrderCheck
     from parallel3d.fsdp.state import Unit
+    from parallel3d.fsdp.state_dict_type import Form
 
 __all__ = ["Settings"]
 
@@ -28,6 +29,7 @@ class Settings:
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
         order_check: what ``check_execution_order`` has set.
+        form: of its state dicts, see ``state_dict_type``; None: sharded.
     """
 
     def __init__(self, reshard_after_forward: bool | int | None) -> None:
@@ -42,6 +44,7 @@ class Settings:
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
         self.order_check: OrderCheck | None = None
+        self.form: Form | None = None
 
     def take_settings(self, other: Settings) -> None:
         """Those of ``other``, of which this is a copy, but for what refers to units and streams."""

@@ -460,7 +460,7 @@ class Unit(Settings):
     @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
-        if not self.group.shown:
+        if not self.group.shown and self.group.state is not GroupState.WHOLE:
             self.group.adopt()
 
 

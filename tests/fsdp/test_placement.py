@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from parallel3d._compat import StridedShard, dtensor_shard_box
-from parallel3d.fsdp.placement import _is_exact, ceil_div, chunk_length
+from parallel3d.fsdp.placement import ceil_div, chunk_length, is_exact
 
 OUTSIDE = [(), (2,), (3,)]
 INSIDE = [(), (2,), (4,), (2, 3)]
@@ -46,7 +46,7 @@ def test_exact_is_what_dtensor_tells(parts: int) -> None:
     answers = []
     for outside, inside in itertools.product(OUTSIDE, INSIDE):
         for size in (0, 1, 2, 5, 7, 8, 9, 12, 17, 22, 24, 33):
-            answers.append(_is_exact(size, outside, inside, parts))
+            answers.append(is_exact(size, outside, inside, parts))
             assert answers[-1] == told_by_dtensor(size, outside, inside, parts), (
                 size,
                 outside,
@@ -57,6 +57,6 @@ def test_exact_is_what_dtensor_tells(parts: int) -> None:
 
 def test_thousands_of_ranks_take_no_time() -> None:
     start = time.perf_counter()
-    assert _is_exact(50257, (), (8,), 128)
-    assert _is_exact(50256, (), (8,), 1024)
+    assert is_exact(50257, (), (8,), 128)
+    assert is_exact(50256, (), (8,), 1024)
     assert time.perf_counter() - start < 5.0  # DTensor's own functions: minutes
