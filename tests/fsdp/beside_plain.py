@@ -99,7 +99,7 @@ class Trial:
                         expected[name][box],
                         rtol=tolerance,
                         atol=tolerance,
-                        msg=f"{name}, rank {rank}",
+                        msg=lambda m, at=f"{name}, rank {rank}": f"{at}: {m}",
                     )
 
     def step(self, lr: float = 0.1) -> None:
