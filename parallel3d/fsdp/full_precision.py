@@ -65,7 +65,9 @@ def _in_own_precision(inner: Callable[..., Any]) -> Callable[..., Any]:
             before = before or tensor.dtype
             return tensor.to(wanted)
 
-        args, kwargs = map_tensors(cast_in, (args, kwargs))
+        # One by one: torch.compile can't trace what compares the tuple of all.
+        args = tuple(map_tensors(cast_in, each) for each in args)
+        kwargs = {key: map_tensors(cast_in, each) for key, each in kwargs.items()}
         output = inner(self, *args, **kwargs)
         if before is None:
             return output
