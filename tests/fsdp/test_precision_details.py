@@ -347,7 +347,7 @@ class TestFullPrecisionInEval:
             model = extend(nn.Sequential(nn.Linear(DIM, 8)), Bf16)
             wrap(model, (1, 1, 1), param_dtype=BF16, full_precision_in_eval=True)
             kinds = [model.train(mode)(rows(0)).dtype for mode in (True, False, True)]
-            assert kinds[0] == kinds[2]
+            assert kinds == [BF16, FP32, BF16]
 
     def test_a_frozen_part_within_a_model_in_training(self) -> None:
         """Its inputs come in the lower dtype of the units around it."""
