@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,16 +53,21 @@ class _Cast:
         )
 
 
-class _Shown(NamedTuple):
-    """A place where a copy stands for a buffer."""
+class _Place:
+    """One name in a module, where a copy stands for its buffer.
 
-    module: nn.Module
-    name: str
-    buffer: torch.Tensor
-    cast: _Cast
+    Attributes:
+        units: how many have put it there: a module without parameters may be of several.
+    """
+
+    __slots__ = ("buffer", "cast", "units")
+
+    def __init__(self, buffer: torch.Tensor, cast: _Cast) -> None:
+        self.buffer, self.cast, self.units = buffer, cast, 0
 
 
 _casts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> dtype -> _Cast
+_places: weakref.WeakKeyDictionary[nn.Module, dict[str, _Place]] = weakref.WeakKeyDictionary()
 
 
 class BufferCasts:
@@ -77,7 +81,7 @@ class BufferCasts:
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self._dtype = dtype
-        self._shown: list[_Shown] = []
+        self._shown: list[tuple[weakref.ref[nn.Module], str, _Place]] = []
 
     def extend(self, other: BufferCasts) -> None:
         """Takes on the modules of ``other``."""
@@ -85,31 +89,44 @@ class BufferCasts:
 
     def show(self) -> None:
         """Puts the copies into the modules."""
-        dtype = self._dtype
         for ref in self._modules:
             module = ref()
             if module is None or not module._buffers:
                 continue
+            places = _places.setdefault(module, {})
             for name, buffer in list(module._buffers.items()):
-                if buffer is None or buffer.dtype == dtype or not buffer.is_floating_point():
-                    continue
-                cast = _cast_of(buffer, dtype)
-                module._buffers[name] = cast.copy
-                self._shown.append(_Shown(module, name, buffer, cast))
+                place = places.get(name)
+                if place is None or buffer is not place.cast.copy:
+                    if buffer is None or not self._concerns(buffer):
+                        continue
+                    place = places[name] = _Place(buffer, _cast_of(buffer, self._dtype))
+                    module._buffers[name] = place.cast.copy
+                place.units += 1
+                self._shown.append((ref, name, place))
+
+    def _concerns(self, buffer: torch.Tensor) -> bool:
+        return buffer.is_floating_point() and buffer.dtype != self._dtype
 
     def hide(self) -> None:
         """Puts the buffers back, with what was written into the copies."""
         shown, self._shown = self._shown, []
-        for module, name, buffer, cast in shown:
-            if name not in module._buffers:
-                continue  # deleted meanwhile
-            current = module._buffers[name]
-            if current is cast.copy:
-                _write_back(module, name, buffer, cast)
-                module._buffers[name] = buffer
-            elif current is not None and current.is_floating_point():
-                # Another tensor was assigned.
-                module._buffers[name] = current.to(buffer.dtype)
+        for ref, name, place in shown:
+            place.units -= 1
+            module = ref()
+            if module is None or place.units or _places[module].get(name) is not place:
+                continue
+            del _places[module][name]
+            if name in module._buffers:  # not deleted meanwhile
+                _put_back(module, name, place)
+
+
+def _put_back(module: nn.Module, name: str, place: _Place) -> None:
+    current, buffer = module._buffers[name], place.buffer
+    if current is place.cast.copy:
+        _write_back(module, name, buffer, place.cast)
+        module._buffers[name] = buffer
+    elif current is not None and current.is_floating_point():
+        module._buffers[name] = current.to(buffer.dtype)  # another tensor was assigned
 
 
 def _cast_of(buffer: torch.Tensor, dtype: torch.dtype) -> _Cast:

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from extended import Bf16, extend
+from lifetimes import collector_off, references
 from precision_twins import DIM, Net, rows
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -230,6 +231,23 @@ class TestBuffers:
             gc.collect()
             assert cast() is None
 
+    def test_a_module_of_several_units(self) -> None:
+        """A table that all layers look things up in is cast until the last of them is through."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+            model = nn.Sequential(nn.Linear(DIM, 4), nn.Linear(DIM, 4))
+            table = model[0].table = model[1].table = nn.Module()
+            table.register_buffer("values", torch.ones(3))
+            original = table.values
+            for layer in model:
+                fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(buffer_dtype=FP64))
+            for change in ("unshard", "reshard"):
+                getattr(model[0], change)()
+                assert table.values.dtype is FP64
+                table.values.mul_(2)
+                getattr(model[1], change)()
+            assert table.values is original and (original == 4).all()
+
     def test_what_forward_assigns_or_deletes(self) -> None:
         class Assigns(nn.Linear):
             def forward(self, x):
@@ -383,6 +401,30 @@ def test_gradients_in_half_the_memory() -> None:
             model(torch.ones(2, DIM)).sum().backward()
             sizes.append(held_bytes(model.weight.grad.to_local()))
         assert sizes[0] == 2 * sizes[1]
+
+
+def test_freed_at_once() -> None:
+    """By reference counts: wrapped modules, both precisions of a bucket, casts of buffers."""
+    policy = MixedPrecisionPolicy(
+        FP64,
+        buffer_dtype=FP64,
+        keep_low_precision_grads=True,
+        full_precision_in_eval=True,
+        full_precision_modules=(nn.LayerNorm,),
+    )
+    with fake_world(0, 2), collector_off():
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        model = parallelize(Net(), mesh, mp_policy=policy)
+        casts = {}
+        for mode in (True, False, True):
+            model.train(mode)
+            model(rows(0)).sum().backward()
+        model.unshard()
+        casts["a cast"] = model.layers[0].gain
+        others = the_unit(model.layers[0]).group.buckets[0].other_precision
+        alive = references(model, **casts, other=others["unsharded"])
+        del model, casts, others
+        assert not [name for name, ref in alive.items() if ref() is not None]
 
 
 def disagree(field, value):
