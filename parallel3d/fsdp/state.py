@@ -75,7 +75,7 @@ class Unit(Settings):
         self.context: RunContext | None = None
         self.to_run: set[int] = set()
         self.depth = 0
-        self.position = 0
+        self.position = self.backward_position = 0
         self.begun: set[int] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
@@ -121,6 +121,12 @@ class Unit(Settings):
                 if unit is None or id(unit) in seen:
                     continue
                 seen.add(id(unit))
+                if unit.schedule is not None and unit is not self:
+                    raise StateError(
+                        f"the unit {name or type(root_module).__name__!r} was given a schedule of gathers "
+                        "(set_backward_prefetch, set_forward_prefetch or set_limit_all_gathers), but it is "
+                        f"inside another, {self.label!r}; call the methods on the outermost unit"
+                    )
                 if unit.context is not None:  # what was issued there is finished there
                     unit.context.comm.finish()
                     if unit.group.state is GroupState.GATHERING:
@@ -207,13 +213,7 @@ class Unit(Settings):
         if context.running and not context.in_backward:
             self.position = len(context.order)
             context.order.append(self.ref)
-            if self.forward_prefetch is None:
-                context.prefetch_forward(self.position)
-            else:
-                for ref in self.forward_prefetch:
-                    unit = ref()
-                    if unit is not None:
-                        unit.issue_unshard(context)
+            context.prefetch_forward(self)
 
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
@@ -336,13 +336,7 @@ class Unit(Settings):
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
-        if self.backward_prefetch is None:
-            context.prefetch_backward(call.position)
-        else:
-            for ref in self.backward_prefetch:
-                unit = ref()
-                if unit is not None and unit.unshard_in_backward:
-                    unit.group.issue_unshard(context.comm)
+        context.prefetch_backward(self, call.position)
         issuing.unit = self.label
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
@@ -381,6 +375,8 @@ class Unit(Settings):
     def finish_backward(self, context: RunContext) -> None:
         """Reshards the group and issues its reduction."""
         self.leave_backward(context)
+        if context.schedule is not None:
+            context.schedule.end_backward(self, context)
         context.reduce(self)
         self.arrived = 0
         self.backward_begun = False
