@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import BackwardPrefetch
 
+from parallel3d.errors import StateError
 from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.members import units_of
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.context import RunContext
     from parallel3d.fsdp.state import Unit
 
-__all__ = ["BackwardPrefetch", "GatherSchedule"]
+__all__ = ["BackwardPrefetch", "GatherSchedule", "check_inner_schedules"]
 
 
 class GatherSchedule:
@@ -113,3 +115,15 @@ class GatherSchedule:
             if (unit := ref()) is not None and unit.group.state is GroupState.GATHERING
         ]
         return self.limit is None or len(self._ahead) < self.limit
+
+
+def check_inner_schedules(root: Unit) -> None:
+    """Raises if a unit inside ``root`` was given a schedule, as if it were the outermost one."""
+    for module in root.modules:
+        for unit in units_of(module, recurse=True):
+            if unit.schedule is not None and unit is not root:
+                raise StateError(
+                    f"{unit.label!r} was given a schedule of gathers (set_backward_prefetch, "
+                    f"set_forward_prefetch or set_limit_all_gathers), but it is inside {root.label!r}; call "
+                    "the methods on the outermost unit"
+                )

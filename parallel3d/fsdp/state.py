@@ -28,6 +28,7 @@ from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
 from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import Members, unit_of
+from parallel3d.fsdp.schedule import check_inner_schedules
 from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.step_guard import StepGuard
 from parallel3d.fsdp.tree import map_tensors, tensors_in
@@ -113,6 +114,7 @@ class Unit(Settings):
         """The shared context; made here if this unit is the first to run, as the root of those below."""
         if self.context is not None:
             return self.context
+        check_inner_schedules(self)
         context = RunContext(self, self.shared_comm or make_comm(self.device_type))
         seen: set[int] = set()
         for root_module in self.modules:
@@ -121,12 +123,6 @@ class Unit(Settings):
                 if unit is None or id(unit) in seen:
                     continue
                 seen.add(id(unit))
-                if unit.schedule is not None and unit is not self:
-                    raise StateError(
-                        f"the unit {name or type(root_module).__name__!r} was given a schedule of gathers "
-                        "(set_backward_prefetch, set_forward_prefetch or set_limit_all_gathers), but it is "
-                        f"inside another, {self.label!r}; call the methods on the outermost unit"
-                    )
                 if unit.context is not None:  # what was issued there is finished there
                     unit.context.comm.finish()
                     if unit.group.state is GroupState.GATHERING:

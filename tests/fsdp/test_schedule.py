@@ -281,7 +281,7 @@ def test_what_is_refused():
         with pytest.raises(Parallel3dError, match="True or False"):
             model.set_forward_prefetch("yes")
         model.layers[0].set_limit_all_gathers(1)  # it may still become a root
-        with pytest.raises(StateError, match=r"'layers\.0' was given a schedule"):
+        with pytest.raises(StateError, match="was given a schedule"):
             model(tokens(0))
         model.layers[0].set_limit_all_gathers(None)
         model(tokens(0))
