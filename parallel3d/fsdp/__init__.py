@@ -20,6 +20,7 @@ from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_c
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
 from parallel3d.fsdp.optim_state_dict import load_optim_state_dict, optim_state_dict
 from parallel3d.fsdp.order_check import check_execution_order
+from parallel3d.fsdp.schedule import BackwardPrefetch
 from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
 from parallel3d.fsdp.state_dict_type import (
     FullOptimStateDictConfig,
@@ -38,6 +39,7 @@ from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy
 from parallel3d.fsdp.transforms import chunk, gather
 
 __all__ = [
+    "BackwardPrefetch",
     "CPUOffloadPolicy",
     "CommHookState",
     "DataParallelMeshDims",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from parallel3d._compat import backward_id, queue_backward_callback, untraced
@@ -28,6 +29,7 @@ class RunContext:
         creates_graph: whether it is a backward with ``create_graph=True``.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
+        schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
     """
 
     def __init__(self, root: Unit, comm: Comm) -> None:
@@ -41,6 +43,7 @@ class RunContext:
         self.creates_graph = False
         self.iteration = 0
         self.running = False
+        self.schedule = root.schedule
 
     @property
     def root(self) -> Unit:
@@ -64,6 +67,8 @@ class RunContext:
         """The root's forward begins."""
         self.iteration += 1
         self.running = True
+        if self.schedule is not None:
+            self.schedule.begin_pass()
         for unit in self.units:
             if unit.group.state is GroupState.GATHERING and not unit.group.kept:
                 unit.group.reshard(self.comm)  # the last forward did not get there
@@ -78,30 +83,52 @@ class RunContext:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
 
-    def prefetch_forward(self, position: int) -> None:
-        """Issues the all-gather of the unit that came after ``position`` in the last iteration."""
-        order = self.last_order
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Issues the all-gathers of what comes after ``unit``, whose forward begins."""
+        if self.schedule is not None:
+            self.schedule.begin_forward(unit, self)
+            return
+        for following in self.next_in_forward(unit):
+            following.issue_unshard(self)
+
+    def next_in_forward(self, unit: Unit) -> Iterable[Unit]:
+        """The units that the user has named, or the one that came after ``unit`` in the last iteration."""
+        if unit.forward_prefetch is not None:
+            return _alive(unit.forward_prefetch)
+        order, position = self.last_order, unit.position
         if position + 1 < len(order) and order[position] is self.order[position]:
-            unit = order[position + 1]()
-            if unit is not None:
-                unit.issue_unshard(self)
+            following = order[position + 1]()
+            return () if following is None else (following,)
+        return ()
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def prefetch_backward(self, position: int) -> None:
-        """Issues the all-gather of the unit whose backward comes after that of ``position``."""
+    def prefetch_backward(self, unit: Unit, position: int) -> None:
+        """Issues the all-gathers of what comes after ``unit``, which begins the backward of its forward at
+        ``position``."""
+        if self.schedule is not None:
+            self.schedule.begin_backward(unit, position, self)
+            return
+        for following in self.next_in_backward(unit, position):
+            following.group.issue_unshard(self.comm)
+
+    def next_in_backward(self, unit: Unit, position: int) -> Iterable[Unit]:
+        """The units that the user has named, or the one whose forward came before; if backward reads them."""
+        if unit.backward_prefetch is not None:
+            return [each for each in _alive(unit.backward_prefetch) if each.unshard_in_backward]
         for ref in reversed(self.order[:position]):
-            unit = ref()
-            if unit is not None and unit.group.buckets and not unit.backward_begun:
-                if unit.unshard_in_backward:
-                    unit.group.issue_unshard(self.comm)
-                return
+            before = ref()
+            if before is not None and before.group.buckets and not before.backward_begun:
+                return (before,) if before.unshard_in_backward else ()
+        return ()
 
     def enter_backward(self) -> None:
         """Called by every pre-backward hook; queues the callback once."""
         if not self.in_backward:
             self.in_backward = True
             self.backward_id = backward_id()
+            if self.schedule is not None:
+                self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
 
     def reduce(self, unit: Unit) -> None:
@@ -156,3 +183,7 @@ class RunContext:
                 bucket.grads.forget()
                 bucket.grads.drop_waiting()
         issuing.unit = ""
+
+
+def _alive(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
+    return [unit for ref in refs if (unit := ref()) is not None]

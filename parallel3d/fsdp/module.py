@@ -1,4 +1,7 @@
-"""FSDPModule: the methods a module gains from ``fully_shard``. Those about communication: ``module_comm``."""
+"""FSDPModule: the methods a module gains from ``fully_shard``.
+
+Those about communication: ``module_comm``; about gathers ahead of their use: ``module_schedule``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.members import the_unit, unit_of, units_of
 from parallel3d.fsdp.module_comm import CommMethods
+from parallel3d.fsdp.module_schedule import ScheduleMethods
 from parallel3d.fsdp.other_form import check_not_shown
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.state_dict import saved_in_form
@@ -40,7 +44,7 @@ class UnshardHandle(TorchUnshardHandle):
             unit.group.show()
 
 
-class FSDPModule(CommMethods, TorchFSDPModule):
+class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
     """Mixed into the class of every module that ``fully_shard`` was applied to.
 
     An instance of torch's class too, which its pipelining and others ask for; every method is our own.

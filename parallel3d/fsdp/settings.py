@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
     from parallel3d.fsdp.order_check import OrderCheck
+    from parallel3d.fsdp.schedule import GatherSchedule
     from parallel3d.fsdp.state import Unit
     from parallel3d.fsdp.state_dict_type import Form
 
@@ -25,6 +26,7 @@ class Settings:
         reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
+        schedule: of the root: when units are gathered ahead of their use; None: as usual.
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
@@ -39,6 +41,7 @@ class Settings:
         self.unshard_in_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.schedule: GatherSchedule | None = None
         self.sync = True
         self.all_reduce = True
         self.post_optim_event: Any = None
@@ -48,6 +51,8 @@ class Settings:
 
     def take_settings(self, other: Settings) -> None:
         """Those of ``other``, of which this is a copy, but for what refers to units and streams."""
+        if other.schedule is not None:
+            self.schedule = other.schedule.copy()
         for name in (
             "keep_in_eval",
             "reshard_after_backward",

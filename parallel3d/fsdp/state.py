@@ -28,6 +28,7 @@ from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
 from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.members import Members, unit_of
+from parallel3d.fsdp.schedule import check_inner_schedules
 from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.step_guard import StepGuard
 from parallel3d.fsdp.tree import map_tensors, tensors_in
@@ -75,7 +76,7 @@ class Unit(Settings):
         self.context: RunContext | None = None
         self.to_run: set[int] = set()
         self.depth = 0
-        self.position = 0
+        self.position = self.backward_position = 0
         self.begun: set[int] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
@@ -113,6 +114,7 @@ class Unit(Settings):
         """The shared context; made here if this unit is the first to run, as the root of those below."""
         if self.context is not None:
             return self.context
+        check_inner_schedules(self)
         context = RunContext(self, self.shared_comm or make_comm(self.device_type))
         seen: set[int] = set()
         for root_module in self.modules:
@@ -207,13 +209,7 @@ class Unit(Settings):
         if context.running and not context.in_backward:
             self.position = len(context.order)
             context.order.append(self.ref)
-            if self.forward_prefetch is None:
-                context.prefetch_forward(self.position)
-            else:
-                for ref in self.forward_prefetch:
-                    unit = ref()
-                    if unit is not None:
-                        unit.issue_unshard(context)
+            context.prefetch_forward(self)
 
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
@@ -336,13 +332,7 @@ class Unit(Settings):
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
         self.group.show()
-        if self.backward_prefetch is None:
-            context.prefetch_backward(call.position)
-        else:
-            for ref in self.backward_prefetch:
-                unit = ref()
-                if unit is not None and unit.unshard_in_backward:
-                    unit.group.issue_unshard(context.comm)
+        context.prefetch_backward(self, call.position)
         issuing.unit = self.label
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
@@ -381,6 +371,8 @@ class Unit(Settings):
     def finish_backward(self, context: RunContext) -> None:
         """Reshards the group and issues its reduction."""
         self.leave_backward(context)
+        if context.schedule is not None:
+            context.schedule.end_backward(self, context)
         context.reduce(self)
         self.arrived = 0
         self.backward_begun = False

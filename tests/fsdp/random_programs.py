@@ -14,7 +14,7 @@ from torch import nn
 from wrapped import at_rest
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d.fsdp import FSDPModule
+from parallel3d.fsdp import BackwardPrefetch, CommHookState, FSDPModule, reduce_scatter_hook
 from parallel3d.testing import LocalWorld, local_world, shards_of
 
 __all__ = ["Config", "configs", "run"]
@@ -59,6 +59,30 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Comm:
+    """How the parallel model communicates, which changes nothing either.
+
+    Attributes:
+        hook: whether an averaging communication hook reduces gradients.
+        backward: when backwards prefetch.
+        forward: whether forwards do.
+        limit: how many units at a time.
+    """
+
+    hook: bool = False
+    backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward: bool = True
+    limit: int | None = None
+
+    def apply(self, model: Any) -> None:
+        if self.hook:
+            model.register_comm_hook(CommHookState(), reduce_scatter_hook)
+        model.set_backward_prefetch(self.backward)
+        model.set_forward_prefetch(self.forward)
+        model.set_limit_all_gathers(self.limit)
+
+
+@dataclass(frozen=True)
 class Config:
     """A model, its mesh and a training run."""
 
@@ -70,6 +94,7 @@ class Config:
     reduce_dtype: torch.dtype | None = None
     input_grad: bool = False
     seed: int = 0
+    comm: Comm = Comm()
 
     @property
     def exact(self) -> bool:
@@ -84,6 +109,7 @@ class Config:
         lines = [
             f"mesh (replicate, shard, tp) {self.mesh}, seed {self.seed}, frozen {self.frozen}",
             f"adamw {self.adamw}, reduce_dtype {self.reduce_dtype}, input_grad {self.input_grad}",
+            f"{self.comm}",
             tree(self.model),
         ]
         for index, step in enumerate(self.steps):
@@ -193,6 +219,7 @@ class Comparison:
         with world.resumed():
             mesh = build_mesh(self.layout, device_type="cpu")
             apply(parallel, mesh, config.reduce_dtype)
+            config.comm.apply(parallel)
         self.parallel = Side(parallel, config)
         self.objects = [id(p) for p in parallel.parameters()]
         self.boxes: dict[Any, list[tuple[slice, ...]]] = {}
@@ -341,6 +368,13 @@ micros = st.builds(
     st.sampled_from([None, None, None, "none", "zeros"]),
 )
 steps = st.builds(Step, st.lists(micros, min_size=1, max_size=2).map(tuple), numbers, clears)
+comms = st.builds(
+    Comm,
+    st.booleans(),
+    st.sampled_from([BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]),
+    st.booleans(),
+    st.sampled_from([None, None, 1, 2]),
+)
 configs = st.builds(
     Config,
     models,
@@ -351,4 +385,5 @@ configs = st.builds(
     st.sampled_from([None, None, torch.float32]),
     st.booleans(),
     st.integers(0, 999),
+    comms,
 )

@@ -1,0 +1,300 @@
+"""When units are gathered ahead of their use, and how many at a time."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from models import LM_PLAN, Lm, lm_loss, tokens
+from noted_streams import Device, find, happens_before, note
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
+from wrapped import held_bytes, shard_blocks
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp import BackwardPrefetch
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.testing import assert_parity, fake_world, record_collectives
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+FSDP = MeshLayout(1, 4, 1)
+
+
+def all_ahead(model: nn.Module) -> None:
+    """Each block names all that come after it, in forward and in backward."""
+    blocks = list(model.layers)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 :])
+        block.set_modules_to_backward_prefetch(blocks[:index][::-1])
+
+
+def scheduled(
+    model: nn.Module,
+    mesh,
+    *,
+    backward: BackwardPrefetch | None = PRE,
+    forward: bool = True,
+    limit: int | None = None,
+    greedy: bool = False,
+) -> nn.Module:
+    """parallel3d's own TP where the mesh has a tp axis."""
+    model = parallelize(model, mesh, LM_PLAN if mesh["tp"].size() > 1 else None)
+    model.set_backward_prefetch(backward)
+    model.set_forward_prefetch(forward)
+    model.set_limit_all_gathers(limit)
+    if greedy:
+        all_ahead(model)
+    return model
+
+
+SCHEDULES = {
+    "post": {"backward": POST},
+    "none": {"backward": None, "forward": False},
+    "limit": {"limit": 1, "greedy": True},
+    "post, limit": {"backward": POST, "limit": 2, "greedy": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (MeshLayout(2, 2, 1), "post"),
+        (MeshLayout(2, 2, 1), "none"),
+        (MeshLayout(2, 1, 2), "none"),
+        (MeshLayout(2, 2, 1), "limit"),
+        (MeshLayout(1, 2, 2), "post, limit"),
+    ],
+    ids=str,
+)
+def test_the_numbers_are_the_plain_models(layout, name):
+    apply = functools.partial(scheduled, **SCHEDULES[name])
+    build = functools.partial(Lm, layers=3)
+    result = assert_parity(build, tokens, layout, loss=lm_loss, apply=apply, steps=2, fp32=False)
+    assert result.grads["float64"] < 1e-12
+
+
+def on_gloo(name: str) -> tuple[float, list]:
+    """The gradients' difference, and the collectives of a second step."""
+    layout = MeshLayout(2, 2, 1)
+    apply = functools.partial(scheduled, **SCHEDULES[name])
+    build = functools.partial(Lm, layers=4)
+    result = assert_parity(build, tokens, layout, loss=lm_loss, apply=apply, steps=2, fp32=False)
+    mesh = build_mesh(layout, device_type="cpu")
+    model = apply(build(), mesh)
+    for _ in range(2):
+        with record_collectives(mesh) as recorder:
+            lm_loss(model, tokens(dist.get_rank())).backward()
+    return result.grads["float64"], [(call.op, call.axis, call.unit) for call in recorder.calls]
+
+
+@pytest.mark.parametrize("name", ["none", "post, limit"])
+def test_on_processes(gloo_pool, name):
+    """And ranks issue the same in the same order."""
+    results = gloo_pool.run(on_gloo, name, world_size=4)
+    assert all(grads < 1e-12 for grads, _ in results)
+    assert all(calls == results[0][1] for _, calls in results)
+
+
+# ---- what happens when ----
+
+
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    device = Device()
+    note(device, monkeypatch)
+    return device
+
+
+def noted(device: Device, layers: int = 3, **options) -> list:
+    """The log of a second step, with the computation of each block."""
+    with fake_world(0, 4):
+        model = scheduled(Lm(layers=layers), build_mesh(FSDP, device_type="cpu"), **options)
+        for layer in model.layers:
+            layer.norm.register_forward_pre_hook(
+                lambda m, _, layer=layer: device.now.put(f"compute {unit_of(layer).label}")
+            )
+            layer.down.register_full_backward_pre_hook(
+                lambda m, _, layer=layer: device.now.put(f"backward {unit_of(layer).label}")
+            )
+        lm_loss(model, tokens(0)).backward()
+        device.log.clear()
+        lm_loss(model, tokens(0)).backward()
+    return list(device.log)
+
+
+def order(log: list, *kinds: str) -> list[str]:
+    return [what for what, _, _ in log if what.split()[0] in kinds and "layers" in what]
+
+
+BACKWARDS = {
+    PRE: "all_gather 1, backward 2, reduce_scatter 2, all_gather 0, backward 1",
+    POST: "backward 2, all_gather 1, reduce_scatter 2, backward 1, all_gather 0",
+    None: "backward 2, reduce_scatter 2, all_gather 1, backward 1, reduce_scatter 1",
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS, ids=str)
+def test_backward_prefetch(device, backward):
+    log = order(noted(device, backward=backward), "all_gather", "backward", "reduce_scatter")
+    first = max(log.index("all_gather layers.2", 3), 0) + 1
+    shown = ", ".join(log[first : first + 5]).replace("layers.", "")
+    assert shown == BACKWARDS[backward]
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_forward_prefetch(device, forward):
+    log = order(noted(device, forward=forward), "all_gather", "compute")[:6]
+    gathers = [log.index(f"all_gather layers.{i}") for i in (1, 2)]
+    computes = [log.index(f"compute layers.{i}") for i in (0, 1)]
+    assert all((a < b) == forward for a, b in zip(gathers, computes, strict=True))
+
+
+def test_post_is_on_demand_where_ranks_may_use_different_parameters(device):
+    """There backwards end in another order on each rank, and gathers must not."""
+    with fake_world(0, 4):
+        model = scheduled(Lm(layers=2), build_mesh(FSDP, device_type="cpu"), backward=POST)
+        model.set_reduce_scatter_unused_params(True)
+        lm_loss(model, tokens(0)).backward()
+    log = order(device.log, "all_gather", "reduce_scatter")
+    assert log[-3:] == ["reduce_scatter layers.1", "all_gather layers.0", "reduce_scatter layers.0"]
+
+
+# ---- the limit ----
+
+
+def most_held(monkeypatch, layers: int = 6, **options) -> tuple[int, int]:
+    """The most blocks that have gathered memory at once, in a second step's forward and backward."""
+    most: list[int] = []
+    with fake_world(0, 4):
+        model = scheduled(Lm(layers=layers), build_mesh(FSDP, device_type="cpu"), **options)
+        blocks = [the_unit(block).group.buckets[0] for block in model.layers]
+
+        def counted(name: str) -> None:
+            original = getattr(Bucket, name)
+
+            def wrapper(self, *args):
+                result = original(self, *args)
+                held = [b for b in blocks if held_bytes(b.unsharded) or held_bytes(b.gathered)]
+                most.append(len(held))
+                return result
+
+            monkeypatch.setattr(Bucket, name, wrapper)
+
+        counted("gather_buffers")
+        counted("copy_out")
+        lm_loss(model, tokens(0)).backward()
+        most.clear()
+        loss = lm_loss(model, tokens(0))
+        forward = max(most)
+        most.clear()
+        loss.backward()
+    return forward, max(most)
+
+
+def test_usual_memory(monkeypatch):
+    assert most_held(monkeypatch) == (2, 2)
+
+
+def test_memory_without_prefetch(monkeypatch):
+    assert most_held(monkeypatch, backward=None, forward=False) == (1, 1)
+
+
+def test_memory_with_prefetch_after_the_backward(monkeypatch):
+    assert most_held(monkeypatch, backward=POST) == (2, 1)
+
+
+@pytest.mark.parametrize(("limit", "held"), [(None, (6, 6)), (3, (4, 4)), (1, (2, 2))])
+def test_limit_bounds_memory(monkeypatch, limit, held):
+    """What is in use and ``limit`` more, however many the user names."""
+    assert most_held(monkeypatch, limit=limit, greedy=True) == held
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_limit_holds_although_the_cpu_runs_ahead(device, limit):
+    """The memory of a gather is taken by a stream that has waited for the block ``limit + 1`` before it,
+    and no longer than needed: not for the one after that."""
+    log = noted(device, layers=5, limit=limit, greedy=True)
+    casts = [find(log, f"gather_buffers layers.{i}") for i in range(5)]
+    for direction in (0, 1):
+        kind = ("compute", "backward")[direction]
+        places = range(5) if direction == 0 else range(4, -1, -1)
+        gathers = [casts[place][direction] for place in places]
+        computed = [find(log, f"{kind} layers.{place}")[0] for place in places]
+        for at, gather in enumerate(gathers):
+            for before, compute in enumerate(computed):
+                waits = limit is not None and at - before > limit
+                assert happens_before(compute, gather) == (waits or False), (at, before)
+
+
+def test_put_off_prefetches_are_issued_in_order(device):
+    log = noted(device, layers=5, limit=2, greedy=True)
+    gathers = order(log, "all_gather")
+    assert gathers == [f"all_gather layers.{i}" for i in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)]
+
+
+def test_a_forward_that_breaks_off_leaves_nothing_put_off():
+    with fake_world(0, 4):
+        model = scheduled(Lm(layers=5), build_mesh(FSDP, device_type="cpu"), limit=1, greedy=True)
+
+        def explode(*_: object) -> None:
+            raise KeyError("the user's own")
+
+        handle = model.layers[1].norm.register_forward_pre_hook(explode)
+        with pytest.raises(KeyError):
+            model(tokens(0))
+        handle.remove()
+        model.reset_iter_state()
+        with record_collectives() as recorder:
+            lm_loss(model, tokens(0)).backward()
+        assert recorder.count("all_gather") == 2 * 5 + 2  # embedding, norm and head: once
+
+
+# ---- arguments ----
+
+
+def test_the_usual_costs_nothing():
+    with fake_world(0, 4):
+        model = shard_blocks(Lm(), build_mesh(FSDP, device_type="cpu"))
+        model.set_limit_all_gathers(2)
+        model.set_backward_prefetch(None)
+        model(tokens(0))
+        context = the_unit(model).context
+        assert context.schedule is not None
+        model.set_limit_all_gathers(None)
+        model.set_forward_prefetch(True)
+        model.set_backward_prefetch(TorchBackwardPrefetch.BACKWARD_PRE)
+        assert the_unit(model).schedule is context.schedule is None
+
+
+def test_what_is_refused():
+    with fake_world(0, 4):
+        model = shard_blocks(Lm(), build_mesh(FSDP, device_type="cpu"))
+        for wrong in (0, -1, True, 1.5, "2"):
+            with pytest.raises(Parallel3dError, match="at least 1"):
+                model.set_limit_all_gathers(wrong)
+        for wrong in ("BACKWARD_PRE", True, 1):
+            with pytest.raises(Parallel3dError, match="BACKWARD_POST"):
+                model.set_backward_prefetch(wrong)
+        with pytest.raises(Parallel3dError, match="True or False"):
+            model.set_forward_prefetch("yes")
+        model.layers[0].set_limit_all_gathers(1)  # it may still become a root
+        with pytest.raises(StateError, match="was given a schedule"):
+            model(tokens(0))
+        model.layers[0].set_limit_all_gathers(None)
+        model(tokens(0))
+        with pytest.raises(StateError, match="the outermost unit"):
+            model.layers[0].set_limit_all_gathers(1)
+
+
+def test_copies_have_a_schedule_of_their_own():
+    with fake_world(0, 4):
+        model = shard_blocks(Lm(), build_mesh(FSDP, device_type="cpu"))
+        model.set_limit_all_gathers(2)
+        other = copy.deepcopy(model)
+        model.set_limit_all_gathers(3)
+        assert the_unit(other).schedule.limit == 2
+        other(tokens(0))
+        assert torch.is_tensor(other.head.weight)
