@@ -5,7 +5,7 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -57,6 +57,7 @@ __all__ = [
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
+    "simulation_off",
     "simulation_paused",
     "symmetric_memory",
     "tensors_by_rank",
@@ -253,6 +254,12 @@ def init_fake_group(rank: int, world_size: int) -> None:
 def simulation_paused(mode: LocalTensorMode) -> bool:
     """Whether ``mode`` is active but suspended by its ``disable()``."""
     return mode._disable
+
+
+def simulation_off() -> AbstractContextManager[None]:
+    """Within it tensors are plain, also where ranks are simulated: for what no rank does as such."""
+    mode = local_tensor_mode()
+    return nullcontext() if mode is None else mode.disable()
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:

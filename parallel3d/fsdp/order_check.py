@@ -1,8 +1,8 @@
 """check_execution_order: which unit ranks are at, compared before anything is communicated for it.
 
 Collectives are matched by their order alone. A rank that runs its units in another order than the rest
-gathers other parameters than it thinks, or waits for ever. With the check on, ranks tell each other where they
-are, through the c10d store: it works although their collectives do not match any more.
+gathers other parameters than it thinks, or waits for ever. With the check on, ranks tell each other where
+they are, through the c10d store: it works although their collectives do not match any more.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def check_execution_order(
     units = list(units_of(model, recurse=True)) if isinstance(model, nn.Module) else []
     if not units:
         raise Parallel3dError(
-            f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or parallelize first"
+            f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or "
+            "parallelize first"
         )
     check = OrderCheck(_ranks_of(units), timeout) if enabled else None
     for unit in units:

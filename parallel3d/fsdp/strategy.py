@@ -41,8 +41,8 @@ def strategy_layout(
     if strategy not in _HYBRID:
         if shard is not None:
             raise Parallel3dError(
-                f"shard is {shard!r}, but {strategy.name} says itself over how many ranks it shards; leave it "
-                "out, or use HYBRID_SHARD"
+                f"shard is {shard!r}, but {strategy.name} says itself over how many ranks it shards; leave "
+                "it out, or use HYBRID_SHARD"
             )
         whole = strategy is ShardingStrategy.NO_SHARD
         sizes = {"replicate": -1, "shard": 1} if whole else {"replicate": 1, "shard": -1}
@@ -120,7 +120,7 @@ def _of_a_node(tp: int) -> int:
         )
     if type(tp) is not int or tp < 1 or int(given) % tp:
         raise MeshError(
-            f"tp is {tp!r} and a node has {given} ranks ({_RANKS_PER_NODE}): a node must hold whole tp groups; "
-            "give shard=, or a tp that divides it"
+            f"tp is {tp!r} and a node has {given} ranks ({_RANKS_PER_NODE}): a node must hold whole tp "
+            "groups; give shard=, or a tp that divides it"
         )
     return int(given) // tp

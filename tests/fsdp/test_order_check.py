@@ -1,4 +1,4 @@
-"""check_execution_order: which unit ranks are at when they part, and which changed place between iterations."""
+"""check_execution_order: where ranks part, and what changed place between iterations."""
 
 import warnings
 from datetime import timedelta
@@ -66,7 +66,9 @@ class TestIterations:
             assert self.run(model, [0, 1, 2]) == []
             (said,) = self.run(model, [0, 2, 1])
             assert "unit layers.2 runs at place 3, where layers.1 was before" in said
-            assert self.run(model, [0, 2, 1]) == []  # compared with the one before, which did so too
+            assert (
+                self.run(model, [0, 2, 1]) == []
+            )  # compared with the one before, which did so too
             (said,) = self.run(model, [0, 1, 2], backward=False)  # in evaluation too
             assert "unit layers.1 runs at place 3" in said
             check_execution_order(model, enabled=False)
@@ -194,4 +196,3 @@ def test_processes_that_part(gloo_pool) -> None:
             assert f"Rank {rank} was at the forward of {here if rank == 2 else there}" in message
         assert len(silent) == (rank != 2)
         assert all(f"Rank {rank} was at the forward of FSDPBranching" in text for text in silent)
-

@@ -1,4 +1,4 @@
-"""ShardingStrategy: the mesh and reshard policy that say the same, on which the plain model's numbers come out."""
+"""ShardingStrategy: the mesh and reshard policy that say the same."""
 
 import functools
 
