@@ -5,7 +5,7 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -64,6 +64,7 @@ __all__ = [
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
+    "simulation_off",
     "simulation_paused",
     "symmetric_memory",
     "tensors_by_rank",
@@ -343,6 +344,12 @@ def value_on_rank(value: Any, rank: int) -> Any:
         node = value.node
         return node._local_ints[rank] if isinstance(node, LocalIntNode) else int(value)
     return value
+
+
+def simulation_off() -> AbstractContextManager[None]:
+    """Within it tensors are plain, also where ranks are simulated: for what no rank does as such."""
+    mode = local_tensor_mode()
+    return nullcontext() if mode is None else mode.disable()
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:

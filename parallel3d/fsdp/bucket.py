@@ -30,24 +30,13 @@ from parallel3d.fsdp.grads import GradientSlots
 from parallel3d.fsdp.offload import places_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.small_world import SmallWorld
-from parallel3d.fsdp.storage import allocate, release
+from parallel3d.fsdp.storage import allocate, release, with_own_storage
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.hooked_reduce import HookedReduce
     from parallel3d.fsdp.step_guard import StepGuard
 
 __all__ = ["Bucket"]
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage begins and ends with it.
-
-    So saving or copying one parameter doesn't drag the bucket; and torch pickles and deep-copies a
-    DTensor rightly only if its local tensor has no storage offset.
-    """
-    if type(view) is not torch.Tensor or view.is_meta:  # simulated ranks, fake tensors
-        return view
-    return torch.from_dlpack(view)
 
 
 class Bucket:
@@ -168,7 +157,7 @@ class Bucket:
         self._describe(device)
         # Zeros: padding must stay finite, norms and casts run over whole buffers.
         self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=self.pin)
-        self.local_views = [_with_own_storage(v) for v in self.local_parts(self.flat)]
+        self.local_views = [with_own_storage(v) for v in self.local_parts(self.flat)]
         for param, view in zip(params, self.local_views, strict=True):
             if param.initial is not None:
                 view.copy_(param.shard_of(param.initial, tp_local=True))

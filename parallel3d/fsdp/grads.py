@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,15 @@ from parallel3d.fsdp.reduce_job import ReduceJob, divisor_before_sum
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
 
-__all__ = ["GradientSlots"]
+__all__ = ["GradientSlots", "flat_gradient"]
 
 _FLAT = "_parallel3d_flat"  # on a gradient: the buffer that it and its bucket's others are views of
+
+
+def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The buffer (S,) that all ``grads`` of a bucket are views of; None if they are not."""
+    flat = getattr(grads[0], _FLAT, None)
+    return flat if all(getattr(grad, _FLAT, None) is flat for grad in grads) else None
 
 
 class GradientSlots:

@@ -52,8 +52,8 @@ def check_execution_order(
     units = list(units_of(model, recurse=True)) if isinstance(model, nn.Module) else []
     if not units:
         raise Parallel3dError(
-            f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or parallelize "
-            "first"
+            f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or "
+            "parallelize first"
         )
     check = OrderCheck(_ranks_of(units), timeout) if enabled else None
     for unit in units:

@@ -5,6 +5,7 @@ from parallel3d.optim.clip import clip_grad_norm_
 from parallel3d.optim.ema import EMA
 from parallel3d.optim.global_mean import global_mean
 from parallel3d.optim.grad_scaler import GradScaler
+from parallel3d.optim.local import local
 from parallel3d.optim.step_in_backward import StepInBackward, step_in_backward
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "accumulate",
     "clip_grad_norm_",
     "global_mean",
+    "local",
     "step_in_backward",
 ]

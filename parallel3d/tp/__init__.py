@@ -12,6 +12,7 @@ from parallel3d.tp.collectives import (
 )
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
+from parallel3d.tp.same_batch import check_same_batch
 from parallel3d.tp.styles import (
     Colwise,
     PrepareInput,
@@ -35,6 +36,7 @@ __all__ = [
     "Style",
     "TpAxis",
     "VocabParallel",
+    "check_same_batch",
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",

@@ -1,4 +1,4 @@
-"""check_execution_order: where ranks are when they part, and which unit changed place between iterations."""
+"""check_execution_order: where ranks part, and what changed place between iterations."""
 
 import warnings
 from datetime import timedelta

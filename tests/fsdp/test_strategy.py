@@ -1,4 +1,4 @@
-"""ShardingStrategy: the mesh and reshard policy that say the same, with the plain model's numbers."""
+"""ShardingStrategy: the mesh and reshard policy that say the same."""
 
 import functools
 

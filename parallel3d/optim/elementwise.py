@@ -1,0 +1,87 @@
+"""Whether an optimizer is elementwise: found by trying it on a few numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from parallel3d._compat import simulation_off
+from parallel3d.errors import Parallel3dError
+
+__all__ = ["check_elementwise"]
+
+_SHAPE = (4, 6)
+_STEPS = 2
+
+
+def check_elementwise(
+    optimizer_class: type[Optimizer], options: dict[str, Any], device: torch.device
+) -> None:
+    """Steps a small matrix whole, and in two flat halves: an elementwise optimizer does the same to both.
+
+    On the shards of a parameter any other one computes something else than on the whole: norms, factors
+    or orthogonal matrices of parts.
+
+    Args:
+        options: what it is constructed with.
+        device: where it will step, which some options depend on.
+
+    Raises:
+        Parallel3dError: it is not elementwise, or does not step on plain dense tensors at all.
+        Exception: what the class itself raises for the options.
+    """
+    name = optimizer_class.__name__
+    # Not as any rank in particular, and without a trace in the user's random numbers.
+    with simulation_off(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(0)
+        start, *grads = torch.randn(_STEPS + 1, *_SHAPE, generator=generator, dtype=torch.float64)
+        whole = [start.clone()]
+        halves = [half.clone() for half in start.flatten().chunk(2)]
+        states = []
+        for parts in (whole, halves):
+            params = [nn.Parameter(part.to(device)) for part in parts]
+            optimizer = optimizer_class(params, **options)
+            _set_lr(optimizer)
+            try:
+                _steps(optimizer, params, grads)
+            except Exception as error:
+                raise Parallel3dError(
+                    f"optim.local: {name} can't step on plain local tensors; a trial on a matrix of "
+                    f"{_SHAPE}, whole and in parts, ended with {type(error).__name__}: {error}. Elementwise "
+                    "optimizers work (AdamW, SGD, ...), and with matrix=True those that need whole parameters"
+                ) from error
+            parts[:] = [param.detach().cpu() for param in params]
+            states.append([optimizer.state[param] for param in params])
+    moved = (whole[0] - start).abs().max()
+    apart = (whole[0].flatten() - torch.cat(halves)).abs().max()
+    if not apart <= 1e-9 * moved.clamp(min=1e-30) or not all(map(_is_elementwise, *states[:1])):
+        raise Parallel3dError(
+            f"optim.local: {name} is not elementwise: it does something else to a whole matrix than to its "
+            "parts, so that on shards it would not do what it does to the plain model; give matrix=True, and "
+            "it is given whole parameters"
+        )
+
+
+def _set_lr(optimizer: Optimizer) -> None:
+    """A rate that shows: the user's may be zero at first, or vanish beside rounding."""
+    for group in optimizer.param_groups:
+        lr = group.get("lr")
+        if lr is not None:
+            group["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, torch.Tensor) else 0.1
+
+
+def _steps(optimizer: Optimizer, params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+    for grad in grads:
+        parts = grad.flatten().split([param.numel() for param in params])
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.view(param.shape).to(param.device)
+        optimizer.step()
+
+
+def _is_elementwise(state: dict[str, Any]) -> bool:
+    """Whether each entry is as large as the parameter, or a single number."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return all(tuple(t.shape) == _SHAPE or t.dim() == 0 for t in tensors)

@@ -1,0 +1,128 @@
+"""LocalState: what an optimizer on local tensors steps on, beside what the user sees of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from parallel3d.optim.pieces import ParamPiece, Piece, State, pieces_of
+
+__all__ = ["LocalState"]
+
+
+class LocalState:
+    """The pieces of all groups, and the state that the optimizer has for them.
+
+    Attributes:
+        by_group: the groups' pieces.
+        state: what the optimizer sees as its state.
+        published: parameter -> (its entry in the state that is shown, the values in it).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> None:
+        self.params = [list(group["params"]) for group in groups]
+        self.by_group: list[list[Piece]] = []
+        self.state: defaultdict[Any, State] = defaultdict(dict)
+        self.published: dict[nn.Parameter, tuple[State, list[Any]]] = {}
+        self.last: dict[nn.Parameter, State] = {}
+        for group in groups:
+            self.by_group.append([])
+            for piece in pieces_of(group["params"]):
+                self._take(piece, shown)
+        params = {param for params in self.params for param in params}
+        self.state.update({k: v for k, v in shown.items() if k not in params})
+        self.publish(shown)
+
+    def _take(self, piece: Piece, shown: dict[Any, State]) -> None:
+        state = piece.join([shown.get(param, {}) for param in piece.params])
+        if state is None:  # its parameters have been stepped on differently
+            for param in piece.params:
+                self._take(ParamPiece(param), shown)
+            return
+        self.by_group[-1].append(piece)
+        if state:
+            self.state[piece.tensor] = state
+
+    def is_current(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> bool:
+        """Whether neither groups nor parameters nor state were changed from outside."""
+        return (
+            len(groups) == len(self.params)
+            and all(
+                len(group["params"]) == len(params)
+                and all(a is b for a, b in zip(group["params"], params, strict=True))
+                for group, params in zip(groups, self.params, strict=True)
+            )
+            and all(piece.is_current for pieces in self.by_group for piece in pieces)
+            and all(
+                self._is_as_published(param, shown) for params in self.params for param in params
+            )
+        )
+
+    def _is_as_published(self, param: nn.Parameter, shown: dict[Any, State]) -> bool:
+        entry = shown.get(param)
+        known = self.published.get(param)
+        if entry is None or known is None:
+            return not entry and known is None
+        return (
+            entry is known[0]
+            and len(entry) == len(known[1])
+            and all(a is b for a, b in zip(entry.values(), known[1], strict=True))
+        )
+
+    @contextmanager
+    def shown_to(self, optimizer: Any) -> Iterator[None]:
+        """Within it ``optimizer`` has the pieces, their gradients and their state."""
+        groups, shown = optimizer.param_groups, optimizer.state
+        pieces = [piece for group in self.by_group for piece in group]
+        try:
+            for piece in pieces:
+                if piece.tensor is not piece.params[0]:
+                    piece.tensor.grad = piece.grad()
+            for group, mine in zip(groups, self.by_group, strict=True):
+                group["params"] = [piece.tensor for piece in mine]
+            optimizer.state = self.state
+            yield
+        finally:
+            optimizer.state = shown
+            for group, params in zip(groups, self.params, strict=True):
+                group["params"] = list(params)
+            for piece in pieces:
+                if piece.tensor is not piece.params[0]:
+                    piece.tensor.grad = None
+
+    def publish(self, shown: dict[Any, State]) -> None:
+        """Shows what is new in the state since the last time; the rest is the same memory."""
+        tensors = set()
+        for pieces in self.by_group:
+            for piece in pieces:
+                tensors.add(piece.tensor)
+                state = self.state.get(piece.tensor)
+                if state is not None:
+                    self._publish(piece, state, shown)
+        for key, value in self.state.items():
+            if key not in tensors:
+                shown[key] = value
+
+    def _publish(self, piece: Piece, state: State, shown: dict[Any, State]) -> None:
+        last = self.last.get(piece.tensor)
+        if last is not None and len(last) == len(state):
+            unchanged = all(last.get(key) is value for key, value in state.items())
+            if unchanged:  # the same memory: it shows the new values already
+                return
+        entries: list[State] = [{} for _ in piece.params]
+        for key, value in state.items():
+            by_param = [value] * len(entries)
+            if last is not None and last.get(key) is value:
+                by_param = [shown[param][key] for param in piece.params]
+            elif piece.is_elementwise(value):
+                by_param = piece.shown(value)
+            for entry, part in zip(entries, by_param, strict=True):
+                entry[key] = part
+        for param, entry in zip(piece.params, entries, strict=True):
+            shown[param] = entry
+            self.published[param] = (entry, list(entry.values()))
+        self.last[piece.tensor] = dict(state)

@@ -1,0 +1,257 @@
+"""Pieces: the plain tensors that a local optimizer steps on, and what they show as DTensors.
+
+A piece is a bucket's whole flat buffer where one parameter group has all its parameters, none is padded, and
+all have a gradient or none; otherwise one parameter's local tensor. The state an optimizer makes for a piece
+is what ``optimizer.state`` shows under its parameters: DTensors, placed as they are, of the same memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from parallel3d._compat import get_local_tensor, inner_tensors, make_dtensor, make_spec
+from parallel3d.errors import StateError
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.grads import flat_gradient
+from parallel3d.fsdp.param import owner_of
+from parallel3d.fsdp.storage import with_own_storage
+
+__all__ = [
+    "BucketPiece",
+    "ParamPiece",
+    "Piece",
+    "State",
+    "local_of",
+    "part_of",
+    "pieces_of",
+    "placed_as",
+    "reduced",
+]
+
+State = dict[str, Any]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of ``tensor``: the very tensor, no copy."""
+    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local``, which is to this rank's part of ``param`` what a state is to a parameter, as a DTensor."""
+    if not isinstance(param, DTensor) or not param.dim():
+        return local
+    return make_dtensor(
+        local, make_spec(param.device_mesh, param.placements, param.shape, local.dtype)
+    )
+
+
+def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a state of ``param``, given as a DTensor or whole."""
+    if not isinstance(param, DTensor):
+        return local_of(value)
+    if isinstance(value, DTensor):
+        if value.placements != param.placements or value.device_mesh != param.device_mesh:
+            value = value.redistribute(param.device_mesh, param.placements)
+        return get_local_tensor(value)
+    owner = owner_of(param)
+    if owner is not None:
+        return owner.local_part(value).clone()
+    return get_local_tensor(
+        distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    )
+
+
+def reduced(grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, if it is the gradient, and not a sum that waits for its reduction.
+
+    Raises:
+        StateError: it waits.
+    """
+    if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+        raise StateError(
+            f"a gradient of shape {tuple(grad.shape)} is {grad.placements}: it waits for its reduction. Step "
+            "after the backward of the last micro-batch"
+        )
+    return grad
+
+
+class Piece:
+    """Some parameters of one group, stepped on as one plain tensor.
+
+    Attributes:
+        params: the parameters, as the user's groups have them.
+        tensor: what the optimizer steps on.
+    """
+
+    params: list[nn.Parameter]
+    tensor: nn.Parameter
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters still live in ``tensor``, and the piece can be stepped on as one."""
+        raise NotImplementedError
+
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, in the shape and dtype of ``tensor``."""
+        raise NotImplementedError
+
+    def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """A state of ``tensor``, parameter by parameter."""
+        raise NotImplementedError
+
+    def join(self, states: list[State]) -> State | None:
+        """The states of the parameters as that of ``tensor``; None if they can't be one's."""
+        raise NotImplementedError
+
+    def is_elementwise(self, value: Any) -> bool:
+        """Whether ``value``, in a state, has an element for each of ``tensor``: others are single numbers."""
+        return isinstance(value, torch.Tensor) and value.dim() == self.tensor.dim() > 0
+
+
+class ParamPiece(Piece):
+    """One parameter's local tensor."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.params = [param]
+        self._local = get_local_tensor(param) if isinstance(param, DTensor) else param
+        self.tensor = param
+        if isinstance(param, DTensor):
+            self.tensor = nn.Parameter(self._local.detach(), requires_grad=param.requires_grad)
+
+    @property
+    def is_current(self) -> bool:
+        param = self.params[0]
+        return not isinstance(param, DTensor) or get_local_tensor(param) is self._local
+
+    def grad(self) -> torch.Tensor | None:
+        grad = self.params[0].grad
+        return None if grad is None else local_of(reduced(grad)).to(self.tensor.dtype)
+
+    def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
+        return [placed_as(self.params[0], value)]
+
+    def join(self, states: list[State]) -> State:
+        param = self.params[0]
+        return {
+            key: part_of(param, value) if self.is_elementwise(value) else value
+            for key, value in states[0].items()
+        }
+
+
+class BucketPiece(Piece):
+    """All parameters of a bucket: its flat buffer."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.flat = bucket.flat
+        self.params = [param.sharded for param in bucket.params]
+        self.tensor = nn.Parameter(self.flat, requires_grad=self.params[0].requires_grad)
+
+    @staticmethod
+    def suits(bucket: Bucket) -> bool:
+        """Whether the flat buffer is the parameters' memory without padding, which may hold anything."""
+        return (
+            not isinstance(bucket, ExtensionBucket)
+            and all(param.even for param in bucket.params)
+            and any(param.sharded.dim() for param in bucket.params)
+            and _are_views(bucket)
+            and _all_or_none(param.sharded for param in bucket.params)
+        )
+
+    @property
+    def is_current(self) -> bool:
+        bucket = self.bucket
+        return bucket.flat is self.flat and _are_views(bucket) and _all_or_none(self.params)
+
+    def grad(self) -> torch.Tensor | None:
+        if self.params[0].grad is None:
+            return None
+        grads = [param.grad for param in self.params]
+        flat = flat_gradient(grads)
+        if flat is None:  # not the engine's, or changed by the user
+            flat = torch.cat(
+                [local_of(reduced(grad)).reshape(-1) for grad in grads if grad is not None]
+            )
+        return flat.to(self.tensor.dtype)
+
+    def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
+        parts = self.bucket.local_parts(value.detach())
+        return [
+            placed_as(param, with_own_storage(part))
+            for param, part in zip(self.params, parts, strict=True)
+        ]
+
+    def join(self, states: list[State]) -> State | None:
+        if len({tuple(state) for state in states}) > 1:
+            return None
+        return self._joined(states) if states[0] else {}
+
+    def _joined(self, states: list[State]) -> State | None:
+        joined: State = {}
+        largest = max(range(len(states)), key=lambda index: self.params[index].dim())
+        for key, example in states[largest].items():
+            values = [state[key] for state in states]
+            if isinstance(example, torch.Tensor) and example.dim():
+                flat = torch.zeros(self.bucket.numel, dtype=example.dtype, device=self.flat.device)
+                parts = self.bucket.local_parts(flat)
+                for param, part, value in zip(self.params, parts, values, strict=True):
+                    part.copy_(part_of(param, value))
+                joined[key] = flat
+            elif all(_same(example, value) for value in values):
+                joined[key] = example
+            else:
+                return None
+        return joined
+
+
+def _are_views(bucket: Bucket) -> bool:
+    return all(p.local is v for p, v in zip(bucket.params, bucket.local_views, strict=True))
+
+
+def _all_or_none(params: Iterable[nn.Parameter]) -> bool:
+    return len({param.grad is None for param in params}) == 1
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two single numbers are the same; tensors that differ by rank are the same nowhere."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        numbers = {x.item() for tensor in (a, b) for x in inner_tensors(tensor)}
+        return len(numbers) == 1
+    return type(a) is type(b) and bool(a == b)
+
+
+def pieces_of(params: list[nn.Parameter]) -> list[Piece]:
+    """Pieces of the parameters of one group, in the order of the first parameter of each."""
+    buckets = [_bucket_of(param) for param in params]
+    present = Counter(id(bucket) for bucket in buckets if bucket is not None)
+    pieces: list[Piece] = []
+    joined: set[int] = set()
+    for param, bucket in zip(params, buckets, strict=True):
+        if bucket is None or present[id(bucket)] < len(bucket.params):
+            pieces.append(ParamPiece(param))
+        elif id(bucket) in joined:
+            continue
+        elif BucketPiece.suits(bucket):
+            joined.add(id(bucket))
+            pieces.append(BucketPiece(bucket))
+        else:
+            pieces.append(ParamPiece(param))
+    return pieces
+
+
+def _bucket_of(param: nn.Parameter) -> Bucket | None:
+    """The bucket of which ``param`` is a sharded Parameter."""
+    owner = owner_of(param)
+    unit = owner.unit() if owner is not None and owner.unit is not None else None
+    if owner is None or unit is None or owner.sharded is not param:
+        return None
+    return next((b for b in unit.group.buckets if any(p is owner for p in b.params)), None)

@@ -1,0 +1,237 @@
+"""check_same_batch: whether the ranks of each tp group were given the same batch.
+
+They share each layer's computation, so they must read the same samples. Where they don't, nothing fails: the
+loss is of a mixture of batches, and goes down more slowly. With the check on, inputs are compared before
+every forward, by collectives on tensors alone, so that it works on simulated ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from parallel3d._compat import all_gather_single, inner_tensors, untraced
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError
+from parallel3d.fsdp.checks import as_bool
+from parallel3d.fsdp.tree import tensors_in
+
+__all__ = ["check_same_batch"]
+
+_HANDLE = "_parallel3d_same_batch"
+_DIMS = 8  # of a tensor, that are told apart
+_NEVER = torch.iinfo(torch.int64).max  # the rank in the record of a group without a difference
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+
+# A record, int64: global rank, input, dims, the element's index in each, its value, that on the first rank.
+_INDEX = slice(3, 3 + _DIMS)
+_GOT, _WANT = 3 + _DIMS, 4 + _DIMS
+
+
+def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -> None:
+    """For debugging: before each forward of ``model`` compares its input tensors over each tp group.
+
+    It costs a broadcast of the inputs over tp, a few small collectives and a wait for the device. Values must
+    be equal, where nan equals nan. Inputs that are DTensors are not compared: their placements say what ranks
+    hold.
+
+    Args:
+        model: called alike on all ranks of ``mesh``.
+        mesh: with an axis ``tp``; without one, or of size 1, nothing is compared.
+        enabled: False ends it; True again changes nothing.
+
+    Raises:
+        Parallel3dError, MeshError: no module, or no mesh. Later, in the forward, AgreementError on every rank
+            of ``mesh``, naming the first rank whose batch differs, and the first input and element that do.
+    """
+    enabled = as_bool("enabled", enabled)
+    if not isinstance(model, nn.Module):
+        raise Parallel3dError(
+            f"check_same_batch was given {type(model).__name__}; it needs a module"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"mesh is {mesh!r}; it must be a DeviceMesh, as parallel3d.build_mesh makes"
+        )
+    handle: RemovableHandle | None = vars(model).pop(_HANDLE, None)
+    if handle is not None:
+        handle.remove()
+    names = mesh.mesh_dim_names or ()
+    if enabled and "tp" in names and mesh.size(names.index("tp")) > 1:
+        # First of the hooks: an error must find the sharding engine at rest.
+        hook = _Check(mesh, names.index("tp"))
+        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        vars(model)[_HANDLE] = handle
+
+
+class _Check:
+    """The hook."""
+
+    def __init__(self, mesh: DeviceMesh, tp: int) -> None:
+        self.mesh = mesh
+        self.tp = tp
+        self.device = torch.device(mesh.device_type)
+
+    def __deepcopy__(self, memo: dict) -> _Check:
+        return self  # a mesh can't be copied
+
+    @untraced
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        named = _named_inputs(args, kwargs)
+        number = self.filled(len(named))
+        self.check_kinds(number.view(1), "the number of input tensors", [])
+        kinds = [number.new_empty(0), *(self.kind(tensor) for _, tensor in named)]
+        self.check_kinds(torch.cat(kinds), "", [name for name, _ in named])
+        found = self.no_difference()
+        for index, (_, tensor) in enumerate(named):
+            here = self.first_difference(index, tensor)
+            found = torch.where(found[0] == _NEVER, here, found)
+        record = self.first_of_all(found)
+        if record is not None:
+            self.fail_value(record, named)
+
+    # -- this rank's tensors -------------------------------------------------------------------------
+
+    def filled(self, value: int) -> torch.Tensor:
+        """A number, which may be one for each simulated rank, as a tensor."""
+        return torch.full((), value, dtype=torch.int64, device=self.device)
+
+    def rank(self) -> torch.Tensor:
+        """This rank's global number."""
+        place = self.mesh.mesh.to(self.device, torch.int64)
+        for axis in range(self.mesh.ndim):
+            place = place.select(0, self.mesh.get_local_rank(axis))
+        return place
+
+    def kind(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What must be the same before values can be compared: (dtype, dims, sizes)."""
+        sizes = [*tensor.shape[:_DIMS], *([-1] * (_DIMS - tensor.dim()))]
+        numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *sizes]
+        return torch.stack([self.filled(number) for number in numbers])
+
+    def no_difference(self) -> torch.Tensor:
+        """The record that says so."""
+        return torch.full((5 + _DIMS,), _NEVER, dtype=torch.int64, device=self.device)
+
+    def first_difference(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The record of input ``index``, beside that of the first rank of this tp group."""
+        mine = _flat(tensor.to(self.device))
+        first = mine.clone()
+        dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.tp))
+        differs = (mine != first) & ~((mine != mine) & (first != first))
+        ones = torch.ones_like(mine, dtype=torch.int64)
+        places = torch.where(differs, ones.cumsum(0) - 1, _NEVER)
+        # One place more, behind the last: where nothing differs, and of an input without elements.
+        element = torch.cat([places, ones.sum().view(1)]).min()
+        values = [torch.cat([each, each.new_zeros(1)]).view(torch.int64) for each in (mine, first)]
+        got, want = (each.index_select(0, element.view(1)) for each in values)
+        if tensor.is_complex():
+            element = element // 2  # of two numbers each
+        head = torch.stack([self.rank(), self.filled(index), self.filled(tensor.dim())])
+        record = torch.cat([head, self.unravel(element, tensor), got, want])
+        return torch.where(differs.any(), record, self.no_difference())
+
+    def unravel(self, element: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """The index in each dim of a flat element."""
+        indices = []
+        for dim in reversed(range(min(tensor.dim(), _DIMS))):
+            size = self.filled(tensor.shape[dim]).clamp(min=1)
+            indices.append(element % size)
+            element = element // size
+        indices = indices[::-1] + [self.filled(0)] * (_DIMS - len(indices))
+        return torch.stack(indices)
+
+    # -- between ranks -------------------------------------------------------------------------------
+
+    def rows(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """What each rank along ``axis`` has of a flat tensor: (ranks, numel)."""
+        size = self.mesh.size(axis)
+        rows = tensor.new_empty(size * tensor.numel())
+        all_gather_single(rows, tensor.contiguous(), group=self.mesh.get_group(axis))
+        return rows.view(size, -1)
+
+    def first_of_all(self, record: torch.Tensor) -> list[int] | None:
+        """The record of the lowest rank of the mesh that has one, on every rank."""
+        for axis in range(self.mesh.ndim):
+            if self.mesh.size(axis) > 1:
+                rows = self.rows(record, axis)
+                record = rows.index_select(0, rows[:, 0].argmin().view(1))[0]
+        numbers = next(inner_tensors(record)).tolist()  # simulated ranks all have it
+        return None if numbers[0] == _NEVER else numbers
+
+    def check_kinds(self, kinds: torch.Tensor, what: str, names: Sequence[str]) -> None:
+        """Compares numbers that every rank of a tp group must have alike."""
+        if not kinds.numel():
+            return
+        first = self.rows(kinds, self.tp)[0]
+        differs = kinds != first
+        at = differs.to(torch.int64).argmax()
+        got, want = (each.index_select(0, at.view(1)) for each in (kinds, first))
+        record = torch.cat([self.rank().view(1), at.view(1), got, want])
+        record = torch.where(differs.any(), record, self.no_difference()[:4])
+        found = self.first_of_all(record)
+        if found is None:
+            return
+        rank, place, here, there = found
+        index, number = divmod(place, 2 + _DIMS)
+        if not names:
+            self.fail(rank, what, here, there)
+        elif number == 0:
+            self.fail(rank, f"the dtype of {names[index]}", _DTYPES[here], _DTYPES[there])
+        elif number == 1:
+            self.fail(rank, f"the number of dims of {names[index]}", here, there)
+        self.fail(rank, f"the size of dim {number - 2} of {names[index]}", here, there)
+
+    def fail_value(self, record: list[int], named: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises for a difference in value."""
+        rank, index, dims = record[:3]
+        name, tensor = named[index]
+        at = record[_INDEX][: min(dims, _DIMS)]
+        where = f"{name}, element {at}" if dims else name
+        self.fail(rank, where, *(_value(record[i], tensor.dtype) for i in (_GOT, _WANT)))
+
+    def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
+        """Raises, naming the rank and the first of its tp group."""
+        grid = next(inner_tensors(self.mesh.mesh))
+        group = grid.movedim(self.tp, -1).reshape(-1, grid.shape[self.tp])
+        first = int(group[(group == rank).any(dim=1)][0, 0])
+        raise AgreementError(
+            f"the batch of rank {rank} is not that of rank {first}, the first of its tp group: {what} is "
+            f"{got}, there {want}. Ranks of one tp group must read the same samples: give each the part "
+            "of the data that MeshLayout.data_rank(rank) says"
+        )
+
+
+def _named_inputs(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors in the inputs, and what to call them."""
+    values = [(f"input {place}", value) for place, value in enumerate(args)]
+    values += [(f"input {key!r}", kwargs[key]) for key in sorted(kwargs)]
+    named = []
+    for name, value in values:
+        tensors = [t for t in tensors_in(value) if not isinstance(t, DTensor) and not t.is_meta]
+        for place, tensor in enumerate(tensors):
+            several = f", tensor {place}" if not isinstance(value, torch.Tensor) else ""
+            named.append((name + several, tensor))
+    return named
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements, of a dtype that every backend carries and that compares exactly."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    dtype = torch.float64 if tensor.is_floating_point() else torch.int64
+    return tensor.detach().reshape(-1).to(dtype)
+
+
+def _value(bits: int, dtype: torch.dtype) -> object:
+    """The number whose bits are given, of what ``_flat`` makes of ``dtype``."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
+    return bool(bits) if dtype == torch.bool else bits

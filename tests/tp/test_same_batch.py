@@ -1,0 +1,155 @@
+"""check_same_batch: inputs that differ within a tp group are an error on every rank."""
+
+import copy
+
+import pytest
+import torch
+from models import LM_PLAN, Lm, lm_loss, tokens
+from torch import distributed as dist
+from torch import nn
+
+from parallel3d import (
+    AgreementError,
+    MeshError,
+    MeshLayout,
+    Parallel3dError,
+    build_mesh,
+    parallelize,
+)
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
+from parallel3d.tp import check_same_batch
+
+
+def checked(model: nn.Module, mesh) -> nn.Module:
+    check_same_batch(parallelize(model, mesh, LM_PLAN), mesh)
+    return model
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_parity_with_the_check(sizes) -> None:
+    """Ranks that read different samples, as data ranks do, are no error."""
+    assert_parity(Lm, tokens, MeshLayout(*sizes), loss=lm_loss, steps=1, fp32=False, apply=checked)
+
+
+class Passes(nn.Module):
+    """Takes anything."""
+
+    def forward(self, *args: object, **kwargs: object) -> None: ...
+
+
+def test_first_rank_and_element() -> None:
+    """Simulated: (2, 1, 3), the tp groups are ranks 0-2 and 3-5."""
+    with local_world(6) as world:
+        mesh = build_mesh(MeshLayout(2, 1, 3), device_type="cpu")
+        model = Passes()
+        check_same_batch(model, mesh)
+        check_same_batch(model, mesh)  # once is enough
+
+        def given(*changes: tuple[int, tuple[int, ...], float], dtype=torch.float32):
+            def of(rank: int) -> torch.Tensor:
+                x = (torch.arange(15).view(3, 5) + 100 * (rank // 3)).to(dtype)
+                for changed, index, value in changes:
+                    if rank == changed:
+                        x[index] = value
+                return x
+
+            return world.map(of)
+
+        same = given()
+        model(same, [same, {"mask": given(dtype=torch.bool)}], flag=True)
+        nan = float("nan")
+        model(given((0, (0, 0), nan), (1, (0, 0), nan), (2, (0, 0), nan)))
+        model(world.map(lambda r: torch.empty(0, 3)), torch.ones(()))
+
+        for values, message in (
+            (
+                [given((4, (2, 1), -0.5))],
+                r"rank 4 .* of rank 3, .*: input 0, element \[2, 1\] is -0.5, there 111.0",
+            ),
+            # The lowest rank, its first element.
+            (
+                [same, given((5, (0, 0), 7), (2, (1, 4), 7), (2, (2, 0), 7))],
+                r"rank 2 .* of rank 0, .*: input 1, element \[1, 4\] is 7.0, there 9.0",
+            ),
+            ([given((1, (0, 3), nan))], r"rank 1 .*element \[0, 3\] is nan, there 3.0"),
+            (
+                [same, (same, given((3, (1, 1), 2**53 + 1), dtype=torch.int64))],
+                # The first of its group is the odd one: seen from the second.
+                r"rank 4 .*: input 1, tensor 1, element \[1, 1\] is 106, there 9007199254740993",
+            ),
+            (
+                [world.map(lambda r: torch.tensor(r != 1))],
+                r"rank 1 .*: input 0 is False, there True",
+            ),
+            ([world.map(lambda r: torch.tensor([1 + (r == 5) * 4j, 2]))], r"element \[0\] is 4.0"),
+            (
+                [same, world.map(lambda r: torch.ones(4, 3 + (r == 5)))],
+                r"rank 5 .*: the size of dim 1 of input 1 is 4, there 3",
+            ),
+        ):
+            with pytest.raises(AgreementError, match=message):
+                model(*values)
+        with pytest.raises(AgreementError, match="input 'ids', element"):
+            model(same, ids=given((1, (0, 0), 7)))
+        check_same_batch(model, mesh, enabled=False)
+        model(given((1, (0, 0), 7)))
+
+
+def test_arguments() -> None:
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        model = Passes()
+        with pytest.raises(Parallel3dError, match="needs a module"):
+            check_same_batch(torch.ones(2), mesh)
+        with pytest.raises(MeshError, match="must be a DeviceMesh"):
+            check_same_batch(model, MeshLayout(2, 2, 1))
+        with pytest.raises(Parallel3dError, match="enabled is None"):
+            check_same_batch(model, mesh, None)
+        for where in (mesh, mesh["shard"]):  # nothing to compare
+            check_same_batch(model, where)
+            with record_collectives(mesh) as recorder:
+                model(torch.ones(2))
+            assert not recorder.calls
+
+
+def on_ranks() -> list[str]:
+    """Every rank's errors, with a model whose engine is left at rest by them."""
+    rank = dist.get_rank()
+    layout = MeshLayout(1, 2, 2)
+    mesh = build_mesh(layout, device_type="cpu")
+    torch.manual_seed(0)
+    model = checked(Lm(), mesh)
+    copied = copy.deepcopy(model.layers[0])
+    ids = tokens(layout.data_rank(rank))
+    before = model(ids)
+    odd = ids.clone()
+    odd[1, 3] = 18 - odd[1, 3]
+    messages = []
+    for bad, inputs in (
+        (3, (odd,)),
+        (1, (ids[:, :4],)),
+        (2, (ids.to(torch.int32),)),
+        (3, (ids[0],)),
+        (3, (ids, ids)),
+    ):
+        with pytest.raises(AgreementError) as error:
+            model(*(inputs if rank == bad else (ids,)))
+        messages.append(str(error.value).split(". ")[0])
+    assert torch.equal(model(ids), before)
+    assert copied is not model.layers[0]
+    # The parity above is of simulated ranks.
+    assert_parity(Lm, tokens, layout, loss=lm_loss, steps=1, fp32=False, apply=checked)
+    return messages
+
+
+def test_processes(gloo_pool) -> None:
+    results = gloo_pool.run(on_ranks, world_size=4)
+    assert all(messages == results[0] for messages in results)
+    value, size, dtype, dims, number = results[0]
+    start = "the batch of rank {} is not that of rank {}, the first of its tp group: "
+    assert value.startswith(start.format(3, 2) + "input 0, element [1, 3] is ")
+    assert size == start.format(1, 0) + "the size of dim 1 of input 0 is 4, there 5"
+    # Seen from the rank after the odd one.
+    assert dtype == start.format(3, 2) + "the dtype of input 0 is torch.int64, there torch.int32"
+    assert dims == start.format(3, 2) + "the number of dims of input 0 is 1, there 2"
+    assert number == start.format(3, 2) + "the number of input tensors is 2, there 1"
