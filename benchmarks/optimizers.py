@@ -45,8 +45,9 @@ def case(*, foreach: bool, rounds: int) -> dict[str, Any]:
     models = {name: ours(copy.deepcopy(plain), mesh, mixed=False) for name in ("torch", "local")}
     for model in models.values():
         model(x).sum().backward()
-    shards = [torch.nn.Parameter(p.to_local().clone()) for p in models["torch"].parameters()]
-    for shard, param in zip(shards, models["torch"].parameters(), strict=True):
+    params: list[Any] = list(models["torch"].parameters())
+    shards = [torch.nn.Parameter(p.to_local().clone()) for p in params]
+    for shard, param in zip(shards, params, strict=True):
         shard.grad = param.grad.to_local().clone()
     options: dict[str, Any] = {"lr": 1e-4, "foreach": foreach}
     steps = {
