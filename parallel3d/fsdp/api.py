@@ -42,7 +42,9 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         buffer_dtype: dtype that forward and backward see floating-point buffers in. None: their own. At rest,
             and so in ``state_dict``, a module has its buffer as it was; what forward writes reaches it.
         keep_low_precision_grads: whether ``.grad`` stays in the dtype it was reduced in. Otherwise it has the
-            sharded parameter's. Accumulation over micro-batches then adds in that dtype too.
+            sharded parameter's. Accumulation over micro-batches then adds in that dtype too, but for sums
+            that wait for their reduction. Not every optimizer takes such gradients: ``SGD`` does, ``AdamW``
+            wants ``p.grad = p.grad.to(p.dtype)`` before.
         full_precision_in_eval: whether a unit whose modules are in ``eval()`` gathers, computes and reduces
             in the parameters' own dtype, with buffers in theirs. Its inputs are not cast, but for those in
             ``param_dtype``, as a unit in training hands them over.

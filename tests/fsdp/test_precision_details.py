@@ -23,6 +23,7 @@ from parallel3d import (
 )
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.offload import copy_home
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -401,6 +402,16 @@ def test_gradients_in_half_the_memory() -> None:
             model(torch.ones(2, DIM)).sum().backward()
             sizes.append(held_bytes(model.weight.grad.to_local()))
         assert sizes[0] == 2 * sizes[1]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_copied_home_is_what_the_gradient_will_be(keep) -> None:
+    """CPU offload."""
+    with fake_world(0, 2):
+        model = wrap(nn.Linear(DIM, DIM), param_dtype=BF16, keep_low_precision_grads=keep)
+        (bucket,) = the_unit(model).group.buckets
+        home = copy_home(bucket, torch.ones(bucket.numel, dtype=BF16))
+        assert home.dtype is (BF16 if keep else FP32)
 
 
 def test_freed_at_once() -> None:
