@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, make_dtensor, make_spec, set_grad
+from parallel3d._compat import get_local_tensor, make_dtensor, set_grad
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.first_rank import is_first, meshes_of
@@ -216,5 +216,5 @@ def _write_grads(bucket: Bucket, indices: list[int], grads: list[torch.Tensor | 
         elif isinstance(before, DTensor) and before.dtype == whole.dtype:
             get_local_tensor(before).copy_(agreed)
         else:
-            spec = make_spec(param.spec.mesh, param.spec.placements, whole.shape, whole.dtype)
-            set_grad(param.sharded, make_dtensor(local.copy_(agreed), spec))
+            grad = make_dtensor(local.copy_(agreed), param.reduced_spec(whole.dtype))
+            set_grad(param.sharded, grad)

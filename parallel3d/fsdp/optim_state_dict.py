@@ -7,7 +7,7 @@ them. What has a parameter's layout (moments) is gathered and cut as the paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -235,14 +235,25 @@ def _make_whole(
             i: states.get(names.get(id(p.sharded), ""), {}) for i, p in enumerate(bucket.params)
         }
         for key, dtype in _kinds(bucket, by_index):
-            indices = [i for i, s in by_index.items() if _fits(bucket, i, s.get(key), dtype)]
-            locals_ = [get_local_tensor(by_index[i][key]) for i in indices]
-            for i, whole in zip(indices, whole_tensors(bucket, indices, locals_), strict=True):
-                put(by_index[i], key, whole)
+            _gather_kind(bucket, by_index, key, dtype, put)
     for state in states.values():  # of other layouts than their parameters
         for key, value in state.items():
             if isinstance(value, DTensor):
                 put(state, key, value.full_tensor())
+
+
+def _gather_kind(
+    bucket: Bucket,
+    by_index: dict[int, dict[str, Any]],
+    key: str,
+    dtype: torch.dtype,
+    put: Callable[[dict[str, Any], str, torch.Tensor], None],
+) -> None:
+    """Replaces what the bucket's parameters have under ``key``; on return nothing else is alive."""
+    indices = [i for i, s in by_index.items() if _fits(bucket, i, s.get(key), dtype)]
+    locals_ = [get_local_tensor(by_index[i][key]) for i in indices]
+    for i, whole in zip(indices, whole_tensors(bucket, indices, locals_), strict=True):
+        put(by_index[i], key, whole)
 
 
 def _kinds(
@@ -330,7 +341,7 @@ def _loaded(
     kind: StateDictType,
     source: DeviceMesh | None,
 ) -> Any:
-    """``value`` as the optimizer keeps it: cut as ``before`` is, or as ``param`` if it has its shape.
+    """A copy of ``value`` as the optimizer keeps it: cut as ``before`` is, or as ``param`` if of its shape.
 
     Args:
         before: what the optimizer has now; None where it has nothing.
@@ -339,17 +350,17 @@ def _loaded(
     if not isinstance(value, torch.Tensor):
         return value
     if source is not None and value.ndim:
-        value = from_first_rank(value, source, value.device)
+        value = from_first_rank(value, source)
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
-        return value
+        return value.clone()
     if before is not None and not isinstance(before, DTensor):
-        return value
+        return value.clone()
     owner = owner_of(param)
     shape = param.shape if kind is _FULL or owner is None else owner.local_shape
     if before is None:
         as_param = key != "step" and tuple(value.shape) == tuple(shape)
         if not as_param and not value.ndim:
-            return value  # a number for the whole parameter
+            return value.clone()  # a number for the whole parameter
     else:
         as_param = owner is not None and before.placements == owner.spec.placements
         as_param = as_param and before.shape == param.shape
@@ -366,4 +377,4 @@ def _loaded(
             f"parameter {tuple(shape)}; its layout is not the parameter's: load it in the form it was saved "
             "in, and if it is of another shape by nature take one step first, so that the optimizer tells it"
         )
-    return result
+    return result.clone()

@@ -84,14 +84,21 @@ def whole_params(
     """
     found: dict[ShardedParam, nn.Parameter] = {}
     for bucket, indices in chosen:
-        wholes = whole_tensors(bucket, indices, [bucket.params[i].local for i in indices])
-        for index, whole in zip(indices, wholes, strict=True):
-            if keep:
-                sharded = bucket.params[index].sharded
-                whole = whole.cpu() if to_cpu else whole
-                found[bucket.params[index]] = nn.Parameter(whole, sharded.requires_grad)
-        del wholes
+        found.update(_whole_bucket(bucket, indices, keep=keep, to_cpu=to_cpu))
     return found
+
+
+def _whole_bucket(
+    bucket: Bucket, indices: list[int], *, keep: bool, to_cpu: bool
+) -> dict[ShardedParam, nn.Parameter]:
+    params = [bucket.params[i] for i in indices]
+    wholes = whole_tensors(bucket, indices, [param.local for param in params])
+    if not keep:
+        return {}
+    return {
+        param: nn.Parameter(whole.cpu() if to_cpu else whole, param.sharded.requires_grad)
+        for param, whole in zip(params, wholes, strict=True)
+    }
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def adapt_values(
             continue
         kind = unit.form.settings.state_dict_type
         if unit.form.broadcast and value.shape == owner.global_shape:
-            value = from_first_rank(value, owner.on.mesh, owner.local.device)
+            value = from_first_rank(value, owner.on.mesh)
         adapted = in_sharded_form(owner, value, kind)
         if adapted is None:
             error_msgs.append(_misfit(prefix + name, owner, value, kind))
@@ -83,11 +83,12 @@ def in_sharded_form(
         if value.shape != owner.global_shape:
             return value
         local = owner.local_part(value.detach())
-    local = local.to(owner.local.device)
+    if not owner.local.is_meta:  # assign=True gives it values
+        local = local.to(owner.local.device)
     return make_dtensor(local, make_spec(mesh, placements, owner.global_shape, value.dtype))
 
 
-def from_first_rank(value: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+def from_first_rank(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """What the first rank of ``mesh`` has as ``value``; others give anything of its shape and dtype."""
     if isinstance(value, DTensor):
         return value
@@ -95,7 +96,7 @@ def from_first_rank(value: torch.Tensor, mesh: DeviceMesh, device: torch.device)
     if is_first([mesh]):
         whole.copy_(value)
     broadcast(whole, mesh)
-    return whole.to(device)
+    return whole
 
 
 def _misfit(key: str, owner: ShardedParam, value: torch.Tensor, kind: StateDictType) -> str:

@@ -1,0 +1,94 @@
+"""chunk and gather: every layout of even and uneven tensors, and what they communicate."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
+from parallel3d._compat import StridedShard
+from parallel3d.fsdp import chunk, gather
+from parallel3d.testing import fake_world, local_world, record_collectives
+
+R = Replicate()
+LAYOUTS = [
+    (R, R, R),
+    (R, Shard(0), R),
+    (R, Shard(-1), Shard(0)),
+    (R, Shard(0), Shard(0)),
+    (R, StridedShard(0, split_factor=2), Shard(0)),
+    (Shard(1), R, Shard(0)),
+    (R, StridedShard(1, split_factor=3), R),
+]
+
+
+def whole_on_ranks(world, tensor: DTensor, expected: torch.Tensor) -> bool:
+    return all(torch.equal(each, expected) for each in world.per_rank(tensor.full_tensor()))
+
+
+@pytest.mark.parametrize("rows", [16, 19])
+def test_three_axes(rows) -> None:
+    whole = torch.arange(rows * 12.0).view(rows, 12)
+    with local_world(8) as world:
+        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        for layout in LAYOUTS:
+            with record_collectives(mesh) as recorder:
+                cut = chunk(whole, mesh, layout)
+            assert not recorder.calls
+            assert whole_on_ranks(world, cut, whole), layout
+            for axis, name in enumerate(("replicate", "shard", "tp")):
+                with record_collectives(mesh) as recorder:
+                    joined = gather(cut, over=name)
+                assert joined.placements[axis] == R
+                assert len(recorder.calls) == (layout[axis] != R)
+                assert {call.axis for call in recorder.calls} <= {name}
+                assert whole_on_ranks(world, joined, whole), (layout, name)
+        # "tp first, then shard" and the reverse, with one of them whole again.
+        assert gather(chunk(whole, mesh, LAYOUTS[4])).placements == (R, R, Shard(0))
+        assert gather(chunk(whole, mesh, LAYOUTS[3])).placements == (
+            R,
+            R,
+            StridedShard(0, split_factor=2),
+        )
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [((2, 2), 19), ((4, 2), 9), ((3, 2), 17)], ids=str)
+def test_from_a_tensor_parallel_one(sizes, rows) -> None:
+    """Uneven too: where DTensor can't tell "tp first, then shard", the tensor is gathered."""
+    whole = torch.arange(rows * 12.0).view(rows, 12)
+    shard, tp = sizes
+    with local_world(shard * tp) as world:
+        mesh = build_mesh(MeshLayout(1, shard, tp), device_type="cpu")
+        for own in (R, Shard(0), Shard(1)):
+            part = chunk(whole, mesh["tp"], [own])
+            for layout in (
+                (R, Shard(0), own),
+                (R, Shard(1), own),
+                (R, StridedShard(1, split_factor=tp), own),
+            ):
+                with record_collectives(mesh) as recorder:
+                    got = chunk(part, mesh, layout)
+                same_dim = isinstance(own, Shard) and layout[1] == own
+                assert len(recorder.calls) == same_dim, (own, layout)
+                want = chunk(whole, mesh, layout)
+                pairs = zip(world.per_rank(got), world.per_rank(want), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs), (own, layout)
+
+
+def test_refusals() -> None:
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        whole = torch.zeros(4, 3)
+        for layout, match in (
+            ([R, Shard(0)], "2 placements"),
+            ([R, Shard(2), R], "no such dim"),
+            ([R, Partial(), R], "reduce partial values first"),
+        ):
+            with pytest.raises(Parallel3dError, match=match):
+                chunk(whole, mesh, layout)
+        with pytest.raises(MeshError, match="not some of those"):
+            chunk(chunk(whole, mesh, [R, R, R]), mesh["tp"], [R])
+        with pytest.raises(Parallel3dError, match="takes a DTensor"):
+            gather(nn.Parameter(whole))
+        with pytest.raises(MeshError, match="no axis"):
+            gather(chunk(whole, mesh, [R, R, R]), over="data")

@@ -1,0 +1,82 @@
+"""A model with one of everything that is gathered whole, a sharded copy of it, and comparisons."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from lifetimes import NewStorages
+from models import LM_PLAN, Lm
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
+from parallel3d.testing import LocalWorld
+
+__all__ = ["Mixed", "PeakBytes", "deep_model", "equal_on_ranks", "plain_model", "sharded"]
+
+
+class Mixed(Lm):
+    """Lm with a scalar, codes (uint8), a buffer, and a frozen matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.codes = nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("shift", torch.randn(12))
+        self.layers[0].up.weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale + self.shift.mean()
+
+
+def plain_model(seed: int = 0) -> Mixed:
+    """In float64, but for the codes."""
+    torch.manual_seed(seed)
+    return Mixed().double()
+
+
+def sharded(plain: nn.Module, shape: tuple[int, int, int], **options) -> nn.Module:
+    """A parallel copy of ``plain`` in the present world."""
+    mesh = build_mesh(MeshLayout(*shape), device_type="cpu")
+    return parallelize(copy.deepcopy(plain), mesh, LM_PLAN if shape[2] > 1 else None, **options)
+
+
+def equal_on_ranks(
+    world: LocalWorld, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    """The same names in the same order, and each simulated rank has the same plain tensors."""
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        assert not isinstance(value, DTensor), name
+        for rank, tensor in enumerate(world.per_rank(value.detach())):
+            want = expected[name].detach()
+            assert tensor.dtype == want.dtype and torch.equal(tensor, want), (name, rank)
+
+
+class PeakBytes(NewStorages):
+    """The most bytes that storages made in its body had at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            alive = (s for s in self._made.values() if not s.expired())
+            self.peak = max(self.peak, sum(_nbytes(s) for s in alive))
+        return result
+
+
+def _nbytes(storage) -> int:
+    found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return 0 if found.device.type == "meta" else found.nbytes()
+
+
+def deep_model(mesh, layers: int = 8) -> nn.Module:
+    """Equal layers, each a unit, under a root without parameters."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
