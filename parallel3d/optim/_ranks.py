@@ -7,7 +7,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._compat import flatten_axes
 from parallel3d.errors import MeshError
-from parallel3d.fsdp.mesh_cache import kept_with
 
 __all__ = ["group_of"]
 
@@ -16,7 +15,7 @@ def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
     """The group over all axes of ``mesh``, made once; the default group for None; None without one.
 
     Raises:
-        MeshError: not a mesh.
+        MeshError: not a mesh, one that this rank is not in, or one whose axes have no names.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{what}: mesh is {mesh!r}; it must be a DeviceMesh, or None for all ranks")
@@ -24,11 +23,13 @@ def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
         return None
     if mesh is None or mesh.size() == dist.get_world_size():
         return dist.group.WORLD
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"{what}: this rank is not in {mesh}; give one that it is in, or None")
     if mesh.ndim == 1:
         return mesh.get_group()
-    if mesh.mesh_dim_names is not None:
-        return flatten_axes(mesh, mesh.mesh_dim_names).get_group()
-    ranks = mesh.mesh.flatten().tolist()
-    return kept_with(
-        mesh, ("all_axes", *ranks), lambda: dist.new_group(ranks, use_local_synchronization=True)
-    )
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"{what}: {mesh} has several axes without names and not all ranks; name them, as "
+            "parallel3d.build_mesh does"
+        )
+    return flatten_axes(mesh, mesh.mesh_dim_names).get_group()

@@ -100,6 +100,12 @@ class StepInBackward(Optimizer):
             for param in group["params"]:
                 _by_parameter[id(param)] = self
 
+    def __getattr__(self, name: str) -> Any:
+        """What the base's methods (``register_step_post_hook``, say) find in an optimizer."""
+        if name == "optimizer":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def _link(self) -> None:
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state

@@ -8,6 +8,7 @@ from models import Lm, lm_loss, tokens
 from side_by_side import Sides, side_by_side
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 
 from parallel3d import (
     MeshError,
@@ -91,7 +92,7 @@ def rank_alone() -> list[float]:
     """An infinity on rank 1 of four: what each finds, over several meshes' ranks."""
     mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
     found = []
-    for over in (None, mesh, mesh["shard"], mesh["replicate"], mesh["replicate", "shard"]):
+    for over in (None, mesh, mesh["shard"], mesh["replicate"], mesh["shard", "tp"]):
         param = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([param], lr=1.0)
         scaler = optim.GradScaler("cpu", mesh=over)
@@ -112,10 +113,9 @@ def on_processes() -> list[float]:
 def test_on_processes(gloo_pool) -> None:
     """Also the step of a fused optimizer, which unscales by itself; and ignored parameters."""
     found = gloo_pool.run(on_processes, world_size=4)
-    half, whole = [0.5] * 4, [1.0] * 4
+    shard = [0.5, 0.5, 1.0, 1.0]
     by_mesh = [list(each) for each in zip(*found, strict=True)]
-    assert by_mesh == [half, half, [0.5, 0.5, 1.0, 1.0], [1.0, 0.5, 1.0, 0.5], half]
-    assert whole not in by_mesh
+    assert by_mesh == [[0.5] * 4, [0.5] * 4, shard, [1.0, 0.5, 1.0, 0.5], shard]
 
 
 def test_one_small_collective() -> None:
@@ -200,3 +200,8 @@ def test_its_state_is_torchs() -> None:
 def test_no_mesh() -> None:
     with pytest.raises(MeshError, match="must be a DeviceMesh"):
         optim.GradScaler("cpu", mesh="all")
+    with fake_world(0, 8):
+        with pytest.raises(MeshError, match="without names"):
+            optim.GradScaler("cpu", mesh=DeviceMesh("cpu", [[0, 1], [2, 3]]))
+        with pytest.raises(MeshError, match="not in"):
+            optim.GradScaler("cpu", mesh=DeviceMesh("cpu", [4, 5, 6, 7]))

@@ -49,12 +49,14 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def check_training(sizes: tuple[int, int, int], build: Callable[[], nn.Module] = Lm) -> None:
+def check_training(
+    sizes: tuple[int, int, int], build: Callable[[], nn.Module] = Lm, **options
+) -> None:
     """Groups, a schedule, and after each step no gradient left."""
     with side_by_side(sizes, build) as sides:
         plain = adamw(groups(sides.plain))
         ours = optim.step_in_backward(
-            sides.model, torch.optim.AdamW, params=groups(sides.model), lr=1e-2
+            sides.model, torch.optim.AdamW, params=groups(sides.model), lr=1e-2, **options
         )
         schedules = [halving(plain), halving(ours)]
         for step in range(3):
@@ -79,7 +81,9 @@ class TestWeights:
         check_training(sizes)
 
     def test_on_processes(self, gloo_pool) -> None:
-        gloo_pool.run(check_training, (2, 2, 1), TIED, world_size=4)
+        """Tied, and a fused optimizer."""
+        fused = functools.partial(check_training, fused=True)
+        gloo_pool.run(fused, (2, 2, 1), TIED, world_size=4)
 
     @pytest.mark.parametrize("reshard", [True, False], ids=["", "kept gathered"])
     def test_shared_and_checkpointed_units(self, reshard) -> None:
@@ -204,7 +208,7 @@ class TestMemory:
             def count(*_) -> None:
                 alive.append(sum(p.grad is not None for p in model.parameters()))
 
-            optimizer.optimizer.register_step_post_hook(count)
+            optimizer.register_step_post_hook(count)
             lm_loss(model, tokens(0)).backward()
             assert len(alive) == 8  # embedding, blocks, norm and head
             assert max(alive) == len(list(model.layers[0].parameters()))
