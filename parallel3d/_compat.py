@@ -32,6 +32,7 @@ __all__ = [
     "backend_name",
     "backward_id",
     "clear_dtensor_caches",
+    "combine_ranks",
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
@@ -225,6 +226,11 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
 def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:
     """What each simulated rank holds; None for an ordinary tensor."""
     return tensor._local_tensors if isinstance(tensor, LocalTensor) else None
+
+
+def combine_ranks(by_rank: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The tensor that each simulated rank holds its own of; the other way than ``tensors_by_rank``."""
+    return LocalTensor(by_rank)
 
 
 def in_backward_pass() -> bool:

@@ -43,9 +43,11 @@ def check_elementwise(
         states = []
         for parts in (whole, halves):
             params = [nn.Parameter(part.to(device)) for part in parts]
-            optimizer = optimizer_class(params, **options)
-            _set_lr(optimizer)
+            if parts is whole:  # what the class says of the options is for the user
+                optimizer_class(params, **options)
             try:
+                optimizer = optimizer_class(params, **options)
+                _set_lr(optimizer)
                 _steps(optimizer, params, grads)
             except Exception as error:
                 raise Parallel3dError(

@@ -23,9 +23,12 @@ from torch.optim import Optimizer
 
 from parallel3d._compat import (
     all_gather_single,
+    combine_ranks,
     dtensor_shard_box,
     flatten_axes,
     get_local_tensor,
+    simulation_off,
+    tensors_by_rank,
 )
 from parallel3d._trace import issuing
 from parallel3d.optim.pieces import State, local_of, part_of, placed_as, reduced
@@ -96,7 +99,9 @@ class Owners:
     def deal_small(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Of tensors that every rank has, one per parameter: that of the one this rank steps on."""
         rows = [values[place % len(values)] for place in range(self.size)]
-        return torch.stack(rows).select(0, self.coordinate).clone()
+        # As an index that is a tensor: values that a plain model's checkpoint brought know no simulated ranks.
+        mine = torch.full((1,), self.coordinate, dtype=torch.int64, device=values[0].device)
+        return torch.stack(rows).index_select(0, mine)[0]
 
     def collect_small(self, value: torch.Tensor, number: int) -> list[torch.Tensor]:
         """The other way: what the first ``number`` ranks have made of theirs."""
@@ -220,7 +225,45 @@ def _called(
     wholes: list[nn.Parameter],
     given: list[State],
 ) -> list[State]:
-    """The states after a step on ``wholes`` alone."""
+    """The states after a step on ``wholes`` alone.
+
+    Simulated ranks step one by one: each has other numbers, and a class may look at them (``item``).
+    """
+    if tensors_by_rank(wholes[0]) is None:
+        return _called_once(optimizer, step, group, wholes, given)
+    options, made = dict(group), {}
+    with simulation_off():
+        for rank in tensors_by_rank(wholes[0]) or {}:
+            group.update(options)
+            mine = [nn.Parameter(_of_rank(whole, rank)) for whole in wholes]
+            for param, whole in zip(mine, wholes, strict=True):
+                param.grad = _of_rank(whole.grad, rank)
+            states = [{key: _of_rank(value, rank) for key, value in s.items()} for s in given]
+            made[rank] = _called_once(optimizer, step, group, mine, states)
+        first = next(iter(made.values()))
+        return [
+            {key: _combined(made, index, key) for key in state} for index, state in enumerate(first)
+        ]
+
+
+def _of_rank(value: Any, rank: int) -> Any:
+    by_rank = tensors_by_rank(value) if isinstance(value, torch.Tensor) else None
+    return value if by_rank is None else by_rank[rank].detach()
+
+
+def _combined(made: dict[int, list[State]], index: int, key: str) -> Any:
+    by_rank = {rank: states[index][key] for rank, states in made.items()}
+    value = next(iter(by_rank.values()))
+    return combine_ranks(by_rank) if isinstance(value, torch.Tensor) else value
+
+
+def _called_once(
+    optimizer: Optimizer,
+    step: Callable[[Any], Any],
+    group: dict[str, Any],
+    wholes: list[nn.Parameter],
+    given: list[State],
+) -> list[State]:
     groups, shown = optimizer.param_groups, optimizer.state
     state: defaultdict[Any, State] = defaultdict(dict)
     state.update({whole: each for whole, each in zip(wholes, given, strict=True) if each})

@@ -1,0 +1,375 @@
+"""optim.local: the plain model's steps, on plain local tensors, with DTensors to be seen."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from local_sides import Sides, everything
+from models import Lm, lm_loss, tokens
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
+from parallel3d.optim import local
+from parallel3d.testing import fake_world, local_world, record_collectives
+
+ELEMENTWISE = [
+    (optim.AdamW, {}),
+    (optim.Adam, {"amsgrad": True, "foreach": False, "weight_decay": 0.1}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.SGD, {}),  # no state at all
+    (optim.Adagrad, {"initial_accumulator_value": 0.5}),  # has state before its first step
+    (optim.Adadelta, {}),
+    (optim.Adamax, {}),
+    (optim.ASGD, {}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (optim.Rprop, {}),
+    (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"lr": 0.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "classes"),
+    [((2, 2, 1), ELEMENTWISE), ((1, 2, 2), ELEMENTWISE[:9:4])],
+    ids=["hsdp", "tp"],
+)
+def test_every_elementwise_optimizer_of_torch(sizes, classes) -> None:
+    with local_world(4) as world:
+        sides = Sides(world, MeshLayout(*sizes))
+        sides.backward()
+        for cls, options in classes:
+            options = {"lr": 1e-2, **options}
+            sides.reset()
+            sides.optimizers(
+                everything,
+                functools.partial(cls, **options),
+                functools.partial(local, cls, **options),
+            )
+            assert isinstance(sides.optimizer, cls)
+            for _ in range(2):
+                sides.step()
+            sides.check(moved=options["lr"] > 0)
+
+
+class Counting(optim.AdamW):
+    """Notes the tensors it is given."""
+
+    given: list[list[torch.Tensor]]
+
+    def step(self, closure=None):
+        assert closure is None
+        self.given = [
+            [p for p in group["params"] if p.grad is not None] for group in self.param_groups
+        ]
+        self.kinds = {type(t) for group in self.given for p in group for t in (p, p.grad)}
+        self.grads = [[p.grad for p in group] for group in self.given]
+        return super().step()
+
+
+class TestTraining:
+    """Forwards, backwards and steps, with what surrounds them."""
+
+    @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
+    def test_groups_schedule_and_flat_buffers(self, sizes) -> None:
+        def groups(model: nn.Module) -> list[dict]:
+            """The blocks whole; of the rest, biases apart: their buckets are split."""
+            rest = [p for n, p in model.named_parameters() if "layers" not in n]
+            return [
+                {"params": list(model.layers.parameters()), "weight_decay": 0.1},
+                {"params": [p for p in rest if p.dim() == 2], "lr": 3e-3},
+                {"params": [p for p in rest if p.dim() == 1]},
+            ]
+
+        with local_world(4) as world:
+            sides = Sides(world, MeshLayout(*sizes), layers=2)
+            sides.optimizers(
+                groups,
+                functools.partial(optim.AdamW, lr=1e-2),
+                functools.partial(local, Counting, lr=1e-2),
+            )
+            schedules = [
+                optim.lr_scheduler.StepLR(each, step_size=1, gamma=0.5)
+                for each in (sides.plain_optimizer, sides.optimizer)
+            ]
+            for step in range(3):
+                sides.backward(step)
+                grads = [p.grad for p in sides.model.layers[0].parameters()]
+                sides.step()
+                assert [p.grad for p in sides.model.layers[0].parameters()] == grads
+                sides.zero_grad()
+                for schedule in schedules:
+                    schedule.step()
+            sides.check()
+            optimizer = sides.optimizer
+            assert [len(tensors) for tensors in optimizer.given] == [2, 2, 3]
+            assert not any(issubclass(kind, DTensor) for kind in optimizer.kinds)
+            assert optimizer.param_groups[1]["lr"] == 3e-3 / 8
+            assert [p for g in optimizer.param_groups for p in g["params"]] == [
+                p for g in groups(sides.model) for p in g["params"]
+            ]
+            assert all(p.grad is None for group in optimizer.given for p in group)
+
+    def test_frozen_missing_and_accumulated(self) -> None:
+        """A gradient that is missing once divides a flat buffer: its step count stays behind."""
+        with local_world(4) as world:
+            sides = Sides(world, MeshLayout(1, 2, 2))
+            for model in (sides.plain, sides.model):
+                model.layers[0].norm.weight.requires_grad_(False)
+            sides.optimizers(
+                everything,
+                functools.partial(optim.AdamW, lr=1e-2),
+                functools.partial(local, Counting, lr=1e-2),
+            )
+            for step in range(4):
+                sides.backward(step)
+                sides.backward(step + 4)
+                if step == 1:
+                    for model in (sides.plain, sides.model):
+                        model.layers[0].up.bias.grad = None
+                if step == 3:  # a gradient of the user's own
+                    for model in (sides.plain, sides.model):
+                        model.layers[0].up.bias.grad = model.layers[0].up.bias.grad * 2
+                sides.step()
+                sides.zero_grad()
+            sides.check()
+            bias = sides.optimizer.state[sides.model.layers[0].up.bias]
+            assert bias["step"] == 3 and "step" not in sides.optimizer.state.get(
+                sides.model.layers[0].norm.weight, {}
+            )
+
+    def test_state_from_a_plain_model_and_a_conversion(self) -> None:
+        """Whole tensors are cut, edits of the state are seen, and buckets may be built anew."""
+        with local_world(4) as world:
+            sides = Sides(world, MeshLayout(1, 2, 2))
+            sides.optimizers(
+                everything,
+                functools.partial(optim.AdamW, lr=1e-2),
+                functools.partial(local, optim.AdamW, lr=1e-2),
+            )
+            sides.backward()
+            sides.step()
+            with world.paused():
+                saved = copy.deepcopy(sides.plain_optimizer.state_dict())
+            for entry in saved["state"].values():
+                entry["exp_avg"] = entry["exp_avg"] * 3
+            for optimizer in (sides.plain_optimizer, sides.optimizer):
+                optimizer.load_state_dict(copy.deepcopy(saved))
+            sides.step()
+            sides.check()
+            for model, optimizer in (
+                (sides.plain, sides.plain_optimizer),
+                (sides.model, sides.optimizer),
+            ):
+                state = optimizer.state[model.layers[0].up.weight]
+                state["exp_avg_sq"] = state["exp_avg_sq"] * 2  # replaced
+                optimizer.state[model.layers[0].down.weight]["exp_avg"].mul_(5)  # in place
+                optimizer.state[model.head.weight].clear()
+            sides.step()
+            sides.check()
+            with world.paused():
+                sides.plain.layers[0].float().double()
+            sides.model.layers[0].float().double()
+            sides.zero_grad()
+            sides.backward(1)
+            sides.step()
+            sides.check()
+
+
+# One rank of a world: what it is made of
+
+
+def on_one_rank(sizes: tuple[int, int, int], **options) -> tuple[Lm, Counting]:
+    torch.manual_seed(0)
+    model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(*sizes), device_type="cpu"))
+    return model, local(Counting, model, lr=1e-2, **options)
+
+
+def test_memory_and_number_of_tensors() -> None:
+    with fake_world(0, 4):
+        model, optimizer = on_one_rank((2, 2, 1))
+        mesh = model.head.weight.device_mesh
+        lm_loss(model, tokens(0)).backward()
+        grads = {p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+        with record_collectives(mesh) as recorder:
+            optimizer.step()
+        assert not recorder.calls
+        # Embedding, two blocks, norm and head: one tensor each, whose gradient is the reduced buffer itself.
+        assert [len(group) for group in optimizer.given] == [4]
+        assert {g.untyped_storage().data_ptr() for g in optimizer.grads[0]} == grads
+        # The state has one element for each of the shards', once.
+        for key in ("exp_avg", "exp_avg_sq"):
+            shown = [optimizer.state[p][key] for p in model.parameters()]
+            assert all(isinstance(s, DTensor) for s in shown)
+            flat = [s[key] for s in optimizer._local.state.values()]
+            assert sum(f.numel() for f in flat) == sum(
+                p.to_local().numel() for p in model.parameters()
+            )
+            inside = {f.untyped_storage().data_ptr(): f.untyped_storage().nbytes() for f in flat}
+            for each in shown:
+                start = each.to_local().data_ptr()
+                assert any(p <= start < p + size for p, size in inside.items())
+        # Saving one parameter's state does not drag the buffer into the file.
+        entry = optimizer.state[model.norm.bias]["exp_avg"].to_local()
+        assert entry.untyped_storage().nbytes() == entry.numel() * 4
+        objects = [id(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
+        optimizer.step()
+        assert [id(optimizer.state[p]["exp_avg"]) for p in model.parameters()] == objects
+
+
+def test_new_group_and_ignored_parameter() -> None:
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        model = Lm(vocab=20, layers=1)
+        fully_shard(model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.norm.weight})
+        optimizer = local(Counting, model.layers.named_parameters(), lr=1e-2)
+        lm_loss(model, tokens(0)).backward()
+        optimizer.step()
+        assert [len(g) for g in optimizer.given] == [1]
+        optimizer.add_param_group({"params": [("norm", model.norm.weight)], "lr": 0.5})
+        before = model.norm.weight.detach().clone()
+        optimizer.step()
+        assert [len(g) for g in optimizer.given] == [1, 1]
+        assert optimizer.given[1][0] is model.norm.weight  # plain as it is
+        assert (model.norm.weight - before).abs().max() > 0.1
+        assert type(optimizer.state[model.norm.weight]["exp_avg"]) is torch.Tensor
+        assert optimizer.state[model.layers[0].up.bias]["step"] == 2
+
+
+def test_hooks_closures_and_copies() -> None:
+    calls = []
+    with fake_world(0, 2):
+        model, _ = on_one_rank((1, 2, 1))
+        optimizer = local(optim.AdamW, model)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(
+            lambda o, *_: calls.append(o.param_groups[0]["params"][0])
+        )
+        handle = register_optimizer_step_post_hook(lambda *_: calls.append("all"))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = lm_loss(model, tokens(0))
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        handle.remove()
+        assert loss.item() > 0
+        assert calls[0] == "before" and calls[1] is model.embed.weight and calls[2:] == ["all"]
+        assert optimizer.state[model.norm.bias]["exp_avg"].to_local().abs().max() > 0
+
+    plain = nn.Linear(3, 2)
+    optimizer = local(optim.AdamW, plain)
+    plain(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(again) is type(optimizer) is not optim.AdamW
+        (group,) = again.param_groups
+        for p, q in zip(group["params"], plain.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        before = again.state[group["params"][0]]["exp_avg"].clone()
+        again.step()
+        assert again.state[group["params"][0]]["step"] == 2
+        assert not torch.equal(again.state[group["params"][0]]["exp_avg"], before)
+
+
+def test_an_exception_puts_everything_back() -> None:
+    class Failing(optim.SGD):
+        fail = False
+
+        def step(self, closure=None):
+            if self.fail:
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    with fake_world(0, 2):
+        torch.manual_seed(0)
+        model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(shard=2), device_type="cpu"))
+        optimizer = local(Failing, model, lr=0.1)
+        lm_loss(model, tokens(0)).backward()
+        optimizer.fail = True
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+        optimizer.fail = False
+        optimizer.step()
+
+
+def test_a_sum_that_waits_is_no_gradient() -> None:
+    with fake_world(0, 4):
+        model, optimizer = on_one_rank((2, 2, 1))
+        with model.no_sync():
+            lm_loss(model, tokens(0)).backward()
+        with pytest.raises(StateError, match="last micro-batch"):
+            optimizer.step()
+
+
+# Refusals
+
+
+class Lamb(optim.Optimizer):
+    """Not elementwise: scales the step by norms."""
+
+    def __init__(self, params, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+
+
+class History(optim.SGD):
+    """Elementwise, but its state is not."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["history"] = torch.zeros(7)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "match"),
+    [
+        (optim.LBFGS, {}, "inner products over the whole model"),
+        (optim.SparseAdam, {}, "use Adam"),
+        (Lamb, {}, "is not elementwise.*give matrix=True"),
+        (Lamb, {"lr": 0.0}, "is not elementwise"),
+        (History, {"lr": 0.1}, "is not elementwise"),
+        (optim.Muon, {"matrix": False}, "can't step on plain local tensors.*2D"),
+        (optim.Adafactor, {"matrix": False}, "is not elementwise"),
+        (optim.AdamW, {"differentiable": True}, "leave it out"),
+        (optim.AdamW, {"matrix": 1}, "must be True, False or None"),
+        (optim.AdamW([nn.Parameter(torch.zeros(1))]), {}, "needs a class"),
+        ("AdamW", {}, "needs a class"),
+        (nn.Linear, {}, "needs a class"),
+    ],
+)
+def test_refused(cls, options, match) -> None:
+    with pytest.raises(Parallel3dError, match=match):
+        local(cls, nn.Linear(3, 2), **options)
+
+
+def test_the_class_itself_refuses_and_random_numbers_stay() -> None:
+    model = nn.Linear(3, 2)
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match="momentum"):
+        local(optim.AdamW, model, momentum=0.9)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        local(optim.AdamW, model, lr=-1.0)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        local(optim.AdamW, [])
+    local(optim.AdamW, model)
+    assert torch.equal(torch.get_rng_state(), before)
