@@ -38,14 +38,16 @@ def switch_precision(bucket: Bucket, full: bool) -> None:
     bucket.leave_precision()
     bucket.full = full
     before = {name: getattr(bucket, name) for name in bucket.by_precision}
-    if bucket.other_precision is not None:
-        vars(bucket).update(bucket.other_precision)
-        bucket.enter_precision()
-    else:
-        bucket.set_dtypes()
-        if bucket.compute_dtype != before["compute_dtype"]:
-            bucket.small = None
-            bucket.build_unsharded()
+    # Also during inference: tensors made in inference mode could not be trained with later.
+    with torch.inference_mode(False), torch.no_grad():
+        if bucket.other_precision is not None:
+            vars(bucket).update(bucket.other_precision)
+            bucket.enter_precision()
+        else:
+            bucket.set_dtypes()
+            if bucket.compute_dtype != before["compute_dtype"]:
+                bucket.small = None
+                bucket.build_unsharded()
     bucket.other_precision = before
 
 

@@ -361,6 +361,26 @@ class TestFullPrecisionInEval:
                         each.weight.mul_(2), each.bias.mul_(2)
                     torch.testing.assert_close(outputs(each)[2], full * 2)
 
+    @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 1, 1)], ids=str)
+    def test_trained_after_inference_mode(self, layout) -> None:
+        """The first evaluation may be in inference mode. On one rank nothing but the shards is needed."""
+        with fake_world(0, layout[1]):
+            model = wrap(
+                nn.Linear(DIM, 8),
+                layout,
+                param_dtype=BF16,
+                buffer_dtype=BF16,
+                full_precision_in_eval=True,
+            )
+            with torch.inference_mode():
+                model.eval()(rows(0))
+            (bucket,) = the_unit(model).group.buckets
+            assert (bucket.unsharded is bucket.flat) == (layout[1] == 1)
+            x = rows(0).requires_grad_()
+            model(x).sum().backward()
+            model.train()(x).sum().backward()
+            assert x.grad is not None and model.weight.grad is not None
+
     def test_extensions(self) -> None:
         with fake_world(0, 1):
             model = extend(nn.Sequential(nn.Linear(DIM, 8)), Bf16)
