@@ -148,6 +148,19 @@ class Twins:
                         worst = max(worst, float((part.double() - whole[name][box]).abs().max()))
             return worst / scale
 
+    def of_weights(self, lr: float) -> float:
+        """Largest difference, relative to its tensor's largest, after one step of SGD on the gradients."""
+        torch.optim.SGD(self.model.parameters(), lr=lr).step()
+        with self.paused():
+            plains = [dict(plain.named_parameters()) for plain in self.plains]
+            worst = 0.0
+            for name, param in self.model.named_parameters():
+                whole = plains[0][name] - lr * sum(p[name].grad for p in plains)
+                for _, box, part in shards_of(param.detach()):
+                    if part.numel():
+                        worst = max(worst, _relative(part, whole[box]))
+            return worst
+
     def of_buffers(self) -> float:
         """Largest difference of any rank's floating-point buffer."""
         with self.paused():
