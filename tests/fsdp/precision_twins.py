@@ -14,9 +14,10 @@ from torch import distributed as dist
 from torch import nn
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
 from parallel3d.testing import LocalWorld, shards_of
 
-__all__ = ["DIM", "PLAN", "Net", "Twins", "rows"]
+__all__ = ["DIM", "PLAN", "Net", "Twins", "rows", "wrap"]
 
 DIM = 12
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -64,6 +65,15 @@ class Net(nn.Module):
 def rows(sample: int) -> torch.Tensor:
     """Sample ``sample``: 7 rows."""
     return torch.randn(7, DIM, generator=torch.Generator().manual_seed(sample))
+
+
+def wrap(module: nn.Module, layout: tuple[int, int, int] = (1, 2, 1), **options: Any) -> nn.Module:
+    """``module`` as one unit; what is no argument of fully_shard is of the policy."""
+    arguments = {"reshard_after_forward", "shard_optimizer_over_replicate", "mp_policy"}
+    policy = {key: value for key, value in options.items() if key not in arguments}
+    rest = {key: value for key, value in options.items() if key in arguments}
+    rest.setdefault("mp_policy", MixedPrecisionPolicy(**policy))
+    return fully_shard(module, mesh=build_mesh(MeshLayout(*layout), device_type="cpu"), **rest)
 
 
 class Twins:
