@@ -40,7 +40,8 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         cast_forward_inputs: whether inputs are cast to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost unit. None: as ``cast_forward_inputs``.
         buffer_dtype: dtype that forward and backward see floating-point buffers in. None: their own. At rest,
-            and so in ``state_dict``, a module has its buffer as it was; what forward writes reaches it.
+            and so in ``state_dict``, a module has its buffer as it was; what forward writes reaches it. The
+            cast one is kept until the buffer changes (not through ``.data``: that is not seen).
         keep_low_precision_grads: whether ``.grad`` stays in the dtype it was reduced in. Otherwise it has the
             sharded parameter's. Accumulation over micro-batches then adds in that dtype too, but for sums
             that wait for their reduction. Not every optimizer takes such gradients: ``SGD`` does, ``AdamW``
