@@ -139,8 +139,8 @@ class Bucket:
             if p.may_be_partial or (p.layout.tp_grad == "partial" and p.tp_size > 1)
         ]
         self.tp_group: ProcessGroup | None = None
-        if partial and partial[0].tp_mesh is not None:
-            self.tp_group = partial[0].tp_mesh.get_group()
+        if partial:
+            self.tp_group = partial[0].on.summed_group
 
     def _device(self) -> torch.device:
         initial = self.params[0].initial

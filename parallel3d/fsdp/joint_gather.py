@@ -56,13 +56,12 @@ class JointGather:
     def copy_out(self) -> None:
         """The gathered rows into the parameters' places."""
         assert self._output is not None
-        columns = self._output.view(-1, self.numel)
-        start = 0
-        for bucket in self.buckets:
+        with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
+            columns = self._output.view(-1, self.numel).split([b.numel for b in self.buckets], 1)
+        for bucket, held in zip(self.buckets, columns, strict=True):
             allocate(bucket.unsharded)
-            pairs = bucket.copy_pairs(columns.narrow(1, start, bucket.numel))
-            foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
-            start += bucket.numel
+            pairs = bucket.copy_pairs(held)
+            foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
 
     def free_gathered(self) -> None:
         """After ``copy_out``."""

@@ -101,7 +101,10 @@ class ShardedParam:
         unit: weak reference to its unit, as soon as there is one.
         axes: the engine's axes for it.
         on: all axes it lies on.
-        tp_mesh: the one axis it brings, if any: that of tensor parallelism; tp_size: ranks along it.
+        tp_mesh: the one axis it brings, if any: that of tensor parallelism.
+        tp_axis: where that is, in the mesh of its compute DTensor and at rest; also with ``dp_mesh_dims``,
+            if one axis beside the data axes has several ranks.
+        tp_size: ranks along it.
         may_be_partial: whether autograd may bring a gradient that each tp rank has a part of, to be summed
             with others of the bucket: that of a replicated DTensor, as torch's own parallel styles make.
         keeps_dtype: whether all modules that hold it are of the policy's ``full_precision_modules``.
@@ -129,12 +132,15 @@ class ShardedParam:
         self.on = ParamAxes(name, param, axes)
         own = self.on.compute_mesh if axes.spmd is None else None
         self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
-        self.tp_size = self.tp_mesh.size() if self.tp_mesh is not None else 1
+        self.tp_axis = self.on.summed
+        self.tp_size = 1
+        if self.tp_axis is not None and self.on.compute_mesh is not None:
+            self.tp_size = self.on.compute_mesh.size(self.tp_axis[0])
         self.may_be_partial = (
-            self.tp_size > 1
+            self.tp_axis is not None
             and self.layout.compute == "dtensor"
             and self.layout.tp_grad == "whole"
-            and isinstance(self.on.compute_placements[0], Replicate)
+            and isinstance(self.on.compute_placements[self.tp_axis[0]], Replicate)
         )
         self.global_shape = param.shape
         self.dtype = param.dtype
@@ -203,8 +209,8 @@ class ShardedParam:
         if self.axes.shard is not None and (over_shard or self.dim is None):
             placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
         over_tp = over_tp or self.layout.tp_grad == "partial"
-        if over_shard and over_tp and self.tp_mesh is not None:
-            placements[-1] = Partial()
+        if over_shard and over_tp and self.tp_axis is not None:
+            placements[self.tp_axis[1]] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 
     def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
@@ -377,7 +383,7 @@ class ShardedParam:
         found, wanted = grad.placements, self.on.gradient_placements(grad.placements)
         if found == wanted:
             return grad.to_local(), False
-        if self.may_be_partial and type(found[0]) is Partial and found[0].reduce_op == "sum":
+        if self.may_be_partial and self.on.lacks_sum(found, wanted):
             return grad.to_local(), True
         cast = grad.to(dtype)
         assert isinstance(cast, DTensor)

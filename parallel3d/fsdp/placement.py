@@ -30,6 +30,8 @@ class ParamAxes:
         mesh: all axes; the mesh of the parameter at rest.
         compute_mesh: the mesh of the DTensor that the parameter was; the tp axis for a plain one, or None.
         compute_placements: its placements there, ``Replicate()`` on data axes.
+        summed: (position in ``compute_mesh``, at rest) of the own axis over which gradients may be partial.
+            None where none has several ranks, or more than one has, or may have in another parameter.
     """
 
     def __init__(self, name: str, param: nn.Parameter, data: DataAxes) -> None:
@@ -47,6 +49,7 @@ class ParamAxes:
         for axis, placement in enumerate(self.compute_placements):
             if isinstance(placement, Shard):
                 self.cuts.append((axis, placement.dim))
+        self.summed = self._summed()
 
     # _at_rest: position in ``mesh`` -> position in ``compute_mesh``, of the own axes.
 
@@ -109,6 +112,27 @@ class ParamAxes:
     def _coordinate(self, axis: int) -> int:
         assert self.compute_mesh is not None
         return self.compute_mesh.get_local_rank(axis)
+
+    def _summed(self) -> tuple[int, int] | None:
+        if self.compute_mesh is None or (self.data.spmd is None and self.compute_mesh.ndim > 1):
+            return None
+        several = [(axis, rest) for rest, axis in self._at_rest.items() if self._size(axis) > 1]
+        return several[0] if len(several) == 1 else None
+
+    @property
+    def summed_group(self) -> ProcessGroup:
+        """The ranks along the axis ``summed``."""
+        assert self.summed is not None and self.compute_mesh is not None
+        return self.compute_mesh.get_group(self.summed[0])
+
+    def lacks_sum(self, found: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> bool:
+        """Whether a sum over the axis ``summed`` is all that a gradient placed as ``found`` lacks."""
+        assert self.summed is not None
+        axis = self.summed[0]
+        at = found[axis]
+        if type(at) is not Partial or at.reduce_op != "sum":
+            return False
+        return (*found[:axis], *found[axis + 1 :]) == (*wanted[:axis], *wanted[axis + 1 :])
 
     def largest(self, shape: Sequence[int]) -> list[int]:
         """The largest shape that a rank's part of ``shape`` has."""

@@ -37,6 +37,12 @@ FOUND = {
     "a partly frozen unit runs in inference mode before it trains": Config(
         RandomModel((Leaf("mlp"),)), (1, 2, 1), (Step((Micro(before=("inference",)),)),), (0,)
     ),
+    "a unit of two buckets is prefetched, and first used in inference mode": Config(
+        RandomModel((Leaf("bytes"),)),
+        (1, 2, 1),
+        (Step((Micro(before=("prefetch 0", "inference")),)),),
+        (1,),
+    ),
     "the first module of a list unit runs without grad, as reentrant checkpointing does": Config(
         RandomModel((Block((RECOMPUTED, Leaf("mlp")), as_list=True),)),
         (1, 2, 1),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from models import Lm, lm_loss, tokens
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
-from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.testing import (
     assert_parity,
     fake_world,
@@ -224,3 +225,24 @@ def by_turns() -> list[float]:
 
 def test_where_processes_use_different_parameters(gloo_pool):
     assert gloo_pool.run(by_turns, world_size=4) == [[4.0, 2.0, 2.0, 0.0]] * 4
+
+
+def test_one_collective_per_bucket_with_dp_mesh_dims():
+    """Where parameters, and the batch, are DTensors on the data axes too; tp outside of them."""
+    with fake_world(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp"))
+        model = nn.LayerNorm(6)
+        for name, p in list(model.named_parameters()):
+            made = distribute_tensor(p.detach(), mesh, [Replicate()] * 2, src_data_rank=None)
+            setattr(model, name, nn.Parameter(made))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="fsdp"))
+        x = DTensor.from_local(torch.randn(3, 6), mesh, [Shard(0)] * 2, run_check=False)
+        loss = model(x).to_local().square().mean()
+        with record_collectives(mesh) as recorder:
+            loss.backward()
+    # The norm's two vectors of 6, halved over the data axis.
+    assert [(call.op, call.axis, call.bytes) for call in recorder.calls[-2:]] == [
+        ("reduce_scatter", "fsdp", 48),
+        ("all_reduce", "tp", 24),
+    ]
+    assert recorder.count("all_reduce") == 1
