@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from parallel3d.errors import StateError
@@ -92,13 +93,14 @@ def _whole_bucket(
     bucket: Bucket, indices: list[int], *, keep: bool, to_cpu: bool
 ) -> dict[ShardedParam, nn.Parameter]:
     params = [bucket.params[i] for i in indices]
-    wholes = whole_tensors(bucket, indices, [param.local for param in params])
-    if not keep:
-        return {}
-    return {
-        param: nn.Parameter(whole.cpu() if to_cpu else whole, param.sharded.requires_grad)
-        for param, whole in zip(params, wholes, strict=True)
-    }
+    with torch.inference_mode(False):
+        wholes = whole_tensors(bucket, indices, [param.local for param in params])
+        if not keep:
+            return {}
+        return {
+            param: nn.Parameter(whole.cpu() if to_cpu else whole, param.sharded.requires_grad)
+            for param, whole in zip(params, wholes, strict=True)
+        }
 
 
 @contextmanager

@@ -14,25 +14,29 @@ from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.checks import as_bool
+from parallel3d.fsdp.extension import as_plain
 from parallel3d.fsdp.first_rank import broadcast_object, is_first, meshes_of
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.fsdp.other_form import (
+    Chosen,
     check_at_rest,
     chosen_of,
     shown_instead,
     to_rest,
     whole_params,
 )
+from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict_type import form_set, get_state_dict_type, with_options
+from parallel3d.fsdp.transforms import chunk
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictSettings
 
     from parallel3d.fsdp.param import ShardedParam
+    from parallel3d.fsdp.state import Unit
 
 __all__ = ["load_model_state_dict", "model_state_dict", "saved_in_form"]
 
@@ -67,11 +71,10 @@ def model_state_dict(
     units = list(units_of(model, True))
     with form_set(units, settings):
         found = model.state_dict()
-    if settings.state_dict_type is _FULL or settings.state_dict_type is _LOCAL:
-        for key, value in found.items():  # of no unit
-            if isinstance(value, DTensor):
-                whole = settings.state_dict_type is _FULL
-                found[key] = value.full_tensor() if whole else get_local_tensor(value)
+    if settings.state_dict_type is _FULL:
+        for key, value in found.items():
+            if isinstance(value, DTensor):  # of no unit: ignored, or under tensor parallelism only
+                found[key] = value.full_tensor()
     return _kept(found, set(), settings, keep=is_first(meshes_of(units)))
 
 
@@ -108,8 +111,30 @@ def load_model_state_dict(
     if broadcast_from_rank0:
         check_broadcast(settings)
         state_dict = _from_first(model, state_dict)
+    if settings.state_dict_type is _FULL:
+        state_dict = _with_dtensors(model, state_dict, units)
     with form_set(units, settings, broadcast=broadcast_from_rank0):
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _with_dtensors(
+    model: nn.Module, state_dict: Mapping[str, Any], units: list[Unit]
+) -> Mapping[str, Any]:
+    """``state_dict`` with what is loaded into DTensors of no unit laid out as they are."""
+    if not any(isinstance(p, DTensor) and owner_of(p) is None for p in model.parameters()):
+        return state_dict
+    with form_set(units, None):
+        params = model.state_dict(keep_vars=True)
+    result = dict(state_dict)
+    for key, param in params.items():
+        value = result.get(key)
+        if not isinstance(param, DTensor) or owner_of(param) is not None:
+            continue
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == param.shape:
+            result[key] = chunk(value.to(param.device), param.device_mesh, param.placements)
+    return result
 
 
 def check_broadcast(settings: StateDictSettings) -> None:
@@ -183,19 +208,19 @@ def saved_in_form(
     keep = True
     shown: dict[ShardedParam, nn.Parameter]
     if kind is _LOCAL:
-        shown = {
-            bucket.params[i]: nn.Parameter(
-                bucket.params[i].local, bucket.params[i].sharded.requires_grad
-            )
-            for bucket, indices in chosen
-            for i in indices
-        }
+        shown = _local_params(chosen)
     else:
         config: Any = settings.state_dict_config
         keep = not config.rank0_only or is_first(meshes_of([unit]))
         shown = whole_params(chosen, keep=keep, to_cpu=config.offload_to_cpu)
     with shown_instead(unit, chosen, shown.get):
         return _kept(save(), before, settings, keep=keep)
+
+
+def _local_params(chosen: Chosen) -> dict[ShardedParam, nn.Parameter]:
+    params = [bucket.params[i] for bucket, indices in chosen for i in indices]
+    with torch.inference_mode(False):
+        return {p: nn.Parameter(as_plain(p.local), p.sharded.requires_grad) for p in params}
 
 
 def _kept(

@@ -78,7 +78,8 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
     """``dtensor`` with ``Replicate()`` on the axis ``over``, by one all-gather; without autograd.
 
     Other axes keep their parts. If one of them has cut the same dim after ``over``, its part is then in
-    pieces: its placement becomes a ``_StridedShard`` that says so.
+    pieces: its placement becomes a ``_StridedShard`` that says so. Where three axes cut one dim, or cuts
+    are so uneven that DTensor doesn't tell the order they were made in, the tensor is gathered and cut anew.
 
     Args:
         over: the name of an axis of the DTensor's mesh.
@@ -108,7 +109,7 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
             return make_dtensor(local.clone(), spec)
         pieces = _pieces(dtensor, mesh, mine, [c for c in _cuts(placements) if c != mine])
         if pieces is None:
-            return chunk(dtensor, mesh, target)
+            return chunk(dtensor, mesh, _cut_anew(placements, mesh, axis))
         return make_dtensor(_gathered(local, mesh, mine, *pieces), spec)
 
 
@@ -170,6 +171,23 @@ def _after_gather(
             if isinstance(other, (Shard, StridedShard)) and other.dim == gone.dim:
                 factor = _factor(other) * mesh.size(axis)
                 result[inner] = StridedShard(other.dim, split_factor=factor)
+    return tuple(result)
+
+
+def _cut_anew(
+    placements: Sequence[Placement], mesh: DeviceMesh, axis: int
+) -> tuple[Placement, ...]:
+    """``placements`` with ``axis`` whole, other axes cutting in the same order as before."""
+    result = list(placements)
+    result[axis] = Replicate()
+    ways = mesh.size(axis)
+    mine = next(cut for cut in _cuts(placements) if cut.axis == axis)
+    for other in _cuts(placements[:axis]):
+        if other.dim == mine.dim and other.factor > 1 and other.factor % ways == 0:
+            left = other.factor // ways
+            result[other.axis] = (
+                StridedShard(other.dim, split_factor=left) if left > 1 else Shard(other.dim)
+            )
     return tuple(result)
 
 
