@@ -1,8 +1,10 @@
 """step_in_backward: the plain optimizer's weights, few gradients at a time, or an error."""
 
 import contextlib
+import copy
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +31,8 @@ from parallel3d import (
 )
 from parallel3d._compat import TorchDispatchMode, get_local_tensor
 from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.optim.local_state import LocalState
 from parallel3d.testing import fake_world, record_collectives
 
 
@@ -50,13 +54,17 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR
 
 
 def check_training(
-    sizes: tuple[int, int, int], build: Callable[[], nn.Module] = Lm, **options
+    sizes: tuple[int, int, int],
+    build: Callable[[], nn.Module] = Lm,
+    optimizer_class: Callable = torch.optim.AdamW,
+    apply: Callable | None = None,
+    **options,
 ) -> None:
     """Groups, a schedule, and after each step no gradient left."""
-    with side_by_side(sizes, build) as sides:
+    with side_by_side(sizes, build, apply) as sides:
         plain = adamw(groups(sides.plain))
         ours = optim.step_in_backward(
-            sides.model, torch.optim.AdamW, params=groups(sides.model), lr=1e-2, **options
+            sides.model, optimizer_class, params=groups(sides.model), lr=1e-2, **options
         )
         schedules = [halving(plain), halving(ours)]
         for step in range(3):
@@ -79,6 +87,23 @@ class TestWeights:
     @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
     def test_as_of_the_plain_optimizer(self, sizes) -> None:
         check_training(sizes)
+
+    @pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2)], ids=str)
+    def test_of_an_optimizer_on_local_tensors(self, sizes, monkeypatch) -> None:
+        """And shards over replicate too. What it steps on is put together once for each bucket."""
+        made, buckets = [], []
+        init = LocalState.__init__
+        monkeypatch.setattr(LocalState, "__init__", lambda *a: made.append(init(*a)))
+
+        def apply(model, mesh):
+            plan = LM_PLAN if sizes[2] > 1 else None
+            parallelize(model, mesh, plan, shard_optimizer_over_replicate=True)
+            buckets.extend(b for unit in units_of(model, True) for b in unit.group.buckets)
+            return model
+
+        local_adamw = functools.partial(optim.local, torch.optim.AdamW)
+        check_training(sizes, functools.partial(Lm, layers=1), local_adamw, apply)
+        assert len(made) == len(buckets)
 
     def test_on_processes(self, gloo_pool) -> None:
         """Tied, and a fused optimizer."""
@@ -229,8 +254,6 @@ class TestMemory:
 
     def test_deleted_it_is_gone_at_once(self) -> None:
         """No cycle through the model, its units and the optimizer."""
-        import weakref
-
         with fake_world(0, 4):
             mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
             model = parallelize(Lm(layers=1), mesh)
@@ -378,6 +401,46 @@ class TestUsesAfterTheUpdate:
                 lm_loss(model, tokens(0))
 
 
+class TestHooks:
+    def test_on_parameters(self) -> None:
+        """They see the reduced gradient, before the update."""
+        with fake_world(0, 2):
+            model, _ = build()
+            weight = model.layers[0].up.weight
+            before, seen = local(weight).clone(), []
+
+            def look(param: torch.Tensor) -> None:
+                assert torch.equal(local(param), before)
+                seen.append(local(param.grad).clone())
+
+            weight.register_post_accumulate_grad_hook(look)
+            lm_loss(model, tokens(0)).backward()
+            torch.testing.assert_close(local(weight).detach(), before - 0.1 * seen[0])
+
+    def test_second_derivatives(self) -> None:
+        """A penalty on the gradient of an input: the graph is used twice, by one backward of parameters."""
+
+        class Smooth(Lm):
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                x = self.embed(ids)
+                y = self.layers[0](x)
+                (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+                return self.head(self.norm(self.layers[1](y + slope)))
+
+        def apply(model, mesh):
+            for each in (*model.layers, model):
+                fully_shard(each, mesh=mesh)
+            return model
+
+        with side_by_side((1, 2, 1), Smooth, apply) as sides:
+            plain = adamw(sides.plain.parameters())
+            optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
+            for step in range(2):
+                sides.step_plain(plain, step)
+                sides.loss(step).backward()
+                sides.check()
+
+
 class TestNotTogetherWith:
     def test_accumulation(self) -> None:
         with fake_world(0, 2):
@@ -392,8 +455,6 @@ class TestNotTogetherWith:
                 lm_loss(model, ids).backward()
 
     def test_switches_that_were_set_behind_its_back(self) -> None:
-        from parallel3d.fsdp.members import the_unit
-
         with fake_world(0, 2):
             model, _ = build()
             the_unit(model.layers[0]).sync = False
@@ -516,8 +577,6 @@ class TestState:
 
     def test_a_copy_is_not_updated(self) -> None:
         """copy.deepcopy of the model, as a frozen teacher."""
-        import copy
-
         with fake_world(0, 2):
             model, _ = build()
             twin = copy.deepcopy(model)
