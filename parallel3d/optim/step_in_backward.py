@@ -50,6 +50,7 @@ def step_in_backward(
     Args:
         model: a model that ``parallelize`` or ``fully_shard`` was applied to.
         optimizer_class: makes the optimizer; not LBFGS, which needs several backwards for a step.
+            ``functools.partial(optim.local, torch.optim.AdamW)`` steps on the buckets' plain tensors.
         params: parameters or groups of them, as optimizers take; by default all that have a gradient.
         kwargs: for ``optimizer_class``.
 
@@ -80,7 +81,7 @@ class StepInBackward(Optimizer):
     """What ``step_in_backward`` returns: an optimizer that schedulers and checkpoints take.
 
     Attributes:
-        optimizer: the one that updates.
+        optimizer: the one that updates, bucket by bucket.
         param_groups, state, defaults: its own.
     """
 
@@ -107,36 +108,43 @@ class StepInBackward(Optimizer):
         return getattr(self.optimizer, name)
 
     def _link(self) -> None:
+        self._views: dict[int, Optimizer] = {}
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
 
     def _update(self, bucket: Bucket, used: Sequence[int]) -> None:
-        """Steps the parameters ``used`` of ``bucket``, and frees their gradients."""
+        """Steps the parameters of ``bucket`` that have a gradient, and frees it."""
         if is_scaled(backward_id()):
             raise StateError(
                 "parameters are updated in backward, but this backward is of a loss that a GradScaler has "
                 "scaled, whose gradients must be unscaled and checked first; use a loss that is not scaled "
                 "(bfloat16 needs no scaling), or an ordinary optimizer"
             )
-        present = {id(bucket.params[index].sharded) for index in used}
-        own = self._groups[id(bucket)]
-        taken = [(group, [p for p in mine if id(p) in present]) for group, mine in own]
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        whole = [(groups[index], groups[index]["params"]) for index, _ in taken]
-        try:
-            for index, mine in taken:
-                groups[index]["params"] = mine
-            optimizer.param_groups = [group for group, _ in whole]
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
-            for group, params in whole:
-                group["params"] = params
-        for _, mine in taken:
-            for param in mine:
+        view = self._views.get(id(bucket))
+        if view is None:
+            view = self._views[id(bucket)] = self._view_of(bucket)
+        pairs = [
+            (view.param_groups[place], self.param_groups[index])
+            for place, (index, _) in enumerate(self._groups[id(bucket)])
+        ]
+        for group, whole in pairs:
+            _copy_options(group, whole)  # a scheduler may have changed them
+        view.step()
+        for group, whole in pairs:
+            _copy_options(whole, group)
+            for param in group["params"]:
                 param.grad = None
         self._opt_called = True  # for schedulers, which warn where no step came before theirs
+
+    def _view_of(self, bucket: Bucket) -> Optimizer:
+        """The optimizer again, with the parameters of ``bucket`` alone: the same state, hooks and options."""
+        view = object.__new__(type(self.optimizer))
+        vars(view).update(vars(self.optimizer))
+        groups = self.param_groups
+        view.param_groups = [
+            {**groups[index], "params": mine} for index, mine in self._groups[id(bucket)]
+        ]
+        return view
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """A StateError: the backward has updated already.
@@ -197,6 +205,13 @@ class StepInBackward(Optimizer):
     def __repr__(self) -> str:
         """Names the optimizer that updates."""
         return f"StepInBackward({self.optimizer!r})"
+
+
+def _copy_options(target: dict[str, Any], source: dict[str, Any]) -> None:
+    """All of a group but its parameters."""
+    for key, value in source.items():
+        if key != "params":
+            target[key] = value
 
 
 def refuse_stepped(params: Iterable[torch.Tensor], what: str) -> None:

@@ -36,8 +36,8 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) ->
         names = {id(p): n for n, p in model.named_parameters()}
         in_flight: list[int] = []
 
-        def update(*_) -> None:
-            first = optimizer.optimizer.param_groups[0]["params"][0]
+        def update(stepping, *_) -> None:
+            first = stepping.param_groups[0]["params"][0]
             device.now.put("update " + names[id(first)].rpartition(".")[0].removesuffix(".norm"))
             in_flight.append(len(the_unit(model).context.comm.in_flight))
 

@@ -1,34 +1,35 @@
 """step_in_backward: the plain optimizer's weights, few gradients at a time, or an error."""
 
-import contextlib
+import copy
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 from side_by_side import side_by_side
+from stepped import build, local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d import (
     MeshLayout,
     MixedPrecisionPolicy,
-    Parallel3dError,
-    StateError,
     build_mesh,
     optim,
     parallelize,
 )
-from parallel3d._compat import TorchDispatchMode, get_local_tensor
+from parallel3d._compat import TorchDispatchMode
 from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.members import units_of
+from parallel3d.optim.local_state import LocalState
 from parallel3d.testing import fake_world, record_collectives
 
 
@@ -50,13 +51,17 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR
 
 
 def check_training(
-    sizes: tuple[int, int, int], build: Callable[[], nn.Module] = Lm, **options
+    sizes: tuple[int, int, int],
+    build: Callable[[], nn.Module] = Lm,
+    optimizer_class: Callable = torch.optim.AdamW,
+    apply: Callable | None = None,
+    **options,
 ) -> None:
     """Groups, a schedule, and after each step no gradient left."""
-    with side_by_side(sizes, build) as sides:
+    with side_by_side(sizes, build, apply) as sides:
         plain = adamw(groups(sides.plain))
         ours = optim.step_in_backward(
-            sides.model, torch.optim.AdamW, params=groups(sides.model), lr=1e-2, **options
+            sides.model, optimizer_class, params=groups(sides.model), lr=1e-2, **options
         )
         schedules = [halving(plain), halving(ours)]
         for step in range(3):
@@ -79,6 +84,23 @@ class TestWeights:
     @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
     def test_as_of_the_plain_optimizer(self, sizes) -> None:
         check_training(sizes)
+
+    @pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2)], ids=str)
+    def test_of_an_optimizer_on_local_tensors(self, sizes, monkeypatch) -> None:
+        """And shards over replicate too. What it steps on is put together once for each bucket."""
+        made, buckets = [], []
+        init = LocalState.__init__
+        monkeypatch.setattr(LocalState, "__init__", lambda *a: made.append(init(*a)))
+
+        def apply(model, mesh):
+            plan = LM_PLAN if sizes[2] > 1 else None
+            parallelize(model, mesh, plan, shard_optimizer_over_replicate=True)
+            buckets.extend(b for unit in units_of(model, True) for b in unit.group.buckets)
+            return model
+
+        local_adamw = functools.partial(optim.local, torch.optim.AdamW)
+        check_training(sizes, functools.partial(Lm, layers=1), local_adamw, apply)
+        assert len(made) == len(buckets)
 
     def test_on_processes(self, gloo_pool) -> None:
         """Tied, and a fused optimizer."""
@@ -229,8 +251,6 @@ class TestMemory:
 
     def test_deleted_it_is_gone_at_once(self) -> None:
         """No cycle through the model, its units and the optimizer."""
-        import weakref
-
         with fake_world(0, 4):
             mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
             model = parallelize(Lm(layers=1), mesh)
@@ -245,243 +265,44 @@ class TestMemory:
                 gc.enable()
 
 
-def local(value: torch.Tensor) -> torch.Tensor:
-    return get_local_tensor(value) if isinstance(value, DTensor) else value
-
-
-def build(layers: int = 2, sizes: tuple[int, int, int] = (1, 2, 1), **kwargs):
-    """A model that is updated in backward, and its optimizer, in the present world."""
-    mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
-    torch.manual_seed(0)
-    model = parallelize(Lm(layers=layers), mesh)
-    return model, optim.step_in_backward(model, torch.optim.SGD, lr=0.1, **kwargs)
-
-
-@contextlib.contextmanager
-def refused(match: str, model: nn.Module | None = None):
-    """A StateError, before any weight of ``model`` has changed."""
-    params = list(model.parameters()) if model is not None else []
-    before = [local(p).clone() for p in params]
-    with pytest.raises(StateError, match=match):
-        yield
-    for p, old in zip(params, before, strict=True):
-        assert torch.equal(local(p), old)
-
-
-class Region(Lm):
-    """``run`` calls the blocks, in some kind of checkpoint."""
-
-    def __init__(self, run: Callable) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.run(self, self.embed(ids))))
-
-
-def reentrant(model: Lm, x: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        x = checkpoint(layer, x, use_reentrant=True)
-    return x
-
-
-def reentrant_inside(model: Lm, x: torch.Tensor) -> torch.Tensor:
-    """Within the root's forward, the norm's parameters."""
-    for layer in model.layers:
-        x = checkpoint(model.norm, layer(x), use_reentrant=True)
-    return x
-
-
-def values_only(model: Lm, x: torch.Tensor) -> torch.Tensor:
-    """Recomputed when the block has long been updated."""
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        return x * model.layers[0](x).detach()
-
-    return model.layers[0](model.layers[1](checkpoint(region, x, use_reentrant=False)))
-
-
-class TestUsesAfterTheUpdate:
-    """What can't be done right is refused, and nothing of the unit is updated before."""
-
-    def sharded(self, model: nn.Module) -> nn.Module:
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
-        return model
-
-    @pytest.mark.parametrize("run", [reentrant, reentrant_inside])
-    def test_reentrant_checkpoint(self, run) -> None:
-        with fake_world(0, 2):
-            model = self.sharded(Region(run))
-            with refused("use_reentrant=False", model):
-                lm_loss(model, tokens(0)).backward()
-
-    def test_the_whole_model_in_reentrant_checkpoint(self) -> None:
-        with fake_world(0, 2):
-            model = self.sharded(Region(lambda m, x: m.layers[1](m.layers[0](x))))
-            model.embed.register_forward_hook(lambda m, a, out: out)
-            x = torch.zeros(1, requires_grad=True)
-            with refused("use_reentrant=False", model):
-                loss = checkpoint(
-                    lambda x: lm_loss(model, tokens(0)) + 0 * x.sum(), x, use_reentrant=True
-                )
-                loss.backward()
-
-    def test_recomputed_for_its_values_alone(self) -> None:
-        with fake_world(0, 2):
-            model = self.sharded(Region(values_only))
-            with refused("recomputes"):
-                lm_loss(model, tokens(0)).backward()
-
-    def test_a_loss_with_the_sharded_parameter(self) -> None:
-        with fake_world(0, 2):
-            model = self.sharded(Lm())
-            penalty = model.layers[1].up.weight.to_local().square().sum()
-            with refused("outside the unit's forward"):
-                (lm_loss(model, tokens(0)) + penalty).backward()
-
-    @pytest.mark.parametrize("retain", [True, False], ids=["one graph", "two graphs"])
-    def test_a_second_backward_of_old_weights(self, retain) -> None:
-        with fake_world(0, 2):
-            model = self.sharded(Lm())
-            first = lm_loss(model, tokens(0))
-            second = first if retain else lm_loss(model, tokens(0))
-            first.backward(retain_graph=retain)
-            with refused("updated since this forward", model):
-                second.backward()
-            model.zero_grad()
-            lm_loss(model, tokens(0)).backward()  # it still works
-
-    def test_losses_that_are_summed(self) -> None:
-        """Two forwards, one backward: as the plain model's."""
-        with side_by_side((1, 2, 1)) as sides:
-            plain = torch.optim.SGD(sides.plain.parameters(), lr=0.1)
-            optim.step_in_backward(sides.model, torch.optim.SGD, lr=0.1)
-            with sides.outside():
-                (sides.plain_loss(0) + sides.plain_loss(1)).backward()
-                plain.step()
-            (sides.loss(0) + sides.loss(1)).backward()
-            sides.check()
-
-    def test_a_backward_inside_a_forward(self) -> None:
-        with fake_world(0, 2):
-
-            def run(m: Lm, x: torch.Tensor) -> torch.Tensor:
-                m.layers[0](x.detach().requires_grad_()).sum().backward()
-                return m.layers[1](x)
-
-            model = self.sharded(Region(run))
-            with refused("inside a forward", model):
-                lm_loss(model, tokens(0))
-
-
-class TestNotTogetherWith:
-    def test_accumulation(self) -> None:
+class TestHooks:
+    def test_on_parameters(self) -> None:
+        """They see the reduced gradient, before the update."""
         with fake_world(0, 2):
             model, _ = build()
-            with refused("set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(False)
-            with refused("set_requires_all_reduce"):
-                model.set_requires_all_reduce(False)
-            with refused("updated in backward"):
-                next(optim.accumulate(model, [tokens(0), tokens(1)]))
-            for ids in optim.accumulate(model, [tokens(0)]):  # one is no accumulation
-                lm_loss(model, ids).backward()
+            weight = model.layers[0].up.weight
+            before, seen = local(weight).clone(), []
 
-    def test_switches_that_were_set_behind_its_back(self) -> None:
-        from parallel3d.fsdp.members import the_unit
+            def look(param: torch.Tensor) -> None:
+                assert torch.equal(local(param), before)
+                seen.append(local(param.grad).clone())
 
-        with fake_world(0, 2):
-            model, _ = build()
-            the_unit(model.layers[0]).sync = False
-            with refused("accumulates"):
-                lm_loss(model, tokens(0)).backward()
-
-    def test_clipping(self) -> None:
-        with fake_world(0, 2):
-            model, optimizer = build()
-            with refused("clip_grad_norm_"):
-                optim.clip_grad_norm_(model, 1.0)
-            optimizer.remove()
+            weight.register_post_accumulate_grad_hook(look)
             lm_loss(model, tokens(0)).backward()
-            optim.clip_grad_norm_(model, 1.0)
-            assert all(p.grad is not None for p in model.parameters())
+            torch.testing.assert_close(local(weight).detach(), before - 0.1 * seen[0])
 
-    def test_our_scaler(self) -> None:
-        """Before anything is updated."""
-        with fake_world(0, 2):
-            model, optimizer = build()
-            scaler = optim.GradScaler("cpu")
-            loss = scaler.scale(lm_loss(model, tokens(0)))
-            with refused("GradScaler", model):
-                loss.backward()
-            with refused("GradScaler"):
-                scaler.step(optimizer)
-            model.zero_grad()
-            disabled = optim.GradScaler("cpu", enabled=False)
-            disabled.scale(lm_loss(model, tokens(0))).backward()
+    def test_second_derivatives(self) -> None:
+        """A penalty on the gradient of an input: the graph is used twice, by one backward of parameters."""
 
-    def test_torchs_scaler(self) -> None:
-        with fake_world(0, 2):
-            model, optimizer = build()
-            scaler = torch.amp.GradScaler("cpu")
-            scaler.scale(lm_loss(model, tokens(0))).backward()
-            with refused("GradScaler"):
-                scaler.step(optimizer)
+        class Smooth(Lm):
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                x = self.embed(ids)
+                y = self.layers[0](x)
+                (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+                return self.head(self.norm(self.layers[1](y + slope)))
 
-    def test_its_own_step(self) -> None:
-        with fake_world(0, 2):
-            _, optimizer = build()
-            with refused("leave the call out"):
-                optimizer.step()
+        def apply(model, mesh):
+            for each in (*model.layers, model):
+                fully_shard(each, mesh=mesh)
+            return model
 
-
-class TestArguments:
-    def test_what_is_refused(self) -> None:
-        with fake_world(0, 2):
-            with pytest.raises(Parallel3dError, match="not parallel"):
-                optim.step_in_backward(Lm(), torch.optim.SGD, lr=0.1)
-            with pytest.raises(Parallel3dError, match="needs a module"):
-                optim.step_in_backward(torch.optim.SGD, Lm(), lr=0.1)
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            plain = Lm(layers=1)
-            model = fully_shard(plain, mesh=mesh, ignored_params={plain.norm.weight})
-            with pytest.raises(Parallel3dError, match="belongs to no unit"):
-                optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
-            with pytest.raises(Parallel3dError, match="LBFGS"):
-                optim.step_in_backward(model, torch.optim.LBFGS)
-            with pytest.raises(Parallel3dError, match="class of optimizers"):
-                optim.step_in_backward(model, torch.optim.SGD(model.parameters()))
-            with pytest.raises(Parallel3dError, match="made a list"):
-                optim.step_in_backward(model, list)
-            params = [p for p in model.parameters() if p is not model.norm.weight]
-            lm_loss(model, tokens(0)).backward()
-            with refused("has a gradient"):
-                optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            assert model.head.weight.grad is not None  # nothing was half-applied
-            model.zero_grad()
-            model.set_requires_gradient_sync(False)
-            with refused("reductions off"):
-                optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            model.set_requires_gradient_sync(True)
-            optimizer = optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            with refused("already"):
-                optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            with pytest.raises(Parallel3dError, match="at the beginning"):
-                optimizer.add_param_group({"params": [model.norm.weight]})
-            assert "SGD" in repr(optimizer)
-
-    def test_ties_to_a_unit_that_is_updated(self) -> None:
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = Lm(layers=1, tied=True)
-            fully_shard(model.embed, mesh=mesh)
-            optim.step_in_backward(model.embed, torch.optim.SGD, lr=0.1)
-            with refused("updated in backward already"):
-                fully_shard(model.head, mesh=mesh)
+        with side_by_side((1, 2, 1), Smooth, apply) as sides:
+            plain = adamw(sides.plain.parameters())
+            optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
+            for step in range(2):
+                sides.step_plain(plain, step)
+                sides.loss(step).backward()
+                sides.check()
 
 
 class TestState:
@@ -516,8 +337,6 @@ class TestState:
 
     def test_a_copy_is_not_updated(self) -> None:
         """copy.deepcopy of the model, as a frozen teacher."""
-        import copy
-
         with fake_world(0, 2):
             model, _ = build()
             twin = copy.deepcopy(model)
