@@ -99,7 +99,7 @@ class Owners:
     def deal_small(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Of tensors that every rank has, one per parameter: that of the one this rank steps on."""
         rows = [values[place % len(values)] for place in range(self.size)]
-        # As an index that is a tensor: values that a plain model's checkpoint brought know no simulated ranks.
+        # By an index that is a tensor: what a plain checkpoint brought knows of no simulated ranks.
         mine = torch.full((1,), self.coordinate, dtype=torch.int64, device=values[0].device)
         return torch.stack(rows).index_select(0, mine)[0]
 

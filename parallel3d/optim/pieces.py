@@ -138,11 +138,16 @@ class ParamPiece(Piece):
         return [placed_as(self.params[0], value)]
 
     def join(self, states: list[State]) -> State:
-        param = self.params[0]
-        return {
-            key: part_of(param, value) if self.is_elementwise(value) else value
-            for key, value in states[0].items()
-        }
+        return {key: self._part(value) for key, value in states[0].items()}
+
+    def _part(self, value: Any) -> Any:
+        if self.is_elementwise(value):
+            return part_of(self.params[0], value)
+        scalar = isinstance(value, torch.Tensor) and not self.tensor.dim()
+        if scalar and value.device == self.tensor.device:
+            # Maybe a moment of the scalar parameter: of its own kind, also where ranks are simulated.
+            return torch.empty_like(self._local, dtype=value.dtype).copy_(value)
+        return value
 
 
 class BucketPiece(Piece):

@@ -9,13 +9,13 @@ import torch
 from local_sides import Sides, everything
 from models import Lm, lm_loss, tokens
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.optim import local
-from parallel3d.testing import fake_world, local_world, record_collectives
+from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 ELEMENTWISE = [
     (optim.AdamW, {}),
@@ -311,6 +311,91 @@ def test_a_sum_that_waits_is_no_gradient() -> None:
             lm_loss(model, tokens(0)).backward()
         with pytest.raises(StateError, match="last micro-batch"):
             optimizer.step()
+
+
+class Odd(nn.Module):
+    """A scalar, and vectors of one and of seven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.one = nn.Parameter(torch.ones(1))
+        self.linear = nn.Linear(4, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.scale + self.one)
+
+
+def test_scalars_and_empty_shards() -> None:
+    torch.manual_seed(0)
+    plain = Odd().double()
+    model = copy.deepcopy(plain)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    plain_optimizer = optim.AdamW(plain.parameters(), lr=1e-2)
+    with local_world(2) as world:
+        fully_shard(model, mesh=build_mesh(MeshLayout(shard=2), device_type="cpu"))
+        optimizer = local(optim.AdamW, model, lr=1e-2)
+        for step in range(3):
+            with world.paused():
+                plain(x).square().sum().backward()
+                plain_optimizer.step()
+            model(world.map(lambda r: x)).square().sum().backward()
+            optimizer.step()
+            if step == 1:
+                saved = copy.deepcopy(plain_optimizer.state_dict())
+                for entry in saved["state"].values():
+                    entry["exp_avg"] *= 2
+                for each in (plain_optimizer, optimizer):
+                    each.load_state_dict(copy.deepcopy(saved))
+            plain_optimizer.zero_grad()
+            optimizer.zero_grad()
+        with world.paused():
+            for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+                pairs = {
+                    key: (v, optimizer.state[q][key]) for key, v in plain_optimizer.state[p].items()
+                }
+                for key, (whole, shards) in {"weight": (p, q), **pairs}.items():
+                    for rank, box, part in shards_of(shards.detach()):
+                        message = f"{key} of {name} on rank {rank}"
+                        torch.testing.assert_close(
+                            part, whole.detach()[box], rtol=0, atol=1e-12, msg=message
+                        )
+
+
+def test_dtensors_of_torchs_tensor_parallelism() -> None:
+    """No unit has them: each is stepped on by itself; whole state is cut as they are."""
+    with fake_world(1, 2):
+        mesh = build_mesh(MeshLayout(tp=2), device_type="cpu")["tp"]
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 5)
+        model = copy.deepcopy(plain)
+        for name, p in plain.named_parameters():
+            mine = DTensor.from_local(
+                p.detach()[3:].clone(), mesh, [Shard(0)], shape=p.shape, stride=p.stride()
+            )
+            setattr(model, name, nn.Parameter(mine))
+        optimizers = [
+            make(each.parameters(), lr=1e-2)
+            for make, each in ((optim.AdamW, plain), (functools.partial(local, Counting), model))
+        ]
+        for step in range(2):
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p.grad = torch.full_like(p, 1.0 + step)
+                q.grad = torch.full_like(q, 1.0 + step)
+            for optimizer in optimizers:
+                optimizer.step()
+            if not step:
+                saved = copy.deepcopy(optimizers[0].state_dict())
+                for entry in saved["state"].values():
+                    entry["exp_avg"] *= 2
+                for optimizer in optimizers:
+                    optimizer.load_state_dict(copy.deepcopy(saved))
+        assert [len(group) for group in optimizers[1].given] == [2]
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(q.to_local(), p.detach()[3:])
+            moment = optimizers[1].state[q]["exp_avg"]
+            assert moment.placements == (Shard(0),)
+            assert torch.equal(moment.to_local(), optimizers[0].state[p]["exp_avg"][3:])
 
 
 # Refusals
