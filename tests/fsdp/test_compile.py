@@ -144,15 +144,20 @@ def compare(case: Case) -> None:
 
 CASES = [
     Case("parallelize"),
-    Case("parallelize", bf16=True),
-    Case("parallelize", checkpointing=True),
     Case("parallelize", checkpointing=True, tp=2, bf16=True),
     Case("before"),
-    Case("before", bf16=True),
     Case("after"),
     Case("whole"),
-    Case("whole", checkpointing=True, bf16=True),
-    pytest.param(Case("whole", tp=2), marks=pytest.mark.full),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            Case("parallelize", bf16=True),
+            Case("parallelize", checkpointing=True),
+            Case("before", bf16=True),
+            Case("whole", checkpointing=True, bf16=True),
+            Case("whole", tp=2),
+        )
+    ),
 ]
 
 

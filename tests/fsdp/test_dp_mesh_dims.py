@@ -257,8 +257,17 @@ def micro_batches(key: str, method: str) -> None:
 
 
 @pytest.mark.parity("behaviour: gradient accumulation")
-@pytest.mark.parametrize("method", ["set_requires_all_reduce", "set_requires_gradient_sync"])
-@pytest.mark.parametrize("key", ["hsdp", "two replicate axes", "hsdp, tp"])
+@pytest.mark.parametrize(
+    ("key", "method"),
+    [
+        ("hsdp", "set_requires_all_reduce"),
+        ("two replicate axes", "set_requires_gradient_sync"),
+        ("hsdp, tp", "set_requires_all_reduce"),
+        pytest.param("hsdp", "set_requires_gradient_sync", marks=pytest.mark.full),
+        pytest.param("two replicate axes", "set_requires_all_reduce", marks=pytest.mark.full),
+        pytest.param("hsdp, tp", "set_requires_gradient_sync", marks=pytest.mark.full),
+    ],
+)
 def test_accumulation_and_clipping(gloo_pool, key, method) -> None:
     gloo_pool.run(micro_batches, key, method, world_size=4)
 

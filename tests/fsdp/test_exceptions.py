@@ -125,30 +125,35 @@ def test_in_backward(place: Place, reset: bool) -> None:
 
 
 ON_GLOO = [
-    "forward: inside an inner unit",
-    "forward: inside an inner unit",
-    "backward: full backward hook inside a unit",
-    "backward: full backward hook inside a unit",
-    "backward: all-gather in backward",
-    "backward: recomputation",
-    "backward: reduce-scatter",
-    "backward: all_reduce_hook",
-    "backward: sums that wait for the all-reduce",
-    "backward: post-accumulate-grad hook on a shard",
+    ("forward: inside an inner unit", True),
+    ("forward: inside an inner unit", False),
+    ("backward: full backward hook inside a unit", False),
+    ("backward: all-gather in backward", True),
+    ("backward: reduce-scatter", True),
+    ("backward: sums that wait for the all-reduce", True),
 ]
-"""By turns with a reset and without."""
+MORE_ON_GLOO = [
+    ("backward: full backward hook inside a unit", True),
+    ("backward: recomputation", False),
+    ("backward: all_reduce_hook", False),
+    ("backward: post-accumulate-grad hook on a shard", False),
+]
+"""Where, and whether with a reset."""
 
 
-def on_gloo() -> None:
+def on_gloo(places: list[tuple[str, bool]]) -> None:
     mesh = build_mesh(HSDP, device_type="cpu")
-    for index, where in enumerate(ON_GLOO):
-        recover_and_check(ALL[where], mesh, reset=index % 2 == 0)
+    for where, reset in places:
+        recover_and_check(ALL[where], mesh, reset=reset)
 
 
 @pytest.mark.parity("reliability: exceptions at every hook")
-def test_on_real_ranks(gloo_pool) -> None:
+@pytest.mark.parametrize(
+    "places", [ON_GLOO, pytest.param(MORE_ON_GLOO, marks=pytest.mark.full)], ids=len
+)
+def test_on_real_ranks(gloo_pool, places) -> None:
     """With works of the broken step still under way, alike on all ranks."""
-    gloo_pool.run(on_gloo, world_size=4, timeout=60.0)
+    gloo_pool.run(on_gloo, places, world_size=4, timeout=60.0)
 
 
 @pytest.mark.parity("reliability: exception in forward, reset_iter_state")
