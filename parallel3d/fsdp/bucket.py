@@ -253,6 +253,10 @@ class Bucket:
         slots = flat.split(self.slot_sizes)
         return [p.local_view(s) for p, s in zip(self.params, slots, strict=True)]
 
+    def kinds(self) -> set[tuple[torch.dtype, torch.device]]:
+        """Of the sharded Parameters: one, unless a conversion has come to some of them only."""
+        return {(p.local.dtype, p.local.device) for p in self.params}
+
     def adopt(self) -> bool:
         """Takes back values that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
 
@@ -262,7 +266,7 @@ class Bucket:
         locals_ = [p.local for p in self.params]
         if all(a is b for a, b in zip(locals_, self.local_views, strict=True)):
             return False
-        kinds = {(local.dtype, local.device) for local in locals_}
+        kinds = self.kinds()
         if len(kinds) > 1:
             raise Parallel3dError(
                 f"a conversion gave the parameters of unit {self.unit} different dtypes or devices "

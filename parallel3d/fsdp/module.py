@@ -260,7 +260,9 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        unit.group.adopt()
+        # Modules of a list are converted one by one: the last one's turn is for all.
+        if len(unit.modules) == 1 or not any(len(b.kinds()) > 1 for b in unit.group.buckets):
+            unit.group.adopt()
         return result
 
 

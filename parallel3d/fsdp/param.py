@@ -193,7 +193,7 @@ class ShardedParam:
         self.chunk_shape = tuple(chunk_local)
         self.fills_slot = self.on.are_even(self.global_shape)
         self.even = self.fills_slot and padded == largest
-        # Whether padding lies between the rows of a region, and not behind them.
+        # Whether padding would lie between the rows, and not behind them.
         self.padded_inside = (
             self.dim not in (None, 0)
             and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
@@ -220,7 +220,15 @@ class ShardedParam:
     # -- views of the bucket's buffers -------------------------------------------------------------
 
     def local_view(self, slot: torch.Tensor) -> torch.Tensor:
-        """This rank's real rows in its slot of a sharded buffer, (slot_numel,) -> local_shape."""
+        """This rank's real rows in its slot of a sharded buffer, (slot_numel,) -> local_shape.
+
+        Uneven chunks of a dim behind the first lie with that dim outermost: what pads them is behind the
+        rows then, not between. Fused optimizers take a parameter's memory to be in one piece.
+        """
+        if self.padded_inside:
+            assert self.dim is not None
+            rows = self.shaped(slot, self._outermost(self.chunk_shape))
+            return rows.narrow(0, 0, self.local_shape[self.dim]).movedim(0, self.dim)
         return self._trim(self.shaped(slot, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
@@ -270,7 +278,15 @@ class ShardedParam:
             return columns
         if not self.even:
             columns = columns.narrow(1, 0, _product(self.chunk_shape))
+        if self.padded_inside:
+            assert self.dim is not None
+            return columns.unflatten(1, self._outermost(self.chunk_shape)).movedim(1, 1 + self.dim)
         return columns.unflatten(1, self.chunk_shape)
+
+    def _outermost(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """``shape`` with the sharded dim moved to the front."""
+        assert self.dim is not None
+        return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def grad_by_rank(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient of compute_shape, padded with zeros if need be, shaped as ``by_rank``."""

@@ -64,6 +64,19 @@ class TestDims:
 
         assert_parity(Net, images, MeshLayout(1, 2, 1), apply=apply, steps=1, fp32=False)
 
+    def test_uneven_local_tensors_are_in_one_piece(self) -> None:
+        """Fused optimizers on CPU run over the memory: gaps in it were taken for rows."""
+        with local_world(2) as world:
+            model = Holder(nn.Parameter(torch.ones(3, 5)))
+            fully_shard(model, mesh=data_mesh(2), shard_placement_fn=lambda _: Shard(1))
+            model.weight.grad = torch.ones_like(model.weight)
+            for local in world.per_rank(model.weight.to_local()):
+                assert local.T.is_contiguous()
+            options = {"lr": 0.25, "weight_decay": 0.0, "fused": True}
+            torch.optim.AdamW(model.parameters(), **options).step()  # by 0.25 at first
+            for local in world.per_rank(model.weight.to_local()):
+                torch.testing.assert_close(local, torch.full_like(local, 0.75))
+
     @pytest.mark.parametrize("dim", range(-3, 3))
     def test_rows_are_where_placements_say(self, dim) -> None:
         whole = torch.arange(5 * 3 * 7, dtype=torch.float32).view(5, 3, 7)
