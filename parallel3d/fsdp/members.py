@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
 
-__all__ = ["UNIT_ATTRIBUTE", "Members", "the_unit", "unit_of", "units_of"]
+__all__ = ["UNIT_ATTRIBUTE", "Members", "the_unit", "unit_around", "unit_of", "units_of"]
 
 UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
 
@@ -38,6 +38,21 @@ def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield unit
+
+
+def unit_around(unit: Unit) -> Unit | None:
+    """The unit that ``unit`` is inside of, if one of that unit's modules is also inside ``unit``.
+
+    Parameters tied across units have then made an outer unit and one further inside the same.
+    """
+    mine = {id(module) for module in unit.modules}
+    for module in unit.modules:
+        for other in units_of(module, recurse=True):
+            if other is unit or len(other.modules) == 1:
+                continue
+            if mine <= {id(m) for top in other.modules for m in top.modules()}:
+                return other
+    return None
 
 
 class Members:

@@ -27,7 +27,7 @@ from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
 from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.members import Members, unit_of
+from parallel3d.fsdp.members import Members, unit_around, unit_of
 from parallel3d.fsdp.schedule import check_inner_schedules
 from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.step_guard import StepGuard
@@ -114,6 +114,9 @@ class Unit(Settings):
         """The shared context; made here if this unit is the first to run, as the root of those below."""
         if self.context is not None:
             return self.context
+        outer = unit_around(self)
+        if outer is not None and self in (context := outer.ready_context()).units:
+            return context
         check_inner_schedules(self)
         context = RunContext(self, self.shared_comm or make_comm(self.device_type))
         seen: set[int] = set()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp, parallelize
+from parallel3d.fsdp import BackwardPrefetch, CommHookState, bf16_compress_hook
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import fake_world
 
@@ -173,6 +174,20 @@ def with_sync_put_off() -> References:
     model = sharded()
     model.set_requires_gradient_sync(False)
     loss_of(model).backward()
+    return references(model)
+
+
+def with_a_hook_and_a_schedule() -> References:
+    """Also prefetches that were put off, in a forward whose backward doesn't come."""
+    model = sharded(build=lambda: Lm(layers=4))
+    model.register_comm_hook(CommHookState(), bf16_compress_hook)
+    model.set_limit_all_gathers(1)
+    model.set_backward_prefetch(BackwardPrefetch.BACKWARD_POST)
+    model.layers[0].set_modules_to_forward_prefetch(list(model.layers[1:]))
+    model.layers[3].set_modules_to_backward_prefetch(list(model.layers[:3]))
+    for index in range(2):
+        loss_of(model, index).backward()
+    loss_of(model)
     return references(model)
 
 
@@ -341,6 +356,7 @@ LIVES = [
     tied,
     with_all_reduce_put_off,
     with_sync_put_off,
+    with_a_hook_and_a_schedule,
     half_way_through_accumulate,
     unsharded_by_hand,
     root_only,

@@ -149,6 +149,36 @@ def test_submodule_of_tied_units_alone():
         assert_equal_training(model, plain, IDS)
 
 
+class Nested(nn.Module):
+    """The root's own weight is that of a unit inside a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(12, 12, bias=False), nn.Linear(12, 12))
+        self.last = nn.Linear(12, 12)
+        self.last.weight = self.block[0].weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.block(x)))
+
+
+@parity(TIED)
+def test_a_unit_between_tied_ones_runs_first():
+    """It is no root: the unit that has one of its modules is also around it."""
+    plain = doubles(Nested)
+    with local_world(2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = doubles(Nested)
+        for module in (model.block[0], model.block, model):
+            fully_shard(module, mesh=mesh)
+        assert unit_of(model.block[0]) is unit_of(model) is not unit_of(model.block)
+        model.block.unshard()
+        model.block.reshard()
+        assert unit_of(model).is_root and not unit_of(model.block).is_root
+        assert_equal_training(model, plain, FLOATS)
+        assert at_rest(model)
+
+
 def test_policies_must_agree():
     with local_world(2):
         mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
