@@ -107,6 +107,7 @@ def load_model_state_dict(
     """
     settings = with_options(get_state_dict_type(model), type, None, None, optimizer=False)
     as_bool("broadcast_from_rank0", broadcast_from_rank0)
+    check_mapping(state_dict)
     units = list(units_of(model, True))
     if broadcast_from_rank0:
         check_broadcast(settings)
@@ -135,6 +136,15 @@ def _with_dtensors(
         if value.shape == param.shape:
             result[key] = chunk(value.to(param.device), param.device_mesh, param.placements)
     return result
+
+
+def check_mapping(state_dict: object) -> None:
+    """Raises unless ``state_dict`` is a mapping."""
+    if not isinstance(state_dict, Mapping):
+        raise Parallel3dError(
+            f"state_dict is {type(state_dict).__name__}; it must be a dict, {{}} on ranks that get it from "
+            "the first (broadcast_from_rank0=True)"
+        )
 
 
 def check_broadcast(settings: StateDictSettings) -> None:

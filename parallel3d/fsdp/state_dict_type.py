@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.checks import as_bool
+from parallel3d.fsdp.checks import as_bool, check_module
 from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.other_form import places_of
 from parallel3d.fsdp.state_dict_load import adapt_values
@@ -100,6 +100,7 @@ def set_state_dict_type(
     Raises:
         Parallel3dError: no StateDictType, a configuration of another type, or units that differ so far.
     """
+    check_module(module)
     settings = _settings(type, config, optim_config)
     before = get_state_dict_type(module)
     for unit in units_of(module, True):
@@ -113,6 +114,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         Parallel3dError: its units differ.
     """
+    check_module(module)
     found: StateDictSettings | None = None
     for unit in units_of(module, True):
         settings = settings_of(unit)
@@ -133,6 +135,7 @@ def state_dict_type(
     optim_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
     """``set_state_dict_type`` for the body; each unit then has again what it had."""
+    check_module(module)
     settings = _settings(type, config, optim_config)
     with form_set(units_of(module, True), settings):
         yield

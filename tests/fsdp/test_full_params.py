@@ -266,6 +266,8 @@ class TestRefusals:
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             model = shard_blocks(Lm(layers=1), mesh)
+            with pytest.raises(Parallel3dError, match=r"None is no nn\.Module"), full_params(None):
+                pass
             for options, match in (
                 ({"rank0_only": True}, "writeback=False"),
                 ({"offload_to_cpu": "yes"}, "offload_to_cpu is 'yes'"),

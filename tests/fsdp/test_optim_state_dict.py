@@ -158,6 +158,8 @@ def test_refusals() -> None:
         stranger = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=1.0)
         with pytest.raises(Parallel3dError, match=r"shape \(3, 2\) that the FSDPLm doesn't have"):
             optim_state_dict(model, stranger)
+        with pytest.raises(Parallel3dError, match="it must be an optimizer"):
+            optim_state_dict(model, model)
         lm_loss(model, tokens(0)).backward()
         optimizer.step()
         saved = optim_state_dict(model, optimizer, type=FULL)
