@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def load_optim_state_dict(
             "'param_groups', as optim_state_dict returns it (or broadcast_from_rank0=True where "
             "others than the first rank have none)"
         )
+    sources = meshes if broadcast_from_rank0 else ()
     named = named_params(model, optim)
     _check_names(state_dict, named)
     raw = optim.state_dict()
@@ -77,9 +78,10 @@ def load_optim_state_dict(
         if given is None:
             continue
         before = raw["state"].get(index, {})
-        source = _mesh_of(param) if broadcast_from_rank0 else None
         states[index] = {
-            key: _loaded(key, name, value, param, before.get(key), settings.state_dict_type, source)
+            key: _loaded(
+                key, name, value, param, before.get(key), settings.state_dict_type, sources
+            )
             for key, value in given.items()
         }
     for name, given in state_dict["state"].items():
@@ -122,13 +124,6 @@ def _groups(
     return result
 
 
-def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
-    owner = owner_of(param)
-    if owner is not None:
-        return owner.on.mesh
-    return param.device_mesh if isinstance(param, DTensor) else None
-
-
 def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapping[str, Any]:
     """The first rank's state dict; on others tensors of any size are stand-ins of the same shape."""
     if not meshes:
@@ -164,18 +159,18 @@ def _loaded(
     param: nn.Parameter,
     before: Any,
     kind: StateDictType,
-    source: DeviceMesh | None,
+    sources: Sequence[DeviceMesh],
 ) -> Any:
     """A copy of ``value`` as the optimizer keeps it: cut as ``before`` is, or as ``param`` if of its shape.
 
     Args:
         before: what the optimizer has now; None where it has nothing.
-        source: the mesh whose first rank has the value; None: every rank.
+        sources: the meshes whose first rank has the value; none: every rank has.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if source is not None and value.ndim:
-        value = from_first_rank(value, source)
+    if sources and value.ndim:
+        value = from_first_rank(value, sources)
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value.clone()
     if before is not None and not isinstance(before, DTensor):

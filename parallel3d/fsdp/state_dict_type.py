@@ -7,7 +7,7 @@ model has that nothing was set on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from parallel3d.fsdp.other_form import places_of
 from parallel3d.fsdp.state_dict_load import adapt_values
 
 if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
     from parallel3d.fsdp.state import Unit
@@ -68,12 +69,12 @@ class Form:
     """What is set on a unit.
 
     Attributes:
-        broadcast: whether loading takes values from the first rank.
+        broadcast: the meshes whose first rank has what is loaded; none: every rank has.
         handles: the hooks on the unit's modules that adapt what is loaded.
     """
 
     settings: StateDictSettings
-    broadcast: bool = False
+    broadcast: Sequence[DeviceMesh] = ()
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -143,7 +144,10 @@ def state_dict_type(
 
 @contextmanager
 def form_set(
-    units: Iterable[Unit], settings: StateDictSettings | None, *, broadcast: bool = False
+    units: Iterable[Unit],
+    settings: StateDictSettings | None,
+    *,
+    broadcast: Sequence[DeviceMesh] = (),
 ) -> Iterator[None]:
     """``settings`` on ``units`` for the body; None: as if nothing were set."""
     before = [(unit, unit.form) for unit in units]
