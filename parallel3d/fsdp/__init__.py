@@ -18,7 +18,8 @@ from parallel3d.fsdp.full_params import full_params
 from parallel3d.fsdp.fully_shard import fully_shard
 from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
-from parallel3d.fsdp.optim_state_dict import load_optim_state_dict, optim_state_dict
+from parallel3d.fsdp.optim_state_dict import optim_state_dict
+from parallel3d.fsdp.optim_state_load import load_optim_state_dict
 from parallel3d.fsdp.order_check import check_execution_order
 from parallel3d.fsdp.schedule import BackwardPrefetch
 from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict

@@ -16,6 +16,7 @@ from parallel3d.fsdp.param import owner_of
 __all__ = [
     "as_bool",
     "check_ignored",
+    "check_module",
     "check_modules",
     "check_no_spmd",
     "check_param",
@@ -137,6 +138,12 @@ def check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a dense "
             "parameter (to_dense()), or as a buffer"
         )
+
+
+def check_module(module: object) -> None:
+    """Raises unless ``module`` is one."""
+    if not isinstance(module, nn.Module):
+        raise Parallel3dError(f"{module!r} is no nn.Module; give the model, or a module inside it")
 
 
 def as_bool(name: str, value: object) -> bool:

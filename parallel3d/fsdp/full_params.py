@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, make_dtensor, set_grad
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.checks import as_bool
+from parallel3d.fsdp.checks import as_bool, check_module
 from parallel3d.fsdp.first_rank import is_first, meshes_of
 from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.other_form import (
@@ -70,6 +70,7 @@ def full_params(
         StateError: in a forward or backward, in another ``full_params`` of the same unit, parameters on
             the meta device; with ``with_grads``, gradients that wait for their reduction.
     """
+    check_module(module)
     _check_options(
         recurse=recurse,
         writeback=writeback,

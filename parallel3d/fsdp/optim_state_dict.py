@@ -19,19 +19,14 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import get_local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.checks import as_bool
-from parallel3d.fsdp.first_rank import broadcast_object, is_first, meshes_of
+from parallel3d.fsdp.first_rank import is_first, meshes_of
 from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.other_form import check_at_rest
-from parallel3d.fsdp.param import owner_of
-from parallel3d.fsdp.state_dict import Placeholder, check_broadcast
-from parallel3d.fsdp.state_dict_load import from_first_rank, in_sharded_form
 from parallel3d.fsdp.state_dict_type import form_set, get_state_dict_type, with_options
-from parallel3d.fsdp.transforms import chunk
 from parallel3d.fsdp.whole import whole_tensors
 from parallel3d.mesh.agreement import check_agreement
 
-__all__ = ["load_optim_state_dict", "optim_state_dict"]
+__all__ = ["States", "check_optimizer", "named_params", "optim_state_dict", "state_keys"]
 
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
@@ -66,13 +61,14 @@ def optim_state_dict(
     settings = with_options(
         get_state_dict_type(model), type, offload_to_cpu, rank0_only, optimizer=True
     )
+    check_optimizer(optim)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
     units = list(units_of(model, True))
     for unit in units:
         check_at_rest(unit, "optim_state_dict")
-    named = _named(model, optim)
+    named = named_params(model, optim)
     raw = optim.state_dict()
-    keys = dict(zip(_keys(raw), named, strict=True))
+    keys = dict(zip(state_keys(raw), named, strict=True))
     states: States = {}
     for key, state in raw["state"].items():
         states[keys[key][0] if key in keys else key] = dict(state)
@@ -94,66 +90,18 @@ def optim_state_dict(
     return {"state": states, "param_groups": groups}
 
 
-def load_optim_state_dict(
-    model: nn.Module,
-    optim: Any,
-    state_dict: Mapping[str, Any],
-    *,
-    type: StateDictType | None = None,
-    broadcast_from_rank0: bool = False,
-) -> None:
-    """Loads what ``optim_state_dict`` has returned, on this mesh or (FULL) another, into ``optim``.
-
-    Parameters are matched by name: their order and groups may differ from what was saved. A group of
-    ``optim`` takes its options from the saved group of its first parameter. A parameter without saved
-    state has none afterwards.
-
-    Args:
-        type: the form of ``state_dict``. None: what ``set_state_dict_type`` has set on ``model``.
-        broadcast_from_rank0: of FULL: the first rank has the state dict, others give ``{}``.
-
-    Raises:
-        Parallel3dError: names that ``model`` or ``state_dict`` doesn't have, tensors of another shape.
-            ``optim`` is unchanged.
-    """
-    settings = with_options(get_state_dict_type(model), type, None, None, optimizer=True)
-    as_bool("broadcast_from_rank0", broadcast_from_rank0)
-    meshes = meshes_of(units_of(model, True))
-    if broadcast_from_rank0:
-        check_broadcast(settings)
-        state_dict = _from_first(state_dict, meshes)
-    if not {"state", "param_groups"} <= set(state_dict):
+def check_optimizer(optim: object) -> None:
+    """Raises unless ``optim`` has what is asked of an optimizer."""
+    if not all(hasattr(optim, name) for name in ("param_groups", "state_dict", "load_state_dict")):
         raise Parallel3dError(
-            f"an optimizer state dict with the keys {sorted(map(str, state_dict))}; it must have 'state' and "
-            "'param_groups', as optim_state_dict returns it (or broadcast_from_rank0=True where "
-            "others than the first rank have none)"
+            f"optim is {optim!r}; it must be an optimizer, with param_groups, state_dict and load_state_dict"
         )
-    named = _named(model, optim)
-    _check_names(state_dict, named)
-    raw = optim.state_dict()
-    states: States = {}
-    for index, (name, param) in zip(_keys(raw), named, strict=True):
-        given = state_dict["state"].get(name)
-        if given is None:
-            continue
-        before = raw["state"].get(index, {})
-        source = _mesh_of(param) if broadcast_from_rank0 else None
-        states[index] = {
-            key: _loaded(key, name, value, param, before.get(key), settings.state_dict_type, source)
-            for key, value in given.items()
-        }
-    for name, given in state_dict["state"].items():
-        if not isinstance(name, str):
-            states[name] = given  # the user's own
-    optim.load_state_dict(
-        {"state": states, "param_groups": _groups(raw["param_groups"], state_dict, named)}
-    )
 
 
 # -- names ---------------------------------------------------------------------------------------------
 
 
-def _named(model: nn.Module, optim: Any) -> list[tuple[str, nn.Parameter]]:
+def named_params(model: nn.Module, optim: Any) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) in the order of the optimizer's groups; names as in ``model.state_dict()``."""
     with form_set(list(units_of(model, True)), None):
         values = model.state_dict(keep_vars=True)
@@ -173,41 +121,9 @@ def _named(model: nn.Module, optim: Any) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def _keys(raw: Mapping[str, Any]) -> list[Any]:
+def state_keys(raw: Mapping[str, Any]) -> list[Any]:
     """The optimizer's own keys of its parameters, in the order of its groups."""
     return [key for group in raw["param_groups"] for key in group["params"]]
-
-
-def _check_names(state_dict: Mapping[str, Any], named: list[tuple[str, nn.Parameter]]) -> None:
-    known = {name for name, _ in named}
-    saved = {name for group in state_dict["param_groups"] for name in group["params"]}
-    unknown = [name for name in state_dict["state"] if isinstance(name, str) and name not in known]
-    missing = [name for name, _ in named if name not in saved]
-    for names, what in (
-        (unknown, "has state of {}, which are no parameters of the optimizer"),
-        (missing, "has no group with {}, which are parameters of the optimizer"),
-    ):
-        if names:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise Parallel3dError(
-                f"the optimizer state dict {what.format(shown)}; its names must be those of "
-                "model.state_dict()"
-            )
-
-
-def _groups(
-    raw: list[dict[str, Any]], state_dict: Mapping[str, Any], named: list[tuple[str, nn.Parameter]]
-) -> list[dict[str, Any]]:
-    """The optimizer's groups with their saved options."""
-    saved = {name: group for group in state_dict["param_groups"] for name in group["params"]}
-    names = iter(name for name, _ in named)
-    result = []
-    for group in raw:
-        mine = [next(names) for _ in group["params"]]
-        options = {k: v for k, v in (saved[mine[0]] if mine else group).items() if k != "params"}
-        own = {k: group[k] for k in ("param_names",) if k in group}
-        result.append({**options, **own, "params": group["params"]})
-    return result
 
 
 # -- saving --------------------------------------------------------------------------------------------
@@ -289,92 +205,6 @@ def _check_same_states(states: States, meshes: list[DeviceMesh]) -> None:
         )
         for name, state in states.items()
     }
-    for mesh in meshes:
+    for index, mesh in enumerate(meshes):  # each a topic of its own: their ranks may overlap
         ranks = sorted(mesh.mesh.flatten().tolist())
-        check_agreement("optimizer state", described, ranks=ranks)
-
-
-# -- loading -------------------------------------------------------------------------------------------
-
-
-def _mesh_of(param: nn.Parameter) -> DeviceMesh | None:
-    owner = owner_of(param)
-    if owner is not None:
-        return owner.on.mesh
-    return param.device_mesh if isinstance(param, DTensor) else None
-
-
-def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapping[str, Any]:
-    """The first rank's state dict; on others tensors of any size are stand-ins of the same shape."""
-    if not meshes:
-        return state_dict
-    sent: Any = {}
-    if is_first(meshes):
-        states = {
-            name: {key: _sent(value) for key, value in state.items()}
-            for name, state in state_dict.get("state", {}).items()
-        }
-        sent = {**state_dict, "state": states}
-    for mesh in meshes:
-        sent = broadcast_object(sent, mesh)
-    if is_first(meshes):
-        return state_dict
-    for state in sent["state"].values():
-        for key, value in state.items():
-            if isinstance(value, Placeholder):
-                state[key] = value.tensor()
-    return sent
-
-
-def _sent(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return Placeholder(value) if value.ndim else value.cpu()
-
-
-def _loaded(
-    key: str,
-    name: str,
-    value: Any,
-    param: nn.Parameter,
-    before: Any,
-    kind: StateDictType,
-    source: DeviceMesh | None,
-) -> Any:
-    """A copy of ``value`` as the optimizer keeps it: cut as ``before`` is, or as ``param`` if of its shape.
-
-    Args:
-        before: what the optimizer has now; None where it has nothing.
-        source: the mesh whose first rank has the value; None: every rank.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    if source is not None and value.ndim:
-        value = from_first_rank(value, source)
-    if not isinstance(param, DTensor) or isinstance(value, DTensor):
-        return value.clone()
-    if before is not None and not isinstance(before, DTensor):
-        return value.clone()
-    owner = owner_of(param)
-    shape = param.shape if kind is _FULL or owner is None else owner.local_shape
-    if before is None:
-        as_param = key != "step" and tuple(value.shape) == tuple(shape)
-        if not as_param and not value.ndim:
-            return value.clone()  # a number for the whole parameter
-    else:
-        as_param = owner is not None and before.placements == owner.spec.placements
-        as_param = as_param and before.shape == param.shape
-    result: torch.Tensor | None = None
-    if as_param and owner is not None:
-        result = in_sharded_form(owner, value, kind)
-    elif kind is _FULL and (as_param or before is not None):
-        like = param if before is None else before
-        if value.shape == like.shape:
-            result = chunk(value.to(like.device), like.device_mesh, like.placements)
-    if not isinstance(result, DTensor):
-        raise Parallel3dError(
-            f"optimizer state {key} of {name} has shape {tuple(value.shape)} in a {kind.name}, and the "
-            f"parameter {tuple(shape)}; its layout is not the parameter's: load it in the form it was saved "
-            "in, and if it is of another shape by nature take one step first, so that the optimizer tells it"
-        )
-    return result.clone()
+        check_agreement(f"optimizer state {index}", described, ranks=ranks)

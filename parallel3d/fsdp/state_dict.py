@@ -107,13 +107,15 @@ def load_model_state_dict(
     """
     settings = with_options(get_state_dict_type(model), type, None, None, optimizer=False)
     as_bool("broadcast_from_rank0", broadcast_from_rank0)
+    check_mapping(state_dict)
     units = list(units_of(model, True))
     if broadcast_from_rank0:
         check_broadcast(settings)
         state_dict = _from_first(model, state_dict)
     if settings.state_dict_type is _FULL:
         state_dict = _with_dtensors(model, state_dict, units)
-    with form_set(units, settings, broadcast=broadcast_from_rank0):
+    meshes = meshes_of(units) if broadcast_from_rank0 else ()
+    with form_set(units, settings, broadcast=meshes):
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -137,6 +139,15 @@ def _with_dtensors(
     return result
 
 
+def check_mapping(state_dict: object) -> None:
+    """Raises unless ``state_dict`` is a mapping."""
+    if not isinstance(state_dict, Mapping):
+        raise Parallel3dError(
+            f"state_dict is {type(state_dict).__name__}; it must be a dict, {{}} on ranks that get it from "
+            "the first (broadcast_from_rank0=True)"
+        )
+
+
 def check_broadcast(settings: StateDictSettings) -> None:
     """Raises unless whole values are to be loaded."""
     if settings.state_dict_type is not _FULL:
@@ -155,7 +166,8 @@ def _from_first(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, An
     if not meshes:
         return dict(state_dict)
     with form_set(list(units_of(model, True)), None):
-        sharded = {key for key, value in model.state_dict().items() if isinstance(value, DTensor)}
+        values = model.state_dict(keep_vars=True)
+    sharded = {key for key, value in values.items() if _is_managed(value)}
     first = is_first(meshes)
     sent = {
         key: Placeholder(value)
@@ -168,6 +180,10 @@ def _from_first(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, An
     if first:
         return dict(state_dict)
     return {k: v.tensor() if isinstance(v, Placeholder) else v for k, v in sent.items()}
+
+
+def _is_managed(value: Any) -> bool:
+    return isinstance(value, DTensor) and owner_of(value) is not None
 
 
 class Placeholder:

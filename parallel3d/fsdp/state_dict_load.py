@@ -7,6 +7,7 @@ and if loading fails half-way nothing of ours is left behind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ def adapt_values(
             continue
         kind = unit.form.settings.state_dict_type
         if unit.form.broadcast and value.shape == owner.global_shape:
-            value = from_first_rank(value, owner.on.mesh)
+            value = from_first_rank(value, unit.form.broadcast)
         adapted = in_sharded_form(owner, value, kind)
         if adapted is None:
             error_msgs.append(_misfit(prefix + name, owner, value, kind))
@@ -88,14 +89,19 @@ def in_sharded_form(
     return make_dtensor(local, make_spec(mesh, placements, owner.global_shape, value.dtype))
 
 
-def from_first_rank(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """What the first rank of ``mesh`` has as ``value``; others give anything of its shape and dtype."""
+def from_first_rank(value: torch.Tensor, meshes: Sequence[DeviceMesh]) -> torch.Tensor:
+    """What the first rank of all ``meshes`` has as ``value``; others give anything of its shape and dtype.
+
+    Over each mesh in turn: of a second one, the first rank may have it by the first one only.
+    """
     if isinstance(value, DTensor):
         return value
-    whole = torch.empty(value.shape, dtype=value.dtype, device=torch.device(mesh.device_type))
-    if is_first([mesh]):
+    device = torch.device(meshes[0].device_type)
+    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+    if is_first(meshes):
         whole.copy_(value)
-    broadcast(whole, mesh)
+    for mesh in meshes:
+        broadcast(whole, mesh)
     return whole
 
 

@@ -7,7 +7,7 @@ model has that nothing was set on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,13 @@ from torch.distributed.fsdp import (
 )
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.checks import as_bool
+from parallel3d.fsdp.checks import as_bool, check_module
 from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.other_form import places_of
 from parallel3d.fsdp.state_dict_load import adapt_values
 
 if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
     from torch.utils.hooks import RemovableHandle
 
     from parallel3d.fsdp.state import Unit
@@ -68,12 +69,12 @@ class Form:
     """What is set on a unit.
 
     Attributes:
-        broadcast: whether loading takes values from the first rank.
+        broadcast: the meshes whose first rank has what is loaded; none: every rank has.
         handles: the hooks on the unit's modules that adapt what is loaded.
     """
 
     settings: StateDictSettings
-    broadcast: bool = False
+    broadcast: Sequence[DeviceMesh] = ()
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -100,6 +101,7 @@ def set_state_dict_type(
     Raises:
         Parallel3dError: no StateDictType, a configuration of another type, or units that differ so far.
     """
+    check_module(module)
     settings = _settings(type, config, optim_config)
     before = get_state_dict_type(module)
     for unit in units_of(module, True):
@@ -113,6 +115,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         Parallel3dError: its units differ.
     """
+    check_module(module)
     found: StateDictSettings | None = None
     for unit in units_of(module, True):
         settings = settings_of(unit)
@@ -133,6 +136,7 @@ def state_dict_type(
     optim_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
     """``set_state_dict_type`` for the body; each unit then has again what it had."""
+    check_module(module)
     settings = _settings(type, config, optim_config)
     with form_set(units_of(module, True), settings):
         yield
@@ -140,7 +144,10 @@ def state_dict_type(
 
 @contextmanager
 def form_set(
-    units: Iterable[Unit], settings: StateDictSettings | None, *, broadcast: bool = False
+    units: Iterable[Unit],
+    settings: StateDictSettings | None,
+    *,
+    broadcast: Sequence[DeviceMesh] = (),
 ) -> Iterator[None]:
     """``settings`` on ``units`` for the body; None: as if nothing were set."""
     before = [(unit, unit.form) for unit in units]

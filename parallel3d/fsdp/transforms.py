@@ -57,6 +57,11 @@ def chunk(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
         Parallel3dError: a placement of another kind, a dim that ``tensor`` doesn't have, partial values.
         MeshError: a DTensor on axes that ``mesh`` doesn't have.
     """
+    if not isinstance(tensor, torch.Tensor) or not isinstance(mesh, DeviceMesh):
+        raise Parallel3dError(
+            f"chunk was given a {type(tensor).__name__} and a {type(mesh).__name__}; it takes a tensor and a "
+            "DeviceMesh"
+        )
     placements = _checked(tensor, mesh, placements)
     with torch.no_grad():
         whole = tensor.detach()

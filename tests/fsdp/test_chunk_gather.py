@@ -88,6 +88,9 @@ def test_refusals() -> None:
                 chunk(whole, mesh, layout)
         with pytest.raises(MeshError, match="not some of those"):
             chunk(chunk(whole, mesh, [R, R, R]), mesh["tp"], [R])
+        for wrong in ((1.0, mesh), (whole, "cpu")):
+            with pytest.raises(Parallel3dError, match="takes a tensor and a DeviceMesh"):
+                chunk(*wrong, [R, R, R])
         with pytest.raises(Parallel3dError, match="takes a DTensor"):
             gather(nn.Parameter(whole))
         with pytest.raises(MeshError, match="no axis"):

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
+from peak_bytes import PeakBytes, deep_model
 from torch import nn
 from torch.distributed.tensor import DTensor
-from whole_models import Mixed, PeakBytes, deep_model, equal_on_ranks, plain_model, sharded
+from whole_models import Mixed, equal_on_ranks, plain_model, sharded
 from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
@@ -266,6 +267,8 @@ class TestRefusals:
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             model = shard_blocks(Lm(layers=1), mesh)
+            with pytest.raises(Parallel3dError, match=r"None is no nn\.Module"), full_params(None):
+                pass
             for options, match in (
                 ({"rank0_only": True}, "writeback=False"),
                 ({"offload_to_cpu": "yes"}, "offload_to_cpu is 'yes'"),

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from models import Lm, lm_loss, tokens
+from peak_bytes import PeakBytes, deep_model
 from torch import nn
 from torch.distributed.tensor import DTensor
-from whole_models import PeakBytes, deep_model, plain_model, sharded
+from whole_models import plain_model, sharded
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, build_mesh
@@ -158,6 +159,8 @@ def test_refusals() -> None:
         stranger = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=1.0)
         with pytest.raises(Parallel3dError, match=r"shape \(3, 2\) that the FSDPLm doesn't have"):
             optim_state_dict(model, stranger)
+        with pytest.raises(Parallel3dError, match="it must be an optimizer"):
+            optim_state_dict(model, model)
         lm_loss(model, tokens(0)).backward()
         optimizer.step()
         saved = optim_state_dict(model, optimizer, type=FULL)

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from models import Lm, lm_loss, tokens
+from peak_bytes import PeakBytes, deep_model
 from torch import nn
 from torch.distributed.tensor import DTensor
-from whole_models import PeakBytes, deep_model, equal_on_ranks, plain_model, sharded
+from whole_models import equal_on_ranks, plain_model, sharded
 from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
@@ -172,6 +173,11 @@ class TestRefusals:
             for options in ({"rank0_only": True}, {"offload_to_cpu": 3}):
                 with pytest.raises(Parallel3dError):
                     model_state_dict(model, type=LOCAL, **options)
+            with pytest.raises(Parallel3dError, match="state_dict is list; it must be a dict"):
+                load_model_state_dict(model, [], type=FULL)
+            for call in (get_state_dict_type, model_state_dict):
+                with pytest.raises(Parallel3dError, match=r"3 is no nn\.Module"):
+                    call(3)
             with pytest.raises(Parallel3dError, match="FULL_STATE_DICT"):
                 load_model_state_dict(model, whole, broadcast_from_rank0=True)
             assert get_state_dict_type(model).state_dict_type is SHARDED and at_rest(model)

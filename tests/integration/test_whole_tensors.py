@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from whole_models import plain_model, sharded
 
 from parallel3d import AgreementError, MeshLayout, build_mesh
@@ -152,6 +153,17 @@ def save_and_load(path: str) -> None:
         other, others, {"state": into["optim"], "param_groups": groups}, type=kind
     )
     check()
+    # What no unit has, an ignored DTensor too, comes from the first rank as well.
+    mesh = build_mesh(MeshLayout(*SHAPE), device_type="cpu")
+    torch.manual_seed(0)
+    small = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9))
+    tensor_parallel = copy.deepcopy(small)
+    parallelize_module(tensor_parallel, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(tensor_parallel, mesh=mesh, ignored_params={tensor_parallel[0].bias})
+    values = {k: v + 1 for k, v in small.state_dict().items()}
+    given = values if first else {}
+    load_model_state_dict(tensor_parallel, given, type=FULL, broadcast_from_rank0=True)
+    assert equal(model_state_dict(tensor_parallel, type=FULL), values)
     # Ranks that would wait for each other say so.
     if dist.get_rank() == 3:
         others.state.pop(other.head.weight)
