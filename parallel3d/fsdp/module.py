@@ -260,7 +260,9 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        unit.group.adopt()
+        # Of several modules given as a list one is converted after the other.
+        if len(unit.modules) == 1 or not unit.group.is_mixed:
+            unit.group.adopt()
         return result
 
 
