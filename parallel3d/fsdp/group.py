@@ -160,6 +160,11 @@ class ParamGroup:
         elif present != len(self.slots):  # removed, or there again
             self._list_slots()
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a conversion has reached some parameters of a bucket, and others not."""
+        return any(len(bucket.kinds()) > 1 for bucket in self.buckets)
+
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def issue_unshard(self, comm: Comm) -> None:

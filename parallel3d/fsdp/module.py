@@ -260,8 +260,8 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        # Modules of a list are converted one by one: the last one's turn is for all.
-        if len(unit.modules) == 1 or not any(len(b.kinds()) > 1 for b in unit.group.buckets):
+        # Of several modules given as a list one is converted after the other.
+        if len(unit.modules) == 1 or not unit.group.is_mixed:
             unit.group.adopt()
         return result
 

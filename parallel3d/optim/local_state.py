@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -52,8 +53,7 @@ class LocalState:
         return (
             len(groups) == len(self.params)
             and all(
-                len(group["params"]) == len(params)
-                and all(a is b for a, b in zip(group["params"], params, strict=True))
+                len(group["params"]) == len(params) and all(map(is_, group["params"], params))
                 for group, params in zip(groups, self.params, strict=True)
             )
             and all(piece.is_current for pieces in self.by_group for piece in pieces)
@@ -70,7 +70,7 @@ class LocalState:
         return (
             entry is known[0]
             and len(entry) == len(known[1])
-            and all(a is b for a, b in zip(entry.values(), known[1], strict=True))
+            and all(map(is_, entry.values(), known[1]))
         )
 
     @contextmanager

@@ -32,6 +32,22 @@ class TestConversions:
                 for bucket in unit.group.buckets:
                     assert not bucket.adopt()  # locals are views of the buffer again
 
+    def test_a_unit_of_several_modules(self) -> None:
+        """They are converted one after the other: norm and head of ``parallelize`` share a buffer."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+            model = parallelize(Lm(), mesh)
+            before = [p.to_local().clone() for p in model.parameters()]
+            model.double()
+            assert unit_of(model.norm) is unit_of(model.head)
+            for old, p in zip(before, model.parameters(), strict=True):
+                assert torch.equal(old.double(), p.to_local())
+            lm_loss(model, tokens(0)).backward()
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+            model.head.float()  # half of it only
+            with pytest.raises(Parallel3dError, match="convert the whole unit"):
+                model(tokens(0))
+
     def test_double_keeps_values(self) -> None:
         with local_world(2) as world:
             model, _ = build()

@@ -15,14 +15,14 @@ from parallel3d.testing import shards_of
 class Sides:
     """On simulated ranks. Blocks divide on every mesh used here, the 19 rows of embedding and head don't."""
 
-    def __init__(self, world, layout: MeshLayout, layers: int = 1) -> None:
+    def __init__(self, world, layout: MeshLayout, layers: int = 1, **options) -> None:
         torch.manual_seed(0)
         self.world, self.layout = world, layout
         with world.paused():
             self.plain = Lm(layers=layers).double()
             self.model = copy.deepcopy(self.plain)
         self.mesh = build_mesh(layout, device_type="cpu")
-        parallelize(self.model, self.mesh, LM_PLAN)
+        parallelize(self.model, self.mesh, LM_PLAN, **options)
         self.start = [p.detach().clone() for p in self.plain.parameters()]
         self.shards = [get_local_tensor(p).clone() for p in self.model.parameters()]
 
