@@ -45,6 +45,7 @@ def spoil() -> None:
     torch.rand(7)
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    dist.barrier()  # else one rank closes the connections that another still makes
     dist.destroy_process_group()
 
 
