@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import untraced
-from parallel3d.fsdp.tree import tensors_in
+from parallel3d._compat import functorch_is_active, untraced
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
 
-__all__ = ["Call"]
+__all__ = ["Call", "watch_output"]
 
 
 class Call:
@@ -96,6 +97,28 @@ class Call:
             self.unit.begun.discard(id(self))
             self.unit.maybe_end_backward()
         return self.watched(grad) if torch.is_grad_enabled() else None
+
+
+def watch_output(unit: Unit, output: Any, call: Call | None) -> Any:
+    """Hooks ``call`` to the outputs of ``unit``.
+
+    Raises:
+        Parallel3dError: an output is a parameter, whose memory is freed now.
+    """
+    frees = bool(unit.reshards()) or (call is None and not unit.group.kept)
+    for tensor in tensors_in(output):
+        if unit.group.owns(tensor if tensor._base is None else tensor._base):
+            if frees:
+                raise Parallel3dError(
+                    f"unit {unit.label} returns a parameter of its own, or a view of one, of shape "
+                    f"{tuple(tensor.shape)}, whose memory is freed now; return a copy (.clone()), use "
+                    "it inside the unit, or give the unit reshard_after_forward=False"
+                )
+        elif call is not None and tensor.requires_grad:
+            call.hook(tensor, call.begin_backward)
+    if call is not None and functorch_is_active():  # a hook is of one level of its transforms
+        return map_tensors(call.watched, output)
+    return output
 
 
 class _Watched(torch.autograd.Function):

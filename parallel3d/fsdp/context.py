@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from parallel3d._compat import backward_id, queue_backward_callback, untraced
 from parallel3d._trace import issuing
-from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.api import input_dtype
+from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.eval_precision import follow_mode
 from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.schedule import check_inner_schedules
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
@@ -44,6 +47,30 @@ class RunContext:
         self.iteration = 0
         self.running = False
         self.schedule = root.schedule
+
+    @classmethod
+    def of_root(cls, root: Unit) -> RunContext:
+        """That of ``root``, which is the first to run, and of the units inside it."""
+        check_inner_schedules(root)
+        context = cls(root, root.shared_comm or make_comm(root.device_type))
+        seen: set[int] = set()
+        for root_module in root.modules:
+            for name, module in root_module.named_modules():
+                unit = unit_of(module)
+                if unit is None or id(unit) in seen:
+                    continue
+                seen.add(id(unit))
+                if unit.context is not None:  # what was issued there is finished there
+                    unit.context.comm.finish()
+                    if unit.group.state is GroupState.GATHERING:
+                        unit.group.unshard(unit.context.comm)
+                unit.context = context
+                unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
+                unit.name(name or type(root_module).__name__)
+                context.add(unit)
+        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
+        limit_inputs(context.comm, buckets, at_least=context.comm.max_inputs)
+        return context
 
     @property
     def root(self) -> Unit:
@@ -100,6 +127,19 @@ class RunContext:
             following = order[position + 1]()
             return () if following is None else (following,)
         return ()
+
+    def end_forward(self, *, backward_to_come: bool) -> None:
+        """At the end of the root's forward all units show their shards; without a backward that is all."""
+        self.running = False
+        for unit in self.units:
+            unit.to_run.clear()
+            if unit.group.held is not None:
+                continue
+            unit.group.hide()
+            if not backward_to_come:
+                unit.group.reshard(self.comm)
+        if not backward_to_come:
+            self.comm.settle_host()
 
     # -- backward ------------------------------------------------------------------------------------
 

@@ -15,23 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d._compat import functorch_is_active, in_backward_pass, untraced
+from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.buffers import BufferCasts
-from parallel3d.fsdp.call import Call
-from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
+from parallel3d.fsdp.call import Call, watch_output
+from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
 from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.members import Members, unit_around, unit_of
-from parallel3d.fsdp.schedule import check_inner_schedules
+from parallel3d.fsdp.members import Members, unit_around
 from parallel3d.fsdp.settings import Settings
 from parallel3d.fsdp.step_guard import StepGuard
-from parallel3d.fsdp.tree import map_tensors, tensors_in
+from parallel3d.fsdp.tree import map_tensors
 
 __all__ = ["Unit"]
 
@@ -117,26 +116,7 @@ class Unit(Settings):
         outer = unit_around(self)
         if outer is not None and self in (context := outer.ready_context()).units:
             return context
-        check_inner_schedules(self)
-        context = RunContext(self, self.shared_comm or make_comm(self.device_type))
-        seen: set[int] = set()
-        for root_module in self.modules:
-            for name, module in root_module.named_modules():
-                unit = unit_of(module)
-                if unit is None or id(unit) in seen:
-                    continue
-                seen.add(id(unit))
-                if unit.context is not None:  # what was issued there is finished there
-                    unit.context.comm.finish()
-                    if unit.group.state is GroupState.GATHERING:
-                        unit.group.unshard(unit.context.comm)
-                unit.context = context
-                unit.input_dtype = input_dtype(unit.policy, is_root=unit is self)
-                unit.name(name or type(root_module).__name__)
-                context.add(unit)
-        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
-        limit_inputs(context.comm, buckets, at_least=context.comm.max_inputs)
-        return context
+        return RunContext.of_root(self)
 
     def name(self, name: str) -> None:
         """Names the unit in messages and records."""
@@ -249,7 +229,7 @@ class Unit(Settings):
         if failed:
             self.to_run.clear()
         try:
-            output = self._watch_output(output, self.call if grad else None)
+            output = watch_output(self, output, self.call if grad else None)
         except Parallel3dError:
             self.to_run.clear()
             self._leave_forward(context, backward_to_come=False)
@@ -264,32 +244,15 @@ class Unit(Settings):
             return
         self._end_forward(context, backward_to_come=backward_to_come)
         if self.is_root:
-            self._settle(context, backward_to_come=backward_to_come)
+            context.end_forward(backward_to_come=backward_to_come)
 
-    def _reshards(self) -> bool | int:
+    def reshards(self) -> bool | int:
         """Whether the end of a forward frees the parameters, or to how many ranks it reshards them."""
         reshard = self.reshard_after_forward
         return not self.is_root if reshard is None else reshard
 
-    def _watch_output(self, output: Any, call: Call | None) -> Any:
-        """Hooks ``call`` to the outputs. A parameter must not be one where its memory is freed now."""
-        frees = bool(self._reshards()) or (call is None and not self.group.kept)
-        for tensor in tensors_in(output):
-            if self.group.owns(tensor if tensor._base is None else tensor._base):
-                if frees:
-                    raise Parallel3dError(
-                        f"unit {self.label} returns a parameter of its own, or a view of one, of shape "
-                        f"{tuple(tensor.shape)}, whose memory is freed now; return a copy (.clone()), use "
-                        "it inside the unit, or give the unit reshard_after_forward=False"
-                    )
-            elif call is not None and tensor.requires_grad:
-                call.hook(tensor, call.begin_backward)
-        if call is not None and functorch_is_active():  # a hook is of one level of its transforms
-            return map_tensors(call.watched, output)
-        return output
-
     def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
-        reshard = self._reshards()
+        reshard = self.reshards()
         if not self.group.kept or reshard:
             self.group.hide()
             self.group.held = None
@@ -300,19 +263,6 @@ class Unit(Settings):
                 self.group.reshard(context.comm)
         elif reshard:
             self.group.reshard(context.comm, None if reshard is True else reshard)
-
-    def _settle(self, context: RunContext, *, backward_to_come: bool) -> None:
-        """At the end of the root's forward all units show their shards; without a backward that is all."""
-        context.running = False
-        for unit in context.units:
-            unit.to_run.clear()
-            if unit.group.held is not None:
-                continue
-            unit.group.hide()
-            if not backward_to_come:
-                unit.group.reshard(context.comm)
-        if not backward_to_come:
-            context.comm.settle_host()
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -405,13 +355,6 @@ class Unit(Settings):
                 comm.reduce(bucket, all_reduce=self.all_reduce)
         self.reduced = True
         self.reached = self.reached and not self.sync
-
-    def take_gradients(self) -> None:
-        """Takes gradients that were put into the unsharded parameters by hand, not by a backward."""
-        for bucket in self.group.buckets:
-            for index, param in enumerate(bucket.compute_params):
-                if param.grad is not None:
-                    self.on_grad(bucket, index, param)
 
     def end_backward(self) -> None:
         """After the reductions: back to rest."""

@@ -94,7 +94,7 @@ def note(device: Device, monkeypatch) -> None:
     for name in ("all_gather", "reduce_scatter", "all_reduce", "copy_home"):
         noting(stream_comm, name, name)
     monkeypatch.setattr(
-        "parallel3d.fsdp.state.make_comm", lambda device_type: stream_comm.StreamComm(device)
+        "parallel3d.fsdp.context.make_comm", lambda device_type: stream_comm.StreamComm(device)
     )
 
 

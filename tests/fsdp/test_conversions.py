@@ -57,20 +57,6 @@ class TestConversions:
                 for a, b in zip(world.per_rank(old), world.per_rank(p), strict=True):
                     assert torch.equal(a.double(), b)
 
-    def test_modules_of_a_list_are_converted_one_by_one(self) -> None:
-        with fake_world(0, 2):
-            model = parallelize(Lm(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
-            assert unit_of(model.norm) is unit_of(model.head)  # the tail is one unit
-            model.double()
-            assert all(
-                not b.adopt() and b.dtype is torch.float64
-                for b in unit_of(model.norm).group.buckets
-            )
-            lm_loss(model, tokens(0)).backward()
-            model.norm.float()
-            with pytest.raises(Parallel3dError, match="convert the whole unit"):
-                model(tokens(0))
-
     @pytest.mark.parametrize("assign", [False, True])
     def test_load_state_dict(self, assign) -> None:
         with local_world(2) as world:
