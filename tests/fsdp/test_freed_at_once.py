@@ -243,6 +243,20 @@ def after_loading() -> References:
     return references(model)
 
 
+def after_full_params_and_state_dicts() -> References:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model).backward()
+    with fsdp.full_params(model, with_grads=True):
+        pass
+    optimizer.step()
+    with fsdp.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(model.state_dict())
+        fsdp.load_optim_state_dict(model, optimizer, fsdp.optim_state_dict(model, optimizer))
+    fsdp.set_state_dict_type(model, fsdp.StateDictType.LOCAL_STATE_DICT)
+    return references(model)
+
+
 def after_an_exception_in_forward() -> References:
     model = sharded()
     fail_in_forward(model)
@@ -364,6 +378,7 @@ LIVES = [
     a_block_run_alone,
     after_conversion,
     after_loading,
+    after_full_params_and_state_dicts,
     after_an_exception_in_forward,
     after_an_exception_in_backward,
     after_reset_iter_state,

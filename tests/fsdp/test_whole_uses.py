@@ -6,6 +6,7 @@ import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from whole_models import equal_on_ranks
@@ -23,6 +24,7 @@ from parallel3d.fsdp import (
     model_state_dict,
     optim_state_dict,
 )
+from parallel3d.fsdp import bucket as bucket_module
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 FULL = StateDictType.FULL_STATE_DICT
@@ -150,6 +152,35 @@ def test_low_precision() -> None:
             first, second = world.per_rank(model.head.weight.grad)
             assert torch.equal(first, second)
         assert model.head.weight.grad.dtype is torch.bfloat16
+
+
+def test_cpu_offload(monkeypatch) -> None:
+    """Gathered where the model computes, written back to shards and gradients in the CPU's memory."""
+    elsewhere, home = torch.device("cpu", 0), torch.device("cpu")  # two names for two devices
+    monkeypatch.setattr(
+        bucket_module, "places_of", lambda given, mesh, policy: (elsewhere, home, False)
+    )
+    torch.manual_seed(0)
+    plain = Lm(layers=1).double()
+    with local_world(4) as world:
+        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        model = shard_blocks(copy.deepcopy(plain), mesh, offload_policy=CPUOffloadPolicy())
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        with full_params(model, with_grads=True):
+            equal_on_ranks(world, named(model), named(plain))
+            model.head.weight.data.mul_(2)
+            model.head.weight.grad.zero_()
+        assert all(not tensor.any() for tensor in world.per_rank(model.head.weight.grad))
+        with world.paused(), torch.no_grad():
+            plain.head.weight.mul_(2)
+        equal_on_ranks(world, model_state_dict(model, type=FULL), plain.state_dict())
+        load_model_state_dict(model, plain.state_dict(), type=FULL)
+        assert at_rest(model)
+        got = lm_loss(model, world.map(lambda r: tokens(0)))
+        with world.paused():
+            want = lm_loss(plain, tokens(0))
+        for value in world.per_rank(got.detach()):
+            torch.testing.assert_close(value, want.detach())
 
 
 def test_memory_of_their_own_and_inference_mode() -> None:
