@@ -8,6 +8,7 @@ them. What has a parameter's layout (moments) is gathered and cut as the paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from parallel3d.mesh.agreement import check_agreement
 __all__ = ["States", "check_optimizer", "named_params", "optim_state_dict", "state_keys"]
 
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+
+# One rank may come late, from an evaluation say; a collective would wait for it too.
+_PATIENCE = timedelta(minutes=10)
 
 States = dict[Any, dict[str, Any]]
 """What an optimizer keeps, by parameter."""
@@ -207,4 +211,4 @@ def _check_same_states(states: States, meshes: list[DeviceMesh]) -> None:
     }
     for index, mesh in enumerate(meshes):  # each a topic of its own: their ranks may overlap
         ranks = sorted(mesh.mesh.flatten().tolist())
-        check_agreement(f"optimizer state {index}", described, ranks=ranks)
+        check_agreement(f"optimizer state {index}", described, ranks=ranks, timeout=_PATIENCE)

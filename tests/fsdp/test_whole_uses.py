@@ -5,6 +5,7 @@ import copy
 import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -134,6 +135,26 @@ def test_torchs_styles_and_an_ignored_part() -> None:
         equal_on_ranks(world, found, {k: v * 2 for k, v in plain.state_dict().items()})
         load_model_state_dict(model, local, type=LOCAL)
         equal_on_ranks(world, model_state_dict(model, type=FULL), plain.state_dict())
+
+
+def test_torchs_checkpoint_wrapper() -> None:
+    """Its hooks rename what is saved and loaded; the optimizer's names follow."""
+    plain = Lm(layers=2)
+    with local_world(2) as world:
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = copy.deepcopy(plain)
+        model.layers[0] = checkpoint_wrapper(model.layers[0])
+        model.layers[1].up = checkpoint_wrapper(model.layers[1].up)
+        shard_blocks(model, mesh)
+        load_model_state_dict(model, {k: v * 2 for k, v in plain.state_dict().items()}, type=FULL)
+        load_model_state_dict(model, plain.state_dict(), type=FULL, broadcast_from_rank0=True)
+        equal_on_ranks(world, model_state_dict(model, type=FULL), plain.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters())
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        optimizer.step()
+        saved = optim_state_dict(model, optimizer, type=FULL)
+        assert list(saved["state"]) == [name for name, _ in plain.named_parameters()]
+        load_optim_state_dict(model, optimizer, saved, type=FULL)
 
 
 def test_low_precision() -> None:
