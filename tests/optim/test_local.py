@@ -447,6 +447,26 @@ def test_refused(cls, options, match) -> None:
         local(cls, nn.Linear(3, 2), **options)
 
 
+class Grouped(optim.SGD):
+    """Asks each group for something that is no option."""
+
+    def add_param_group(self, param_group: dict) -> None:
+        param_group["lr"] = {"slow": 1e-3, "fast": 1e-1}[param_group.pop("speed")]
+        super().add_param_group(param_group)
+
+
+def test_groups_with_options_of_their_own() -> None:
+    model = nn.Linear(3, 2)
+    groups = [
+        {"params": [model.weight], "speed": "fast"},
+        {"params": model.bias, "speed": "slow"},
+    ]
+    optimizer = local(Grouped, groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 1e-3]
+    with pytest.raises(KeyError, match="speed"):
+        local(Grouped, model)
+
+
 def test_the_class_itself_refuses_and_random_numbers_stay() -> None:
     model = nn.Linear(3, 2)
     before = torch.get_rng_state()
