@@ -18,7 +18,10 @@ _STEPS = 2
 
 
 def check_elementwise(
-    optimizer_class: type[Optimizer], options: dict[str, Any], device: torch.device
+    optimizer_class: type[Optimizer],
+    options: dict[str, Any],
+    group: dict[str, Any],
+    device: torch.device,
 ) -> None:
     """Steps a small matrix whole, and in two flat halves: an elementwise optimizer does the same to both.
 
@@ -27,6 +30,7 @@ def check_elementwise(
 
     Args:
         options: what it is constructed with.
+        group: what the first group of parameters has of its own, which the class may ask for.
         device: where it will step, which some options depend on.
 
     Raises:
@@ -44,9 +48,9 @@ def check_elementwise(
         for parts in (whole, halves):
             params = [nn.Parameter(part.to(device)) for part in parts]
             if parts is whole:  # what the class says of the options is for the user
-                optimizer_class(params, **options)
+                optimizer_class([{**group, "params": params}], **options)
             try:
-                optimizer = optimizer_class(params, **options)
+                optimizer = optimizer_class([{**group, "params": params}], **options)
                 _set_lr(optimizer)
                 _steps(optimizer, params, grads)
             except Exception as error:

@@ -68,7 +68,9 @@ def local(
     if matrix is None:
         matrix = _needs_whole(optimizer_class)
     if not matrix:
-        check_elementwise(optimizer_class, options, _device(given))
+        first = given[0] if given and isinstance(given[0], dict) else {}
+        own = {k: v for k, v in first.items() if k not in ("params", "param_names")}
+        check_elementwise(optimizer_class, options, own, _device(given))
     made: Any = _local_class(optimizer_class, matrix)
     return made(given, **options)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel3d.optim.pieces import ParamPiece, Piece, State, pieces_of
@@ -22,6 +23,8 @@ class LocalState:
         by_group: the groups' pieces.
         state: what the optimizer sees as its state.
         published: parameter -> (its entry in the state that is shown, the values in it).
+        copies: (piece's tensor, key) -> (a single number of the piece's state, one copy of it for each
+            parameter, the version of these): each has a count of steps of its own, to be saved and loaded.
     """
 
     def __init__(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> None:
@@ -30,6 +33,7 @@ class LocalState:
         self.state: defaultdict[Any, State] = defaultdict(dict)
         self.published: dict[nn.Parameter, tuple[State, list[Any]]] = {}
         self.last: dict[nn.Parameter, State] = {}
+        self.copies: dict[Any, tuple[torch.Tensor, torch.Tensor, int]] = {}
         for group in groups:
             self.by_group.append([])
             for piece in pieces_of(group["params"]):
@@ -57,6 +61,7 @@ class LocalState:
                 for group, params in zip(groups, self.params, strict=True)
             )
             and all(piece.is_current for pieces in self.by_group for piece in pieces)
+            and all(copies._version == version for _, copies, version in self.copies.values())
             and all(
                 self._is_as_published(param, shown) for params in self.params for param in params
             )
@@ -106,6 +111,10 @@ class LocalState:
         for key, value in self.state.items():
             if key not in tensors:
                 shown[key] = value
+        with torch.no_grad():
+            for place, (number, copies, _) in self.copies.items():
+                copies.copy_(number)
+                self.copies[place] = number, copies, copies._version
 
     def _publish(self, piece: Piece, state: State, shown: dict[Any, State]) -> None:
         last = self.last.get(piece.tensor)
@@ -120,6 +129,11 @@ class LocalState:
                 by_param = [shown[param][key] for param in piece.params]
             elif piece.is_elementwise(value):
                 by_param = piece.shown(value)
+            elif isinstance(value, torch.Tensor) and len(entries) > 1:
+                with torch.no_grad():
+                    copies = value.expand(len(entries)).clone()
+                self.copies[piece.tensor, key] = value, copies, copies._version
+                by_param = list(copies.unbind())
             for entry, part in zip(entries, by_param, strict=True):
                 entry[key] = part
         for param, entry in zip(piece.params, entries, strict=True):

@@ -119,9 +119,9 @@ class TestTraining:
     def test_frozen_missing_and_accumulated(self) -> None:
         """A gradient that is missing once divides a flat buffer: its step count stays behind."""
         with local_world(4) as world:
-            sides = Sides(world, MeshLayout(1, 2, 2))
+            sides = Sides(world, MeshLayout(1, 2, 2), layers=2)
             for model in (sides.plain, sides.model):
-                model.layers[0].norm.weight.requires_grad_(False)
+                model.layers[1].norm.weight.requires_grad_(False)
             sides.optimizers(
                 everything,
                 functools.partial(optim.AdamW, lr=1e-2),
@@ -138,10 +138,12 @@ class TestTraining:
                         model.layers[0].up.bias.grad = model.layers[0].up.bias.grad * 2
                 sides.step()
                 sides.zero_grad()
+                if not step:
+                    assert len(sides.optimizer.given[0]) < 12  # a flat buffer among them
             sides.check()
             bias = sides.optimizer.state[sides.model.layers[0].up.bias]
             assert bias["step"] == 3 and "step" not in sides.optimizer.state.get(
-                sides.model.layers[0].norm.weight, {}
+                sides.model.layers[1].norm.weight, {}
             )
 
     def test_state_from_a_plain_model_and_a_conversion(self) -> None:
@@ -170,9 +172,12 @@ class TestTraining:
                 state = optimizer.state[model.layers[0].up.weight]
                 state["exp_avg_sq"] = state["exp_avg_sq"] * 2  # replaced
                 optimizer.state[model.layers[0].down.weight]["exp_avg"].mul_(5)  # in place
+                optimizer.state[model.layers[0].norm.bias]["step"].add_(3)
                 optimizer.state[model.head.weight].clear()
             sides.step()
             sides.check()
+            assert sides.optimizer.state[sides.model.layers[0].norm.bias]["step"] == 6
+            assert sides.optimizer.state[sides.model.layers[0].norm.weight]["step"] == 3
             with world.paused():
                 sides.plain.layers[0].float().double()
             sides.model.layers[0].float().double()
@@ -445,6 +450,26 @@ class History(optim.SGD):
 def test_refused(cls, options, match) -> None:
     with pytest.raises(Parallel3dError, match=match):
         local(cls, nn.Linear(3, 2), **options)
+
+
+class Grouped(optim.SGD):
+    """Asks each group for something that is no option."""
+
+    def add_param_group(self, param_group: dict) -> None:
+        param_group["lr"] = {"slow": 1e-3, "fast": 1e-1}[param_group.pop("speed")]
+        super().add_param_group(param_group)
+
+
+def test_groups_with_options_of_their_own() -> None:
+    model = nn.Linear(3, 2)
+    groups = [
+        {"params": [model.weight], "speed": "fast"},
+        {"params": model.bias, "speed": "slow"},
+    ]
+    optimizer = local(Grouped, groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 1e-3]
+    with pytest.raises(KeyError, match="speed"):
+        local(Grouped, model)
 
 
 def test_the_class_itself_refuses_and_random_numbers_stay() -> None:
