@@ -13,7 +13,13 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import dtensor_shard_box, get_local_tensor, root_mesh, tensors_by_rank
+from parallel3d._compat import (
+    dtensor_shard_box,
+    get_local_tensor,
+    ranks_are_simulated,
+    root_mesh,
+    tensors_by_rank,
+)
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
@@ -48,9 +54,20 @@ class _Run:
 
 
 def _adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Fused, which asks DTensor once a step what to do and not once an operation and parameter."""
+    """Fused where it can be: then DTensor decides once a step and not once an operation and parameter."""
     params = list(params)
-    return torch.optim.AdamW(params, lr=1e-2, fused=all(p.is_floating_point() for p in params))
+    return torch.optim.AdamW(params, lr=1e-2, fused=_may_be_fused(params))
+
+
+def _may_be_fused(params: list[torch.Tensor]) -> bool:
+    """torch's fused kernel ignores strides on CPU, and a last part of a cut row may have gaps."""
+    locals_ = [get_local_tensor(p) if isinstance(p, DTensor) else p for p in params]
+    fused = all(p.is_floating_point() and p.is_contiguous() for p in locals_)
+    if not ranks_are_simulated() and any(isinstance(p, DTensor) for p in params):
+        agreed = torch.tensor([float(fused)])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        return bool(agreed.item())
+    return fused
 
 
 _RUNS = (
