@@ -13,9 +13,9 @@ from parallel3d._units import Units, find_units
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.fsdp.api import check_policy
-from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.checks import check_param
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.placing.axes import data_axes
+from parallel3d.fsdp.running.members import unit_of
 from parallel3d.fsdp.strategy import ShardingStrategy, strategy_options
 from parallel3d.mesh import check_agreement
 from parallel3d.tp import ResolvedPlan, Style, resolve_plan

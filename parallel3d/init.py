@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.running.members import unit_of
 
 __all__ = ["materialize"]
 

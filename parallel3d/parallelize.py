@@ -13,7 +13,7 @@ from parallel3d._forward import as_if, wrap_forward
 from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.running.members import the_unit
 
 __all__ = ["parallelize"]
 

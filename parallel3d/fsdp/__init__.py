@@ -7,7 +7,7 @@ from parallel3d.fsdp.api import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from parallel3d.fsdp.comm_hooks import (
+from parallel3d.fsdp.comms.comm_hooks import (
     CommHookState,
     allreduce_hook,
     bf16_compress_hook,
@@ -18,12 +18,13 @@ from parallel3d.fsdp.full_params import full_params
 from parallel3d.fsdp.fully_shard import fully_shard
 from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.module import FSDPModule, UnshardHandle
-from parallel3d.fsdp.optim_state_dict import optim_state_dict
-from parallel3d.fsdp.optim_state_load import load_optim_state_dict
 from parallel3d.fsdp.order_check import check_execution_order
-from parallel3d.fsdp.schedule import BackwardPrefetch
+from parallel3d.fsdp.running.schedule import BackwardPrefetch
 from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
-from parallel3d.fsdp.state_dict_type import (
+from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
+from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
+from parallel3d.fsdp.whole.optim_state_load import load_optim_state_dict
+from parallel3d.fsdp.whole.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -36,8 +37,7 @@ from parallel3d.fsdp.state_dict_type import (
     set_state_dict_type,
     state_dict_type,
 )
-from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
-from parallel3d.fsdp.transforms import chunk, gather
+from parallel3d.fsdp.whole.transforms import chunk, gather
 
 __all__ = [
     "BackwardPrefetch",

@@ -9,9 +9,9 @@ from torch.nn.parameter import is_lazy
 
 from parallel3d._compat import gradient_hooks, has_tensor_hooks
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.axes import DataAxes
-from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import owner_of
+from parallel3d.fsdp.placing.axes import DataAxes
+from parallel3d.fsdp.running.members import unit_of
 
 __all__ = [
     "as_bool",

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.cpu_comm import CpuComm
-from parallel3d.fsdp.hybrid_bucket import HybridBucket
-from parallel3d.fsdp.joint_gather import JointGather
-from parallel3d.fsdp.stream_comm import StreamComm
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
+from parallel3d.fsdp.buckets.joint_gather import JointGather
+from parallel3d.fsdp.comms.cpu_comm import CpuComm
+from parallel3d.fsdp.comms.stream_comm import StreamComm
 
 __all__ = ["Comm", "limit_inputs", "make_comm"]
 

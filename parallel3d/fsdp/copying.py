@@ -16,12 +16,12 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, the_unit
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
+from parallel3d.fsdp.running.members import UNIT_ATTRIBUTE, the_unit
 from parallel3d.fsdp.state import Unit
 
 if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
+    from parallel3d.fsdp.buckets.bucket import Bucket
 
 __all__ = ["copy_module"]
 

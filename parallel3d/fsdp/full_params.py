@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import get_local_tensor, make_dtensor, set_grad
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.checks import as_bool, check_module
-from parallel3d.fsdp.first_rank import is_first, meshes_of
-from parallel3d.fsdp.members import units_of
-from parallel3d.fsdp.other_form import (
+from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp.whole.first_rank import is_first, meshes_of
+from parallel3d.fsdp.whole.gathering import make_replicas_agree, whole_tensors
+from parallel3d.fsdp.whole.other_form import (
     Chosen,
     check_at_rest,
     chosen_of,
@@ -23,10 +24,9 @@ from parallel3d.fsdp.other_form import (
     to_rest,
     whole_params,
 )
-from parallel3d.fsdp.whole import make_replicas_agree, whole_tensors
 
 if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
+    from parallel3d.fsdp.buckets.bucket import Bucket
     from parallel3d.fsdp.param import ShardedParam
     from parallel3d.fsdp.state import Unit
 

@@ -17,7 +17,8 @@ from parallel3d.fsdp.api import (
     check_offload,
     own_policy,
 )
-from parallel3d.fsdp.axes import checked_mesh, data_axes
+from parallel3d.fsdp.buckets.hybrid_bucket import cut_over_replicate
+from parallel3d.fsdp.buckets.make_buckets import make_buckets
 from parallel3d.fsdp.checks import (
     as_bool,
     check_ignored,
@@ -25,15 +26,14 @@ from parallel3d.fsdp.checks import (
     check_no_spmd,
     check_reshard,
 )
-from parallel3d.fsdp.full_precision import cast_around, kept_in_full
 from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.hybrid_bucket import cut_over_replicate
-from parallel3d.fsdp.make_buckets import make_buckets
 from parallel3d.fsdp.managed import managed_modules, managed_params
 from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.param import ShardedParam, mark_taken
-from parallel3d.fsdp.placement_fn import ShardPlacementFn, wishes
-from parallel3d.fsdp.spmd import spmd_axes
+from parallel3d.fsdp.placing.axes import checked_mesh, data_axes
+from parallel3d.fsdp.placing.placement_fn import ShardPlacementFn, wishes
+from parallel3d.fsdp.placing.spmd import spmd_axes
+from parallel3d.fsdp.precision.full_precision import cast_around, kept_in_full
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.ties import Tie, check_ties, join
 from parallel3d.fsdp.torch_state import register_state, state_of
@@ -93,8 +93,8 @@ def fully_shard(
     Args:
         module: the unit. A list is one unit whose parameters are gathered when the first of its modules
             runs and freed when all have run. Modules inside others of the list are left out.
-        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name; see ``fsdp.axes``. With a
-            ``tp`` axis every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
+        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name; see ``fsdp.placing.axes``. With
+            a ``tp`` axis every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
         reshard_after_forward: free parameters after forward and gather them again in backward. None:
             True except for the root, which evaluation frees too. False keeps them for the next evaluation,
             unless the weights change (not through ``.data``: that is not seen). A number, which divides the
@@ -108,11 +108,11 @@ def fully_shard(
             the CPU's memory.
         ignored_params: parameters to leave as they are: not moved, sharded or reduced.
         dp_mesh_dims: which axes of ``mesh`` are data axes, where parameters are DTensors on the whole of it;
-            forward sees them so. See ``fsdp.spmd``.
+            forward sees them so. See ``fsdp.placing.spmd``.
         shard_optimizer_over_replicate: HFSDP: on an HSDP mesh, shard what the optimizer sees over replicate x
             shard, and keep a copy in compute dtype that is sharded over shard, renewed once after each
             change of the weights (not through ``.data``: that is not seen). Parameters of which no dim
-            divides by all data ranks stay as they are. See ``fsdp.hybrid_bucket``.
+            divides by all data ranks stay as they are. See ``fsdp.buckets.hybrid_bucket``.
 
     Returns:
         ``module`` itself, its class extended by ``FSDPModule``.

@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.comm import Comm, make_comm
-from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.running.members import the_unit, unit_of
 from parallel3d.fsdp.state import Unit
 
 __all__ = ["comm_of", "register_fsdp_forward_method", "set_comm", "share_comm_ctx"]

@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import untraced
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.buffers import BufferCasts
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
+from parallel3d.fsdp.buckets.joint_gather import JointGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.eval_precision import switch_precision
-from parallel3d.fsdp.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.freshness import weights_stamp
-from parallel3d.fsdp.hybrid_bucket import HybridBucket
-from parallel3d.fsdp.joint_gather import JointGather, plan_gathers
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.precision.buffers import BufferCasts
+from parallel3d.fsdp.precision.eval_precision import switch_precision
+from parallel3d.fsdp.running.freshness import weights_stamp
 
 __all__ = ["GroupState", "ParamGroup"]
 

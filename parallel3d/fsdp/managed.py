@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import nn
 
 from parallel3d.fsdp.checks import check_param
-from parallel3d.fsdp.members import unit_of
 from parallel3d.fsdp.param import ShardedParam, owner_of
+from parallel3d.fsdp.running.members import unit_of
 
 __all__ = ["Managed", "managed_modules", "managed_params", "units_modules"]
 

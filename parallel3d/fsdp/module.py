@@ -18,14 +18,14 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import GroupState
-from parallel3d.fsdp.members import the_unit, unit_of, units_of
 from parallel3d.fsdp.module_comm import CommMethods
 from parallel3d.fsdp.module_schedule import ScheduleMethods
-from parallel3d.fsdp.other_form import check_not_shown
+from parallel3d.fsdp.running.members import the_unit, unit_of, units_of
+from parallel3d.fsdp.running.step_guard import refuse_accumulation
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.state_dict import saved_in_form
-from parallel3d.fsdp.step_guard import refuse_accumulation
 from parallel3d.fsdp.torch_state import TorchState, state_of
+from parallel3d.fsdp.whole.other_form import check_not_shown
 
 __all__ = ["FSDPModule", "UnshardHandle"]
 

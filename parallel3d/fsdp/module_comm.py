@@ -13,10 +13,10 @@ from typing_extensions import deprecated
 
 from parallel3d._compat import backend_name, has_group_memory
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.comm import limit_inputs
-from parallel3d.fsdp.custom_comm import (
+from parallel3d.fsdp.comms.custom_comm import (
     GroupAllGather,
     GroupReduceScatter,
     OwnMemory,
@@ -24,9 +24,9 @@ from parallel3d.fsdp.custom_comm import (
     SymmetricReduceScatter,
     check_comm,
 )
-from parallel3d.fsdp.hooked_reduce import HookedReduce, check_hook, check_removal
-from parallel3d.fsdp.members import the_unit, units_of
-from parallel3d.fsdp.mesh_cache import kept_with
+from parallel3d.fsdp.comms.hooked_reduce import HookedReduce, check_hook, check_removal
+from parallel3d.fsdp.placing.mesh_cache import kept_with
+from parallel3d.fsdp.running.members import the_unit, units_of
 from parallel3d.fsdp.state import Unit
 
 __all__ = ["CommMethods"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.checks import as_bool
-from parallel3d.fsdp.members import the_unit
-from parallel3d.fsdp.schedule import BackwardPrefetch, GatherSchedule
+from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.running.schedule import BackwardPrefetch, GatherSchedule
 
 __all__ = ["ScheduleMethods"]
 

@@ -25,8 +25,8 @@ from parallel3d._compat import (
 )
 from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.axes import DataAxes
-from parallel3d.fsdp.placement import ParamAxes, ceil_div, chunk_length
+from parallel3d.fsdp.placing.axes import DataAxes
+from parallel3d.fsdp.placing.placement import ParamAxes, ceil_div, chunk_length
 
 __all__ = ["OwnSetattr", "ShardedParam", "Slots", "holder_of", "mark_taken", "owner_of"]
 

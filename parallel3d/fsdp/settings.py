@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
     from parallel3d.fsdp.order_check import OrderCheck
-    from parallel3d.fsdp.schedule import GatherSchedule
+    from parallel3d.fsdp.running.schedule import GatherSchedule
     from parallel3d.fsdp.state import Unit
-    from parallel3d.fsdp.state_dict_type import Form
+    from parallel3d.fsdp.whole.state_dict_type import Form
 
 __all__ = ["Settings"]
 

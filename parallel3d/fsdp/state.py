@@ -19,17 +19,17 @@ from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.buffers import BufferCasts
-from parallel3d.fsdp.call import Call, watch_output
+from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import RunContext
-from parallel3d.fsdp.eval_precision import follow_mode, go_back_to
-from parallel3d.fsdp.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.members import Members, unit_around
+from parallel3d.fsdp.precision.buffers import BufferCasts
+from parallel3d.fsdp.precision.eval_precision import follow_mode, go_back_to
+from parallel3d.fsdp.precision.full_precision import cast_inputs, outside_full
+from parallel3d.fsdp.running.call import Call, watch_output
+from parallel3d.fsdp.running.context import RunContext
+from parallel3d.fsdp.running.members import Members, unit_around
+from parallel3d.fsdp.running.step_guard import StepGuard
 from parallel3d.fsdp.settings import Settings
-from parallel3d.fsdp.step_guard import StepGuard
 from parallel3d.fsdp.tree import map_tensors
 
 __all__ = ["Unit"]

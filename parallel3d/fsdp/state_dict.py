@@ -15,12 +15,13 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.buckets.extension import as_plain
 from parallel3d.fsdp.checks import as_bool
-from parallel3d.fsdp.extension import as_plain
-from parallel3d.fsdp.first_rank import broadcast_object, is_first, meshes_of
 from parallel3d.fsdp.group import GroupState
-from parallel3d.fsdp.members import the_unit, units_of
-from parallel3d.fsdp.other_form import (
+from parallel3d.fsdp.param import owner_of
+from parallel3d.fsdp.running.members import the_unit, units_of
+from parallel3d.fsdp.whole.first_rank import broadcast_object, is_first, meshes_of
+from parallel3d.fsdp.whole.other_form import (
     Chosen,
     check_at_rest,
     chosen_of,
@@ -28,9 +29,8 @@ from parallel3d.fsdp.other_form import (
     to_rest,
     whole_params,
 )
-from parallel3d.fsdp.param import owner_of
-from parallel3d.fsdp.state_dict_type import form_set, get_state_dict_type, with_options
-from parallel3d.fsdp.transforms import chunk
+from parallel3d.fsdp.whole.state_dict_type import form_set, get_state_dict_type, with_options
+from parallel3d.fsdp.whole.transforms import chunk
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictSettings

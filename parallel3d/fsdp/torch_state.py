@@ -22,7 +22,7 @@ from parallel3d._compat import fully_shard_state, set_fully_shard_state
 from parallel3d.errors import StateError
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.functions import comm_of, set_comm
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.running.members import the_unit
 from parallel3d.fsdp.state import Unit
 
 __all__ = ["TorchParamGroup", "TorchState", "register_state", "state_of"]

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from parallel3d._compat import foreach_copy_, foreach_lerp_
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.running.members import units_of
 from parallel3d.optim._averaged import Averaged, tensors_of
 
 __all__ = ["EMA"]

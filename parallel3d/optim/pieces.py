@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel3d._compat import get_local_tensor, inner_tensors, make_dtensor, make_spec
 from parallel3d.errors import StateError
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.grads import flat_gradient
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.buckets.grads import flat_gradient
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.storage import with_own_storage
 

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from parallel3d._compat import backward_id
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp.running.step_guard import StepGuard
 from parallel3d.fsdp.state import Unit
-from parallel3d.fsdp.step_guard import StepGuard
 from parallel3d.optim._scaled import is_scaled
 
 __all__ = ["StepInBackward", "refuse_stepped", "step_in_backward"]
@@ -44,8 +44,8 @@ def step_in_backward(
 
     What needs all gradients at once or several backwards for a step is a StateError: gradient accumulation,
     ``clip_grad_norm_``, a GradScaler. So is a backward in which a parameter may be used after its update: see
-    ``fsdp/step_guard.py``. torch's own ``clip_grad_norm_`` can't know, and finds no gradient; torch's own
-    ``GradScaler`` is refused at its ``step``, when the backward has updated already.
+    ``fsdp/running/step_guard.py``. torch's own ``clip_grad_norm_`` can't know, and finds no gradient; torch's
+    own ``GradScaler`` is refused at its ``step``, when the backward has updated already.
 
     Args:
         model: a model that ``parallelize`` or ``fully_shard`` was applied to.

@@ -2,8 +2,8 @@
 
 from contextlib import contextmanager
 
-from parallel3d.fsdp import stream_comm
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.comms import stream_comm
 
 __all__ = ["Device", "Event", "Stream", "find", "happens_before", "note"]
 
@@ -94,7 +94,8 @@ def note(device: Device, monkeypatch) -> None:
     for name in ("all_gather", "reduce_scatter", "all_reduce", "copy_home"):
         noting(stream_comm, name, name)
     monkeypatch.setattr(
-        "parallel3d.fsdp.context.make_comm", lambda device_type: stream_comm.StreamComm(device)
+        "parallel3d.fsdp.running.context.make_comm",
+        lambda device_type: stream_comm.StreamComm(device),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import MeshError
-from parallel3d.fsdp.axes import data_axes
+from parallel3d.fsdp.placing.axes import data_axes
 from parallel3d.testing import fake_world
 
 GOOD = {

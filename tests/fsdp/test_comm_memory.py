@@ -11,8 +11,9 @@ from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp import ShardPlacementResult, custom_comm, fully_shard, module_comm
-from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp import ShardPlacementResult, fully_shard, module_comm
+from parallel3d.fsdp.comms import custom_comm
+from parallel3d.fsdp.running.members import the_unit, units_of
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity

@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d._compat import all_gather_single, reduce_scatter_single
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.running.members import the_unit, units_of
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 parity = pytest.mark.parity

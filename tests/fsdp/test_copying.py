@@ -13,7 +13,7 @@ from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.running.members import the_unit, unit_of
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity

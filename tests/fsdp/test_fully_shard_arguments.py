@@ -21,9 +21,9 @@ from parallel3d.fsdp import (
     ShardPlacementResult,
     fully_shard,
 )
-from parallel3d.fsdp.axes import data_axes
 from parallel3d.fsdp.checks import check_reshard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.placing.axes import data_axes
+from parallel3d.fsdp.running.members import unit_of
 from parallel3d.testing import fake_world
 
 

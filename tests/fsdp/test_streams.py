@@ -6,8 +6,9 @@ from models import Lm, lm_loss, tokens
 from noted_streams import Device, find, happens_before, note
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
-from parallel3d.fsdp import collectives, stream_comm
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp import collectives
+from parallel3d.fsdp.comms import stream_comm
+from parallel3d.fsdp.running.members import unit_of
 from parallel3d.testing import fake_world
 
 

@@ -7,8 +7,8 @@ import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout
-from parallel3d.fsdp import cpu_comm
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.comms import cpu_comm
 from parallel3d.testing import assert_parity
 from parallel3d.tp import Replicated
 
@@ -30,7 +30,7 @@ def test_missing_all_reduce(monkeypatch) -> None:
 
 
 def test_missing_mean(monkeypatch) -> None:
-    monkeypatch.setattr("parallel3d.fsdp.axes.DataAxes.data_size", 1)
+    monkeypatch.setattr("parallel3d.fsdp.placing.axes.DataAxes.data_size", 1)
     with pytest.raises(AssertionError, match="gradient of"):
         run(LAYOUT)
 

@@ -1,0 +1,383 @@
+"""Bucket: parameters of one unit with one dtype, one requires_grad and one mesh, in contiguous buffers.
+
+Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots):
+
+- ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors share its memory, so
+  the all-gather needs no packing and a cast is one kernel.
+- ``gathered`` (n * S): what the all-gather writes, one row of S per rank. Alive during the gather.
+- ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
+  and no cast it is ``flat`` itself.
+
+The last two keep their tensors and views for the model's life; only their storage comes and goes. The
+input of the reduce-scatter, laid out as ``gathered``, belongs to ``grads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from parallel3d._compat import foreach_copy_, grads_may_differ_in_dtype
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.buckets.grads import GradientSlots
+from parallel3d.fsdp.buckets.offload import places_of
+from parallel3d.fsdp.buckets.small_world import SmallWorld
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.placing.axes import DataAxes
+from parallel3d.fsdp.precision.eval_precision import in_own_dtype
+from parallel3d.fsdp.storage import allocate, release, with_own_storage
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.comms.hooked_reduce import HookedReduce
+    from parallel3d.fsdp.running.step_guard import StepGuard
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """See the module's docstring.
+
+    Attributes:
+        policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
+        shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
+        replicate_groups: groups that gradients are all-reduced over.
+        second_group: group of a second reduce-scatter, after that over shard; see ``hybrid_bucket``.
+        tp_group: group that partial gradients are summed over, None where there can be none.
+        grads: what the parameters' ``.grad`` hold and how reduced values get there.
+        device: where the bucket computes.
+        home: device of ``flat`` and of gradients at rest; another one under CPU offload.
+        pin: whether what is at home is in pinned memory.
+        part: what this rank keeps between forward and backward where the unit reshards to fewer ranks.
+        divide_factor: what sums over ranks are divided by; None: their number.
+        reduce_unused: whether parameters without a gradient get a zero one.
+        all_reduce_hook: called on the reduced flat gradient; on ``all_reduce_hook_stream`` if there is one.
+        comm_hook: what reduces gradients in place of our collectives; see ``hooked_reduce``.
+        gather_comm, scatter_comm: collectives in place of ours; see ``custom_comm``.
+        gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
+        scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
+        max_inputs: how many reduce inputs may be in flight.
+        force_sum: whether the user has asked for sums only, which ours always are.
+        guard: where the parameters are updated within the backward: see ``StepGuard``.
+    """
+
+    joinable = (
+        True  # whether one all-gather may carry it together with others; see ``joint_gather``
+    )
+    # What there is one of for each dtype that the bucket computes in; see ``eval_precision``.
+    by_precision: tuple[str, ...] = (
+        "policy",
+        "compute_dtype",
+        "reduce_dtype",
+        "sum_dtype",
+        "grad_dtype",
+        "has_own_unsharded",
+        "unsharded",
+        "gathered",
+        "region_views",
+        "gathered_views",
+        "compute_params",
+        "small",
+    )
+
+    def __init__(
+        self,
+        unit: str,
+        params: list[ShardedParam],
+        axes: DataAxes,
+        policy: MixedPrecisionPolicy,
+        offload: Any = None,
+    ) -> None:
+        self.unit = unit
+        # Partial gradients last: their sum over tp is then one collective on the buffer's tail.
+        self.params = sorted(
+            params, key=lambda p: (p.layout.tp_grad == "partial", p.may_be_partial)
+        )
+        self.axes = axes
+        self.given_policy = policy
+        self.full = False
+        self.offload = offload
+        self._set_options()
+        self.parts = self.params[0].parts
+        self._find_groups()
+        self.gathering: Any = None  # an all-gather under way: what to wait for, and its input
+        self.build(self._device())
+
+    def _set_options(self) -> None:
+        self.divide_factor: float | None = None
+        self.reduce_unused = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: Any = None
+        self.comm_hook: HookedReduce | None = None
+        self.gather_comm: Any = None
+        self.scatter_comm: Any = None
+        self.max_inputs = 1
+        self.force_sum = False
+        self.guard: StepGuard | None = None
+
+    def _find_groups(self) -> None:
+        axes = self.axes
+        self.shard_group: ProcessGroup | None = None
+        self.replicate_groups: list[ProcessGroup] = []
+        self.second_group: ProcessGroup | None = None
+        empty = all(p.slot_numel == 0 for p in self.params)  # nothing to communicate
+        for axis in (axes.shard, axes.replicate):
+            if axis is None or axes.size(axis) == 1 or empty:
+                continue
+            if axis == axes.shard and self.parts > 1:
+                self.shard_group = axes.group(axis)
+            else:
+                self.replicate_groups.append(axes.group(axis))
+        self.scatter_group = self.shard_group
+        partial = [
+            p
+            for p in self.params
+            if p.may_be_partial or (p.layout.tp_grad == "partial" and p.tp_size > 1)
+        ]
+        self.tp_group: ProcessGroup | None = None
+        if partial:
+            self.tp_group = partial[0].on.summed_group
+
+    def _device(self) -> torch.device:
+        initial = self.params[0].initial
+        assert initial is not None
+        if initial.device.type == "meta" or initial.device.type == self.axes.mesh.device_type:
+            return initial.device
+        return torch.device(self.axes.mesh.device_type)
+
+    # -- storage -----------------------------------------------------------------------------------
+
+    def build(self, device: torch.device) -> None:
+        """Makes buffers, views and Parameters on ``device``, with the parameters' initial values."""
+        params = self.params
+        self._describe(device)
+        # Zeros: padding must stay finite, norms and casts run over whole buffers.
+        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=self.pin)
+        self.local_views = [with_own_storage(v) for v in self.local_parts(self.flat)]
+        for param, view in zip(params, self.local_views, strict=True):
+            if param.initial is not None:
+                view.copy_(param.shard_of(param.initial, tp_local=True))
+                param.initial = None
+            param.place(view)
+        self.build_unsharded()
+
+    def _describe(self, device: torch.device) -> None:
+        """Places, dtypes and sizes, and what depends on them alone."""
+        params = self.params
+        self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
+        self.offloaded = self.home != self.device
+        self.dtype = params[0].dtype
+        self.other_precision: dict[str, Any] | None = None
+        self.set_dtypes()
+        self.slot_sizes = [p.slot_numel for p in params]
+        self.numel = sum(self.slot_sizes)
+        self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
+        self.grads = GradientSlots(self)
+        self.small: SmallWorld | None = None
+        self.part: torch.Tensor | None = None
+        self.gather_group: Any = self.shard_group
+        self.custom_gathered: torch.Tensor | None = None  # ``gathered`` of a custom all-gather
+
+    def set_dtypes(self) -> None:
+        """What it computes, sums and reduces in."""
+        self.policy = policy = self.given_policy
+        if self.full:
+            self.policy = policy = in_own_dtype(policy, self.dtype)
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = (policy.param_dtype if floating else None) or self.dtype
+        self.reduce_dtype = (policy.reduce_dtype if floating else None) or self.compute_dtype
+        # Sums that wait for their reduction must not lose what the reduction would keep.
+        self.sum_dtype = self.dtype
+        if grads_may_differ_in_dtype:
+            self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
+        self.grad_dtype = self.reduce_dtype if policy.keep_low_precision_grads else self.dtype
+
+    def build_unsharded(self) -> None:
+        """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
+        params, n = self.params, self.parts
+        self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.offloaded
+        if self.has_own_unsharded:
+            self.unsharded = torch.empty(
+                n * self.numel, dtype=self.compute_dtype, device=self.device
+            )
+        else:
+            self.unsharded = self.flat
+        regions = self.unsharded.split([n * size for size in self.slot_sizes])
+        # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
+        lone = params[0] if len(params) == 1 else None
+        in_place = n == 1 or (lone is not None and lone.dim == 0 and lone.fills_slot)
+        self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
+        pairs = self.copy_pairs(self.gathered.view(n, -1))
+        self.region_views, self.gathered_views = map(list, zip(*pairs, strict=True))
+        self.compute_params = [
+            # .data: a version counter of its own, so that gathering again in backward is not taken
+            # for an in-place change of a saved tensor.
+            nn.Parameter(p.as_compute(p.contiguous_view(r).data), requires_grad=p.requires_grad)
+            for p, r in zip(params, regions, strict=True)
+        ]
+        if self.gathered is not self.unsharded:
+            release(self.gathered)
+        if self.has_own_unsharded:
+            release(self.unsharded)
+
+    def leave_precision(self) -> None:
+        """Before the bucket, which is sharded, goes over to another dtype."""
+
+    def enter_precision(self) -> None:
+        """After it has come back to one that it has computed in before."""
+
+    def copy_pairs(
+        self, rows: torch.Tensor, first: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of ``unsharded``, the same in ``rows``): shard ranks' rows of S, from rank ``first`` on."""
+        with torch.inference_mode(False), torch.no_grad():  # no views of ours in inference mode
+            columns = rows.split(self.slot_sizes, dim=1)
+            regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+            return [
+                pair
+                for param, region, column in zip(self.params, regions, columns, strict=True)
+                for pair in param.copy_pairs(region, column, first)
+            ]
+
+    def views_by_rank(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a buffer laid out as ``gathered``, shaped as ``ShardedParam.by_rank`` does."""
+        columns = gathered.view(self.parts, self.numel).split(self.slot_sizes, dim=1)
+        return [p.slots_by_rank(c) for p, c in zip(self.params, columns, strict=True)]
+
+    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' real rows in a sharded buffer (S,)."""
+        slots = flat.split(self.slot_sizes)
+        return [p.local_view(s) for p, s in zip(self.params, slots, strict=True)]
+
+    def kinds(self) -> set[tuple[torch.dtype, torch.device]]:
+        """Of the sharded Parameters: one, unless a conversion has come to some of them only."""
+        return {(p.local.dtype, p.local.device) for p in self.params}
+
+    def adopt(self) -> bool:
+        """Takes back values that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
+
+        Returns:
+            Whether anything had moved.
+        """
+        locals_ = [p.local for p in self.params]
+        if all(a is b for a, b in zip(locals_, self.local_views, strict=True)):
+            return False
+        kinds = self.kinds()
+        if len(kinds) > 1:
+            raise Parallel3dError(
+                f"a conversion gave the parameters of unit {self.unit} different dtypes or devices "
+                f"({', '.join(f'{d} on {v}' for d, v in sorted(kinds, key=str))}); they share one buffer: "
+                "convert the whole unit, or convert before fully_shard"
+            )
+        # Also during inference: tensors made in inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            for param, local in zip(self.params, locals_, strict=True):
+                param.set_dtype(local.dtype)
+            grads = self.grads
+            self._take(locals_)
+            self.grads.carry_over(grads)
+        return True
+
+    def _take(self, locals_: list[torch.Tensor]) -> None:
+        self.build(locals_[0].device)
+        for view, local in zip(self.local_views, locals_, strict=True):
+            view.copy_(local)
+
+    def requires_grad_from_sharded(self) -> None:
+        """Lets the computing parameters follow ``requires_grad_`` on the sharded ones."""
+        for param, compute in zip(self.params, self.compute_params, strict=True):
+            if compute.requires_grad != param.sharded.requires_grad:
+                compute.requires_grad_(param.sharded.requires_grad)
+
+    # -- unshard -----------------------------------------------------------------------------------
+
+    def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocates and returns (output, input) of the all-gather; the input is in compute dtype."""
+        if self.gather_comm is not None and self.shard_group is not None:
+            return self._custom_buffers()
+        self.custom_gathered = None
+        allocate(self.gathered)
+        return self.gathered, self.gather_input()
+
+    def gather_input(self) -> torch.Tensor:
+        """What this rank brings to the all-gather."""
+        if self.part is not None:
+            return self.part
+        flat = self.flat
+        if self.offloaded:  # cast over there: half the bytes would be cast by the CPU otherwise
+            flat = flat.to(self.device, non_blocking=self.pin)
+        return flat.to(self.compute_dtype)
+
+    def _custom_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For a custom all-gather: its memory, and the input already in its place there."""
+        source = self.gather_input()
+        size = self.parts * self.numel
+        output = self.gather_comm.allocate((size,), dtype=self.compute_dtype, device=self.device)
+        rank = self.axes.coordinate(self.axes.shard)
+        if self.part is not None and self.small is not None:
+            rank = self.small.rank
+        part = output.narrow(0, rank * source.numel(), source.numel())
+        part.copy_(source)
+        self.custom_gathered = output
+        return output, part
+
+    def copy_out(self) -> None:
+        """After the all-gather: the gathered rows into the parameters' places."""
+        if self.custom_gathered is not None:
+            allocate(self.unsharded)
+            pairs = self.copy_pairs(self.custom_gathered.view(self.parts, -1))
+            self.custom_gathered = None
+            foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
+        elif self.gathered is not self.unsharded:
+            allocate(self.unsharded)
+            foreach_copy_(self.region_views, self.gathered_views)
+
+    def cast_whole(self) -> None:
+        """Unshard without a shard axis: the cast copy, or nothing."""
+        if self.has_own_unsharded:
+            allocate(self.unsharded)
+            self.unsharded.copy_(self.flat)
+
+    def free_gathered(self) -> None:
+        """After ``copy_out`` has run on the device."""
+        if self.gathered is not self.unsharded:
+            release(self.gathered)
+
+    def free_unsharded(self) -> None:
+        """Frees what the unsharded parameters live in."""
+        if self.has_own_unsharded:
+            release(self.unsharded)
+
+    def keep_part(self, ranks: int) -> None:
+        """Before ``free_unsharded``: keeps what the next all-gather, over ``ranks`` ranks only, needs."""
+        if self.shard_group is None or ranks >= self.shard_group.size():
+            return
+        if self.small is None or self.small.ranks != ranks:
+            self.small = SmallWorld(self, ranks)
+        self.part = self.small.keep()
+        self.gather_group = self.small.group
+
+    def drop_part(self) -> None:
+        """Lets the next all-gather be of the shards again."""
+        if self.part is not None and self.small is not None:
+            self.small.drop()
+            self.part = None
+            self.gather_group = self.shard_group
+
+    # -- reduction -----------------------------------------------------------------------------------
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of the ranks' gradients is divided by."""
+        return self.axes.data_size if self.divide_factor is None else self.divide_factor
+
+    def reduce_input(self) -> torch.Tensor:
+        """Memory for the input of the reduce-scatter, (n * S,), in reduce dtype."""
+        size = self.parts * self.numel
+        if self.scatter_comm is not None and self.shard_group is not None:
+            return self.scatter_comm.allocate((size,), dtype=self.reduce_dtype, device=self.device)
+        return torch.empty(size, dtype=self.reduce_dtype, device=self.device)

@@ -1,0 +1,364 @@
+"""GradientSlots: a bucket's gradients from their arrival in backward to the parameters' ``.grad``.
+
+A gradient is copied (cast, and rearranged) into the reduce input the moment autograd has it, and freed.
+What ``.grad`` of a sharded Parameter may hold at rest:
+
+- reduced: a DTensor placed as the Parameter. The gradient.
+- partial: ``Partial()`` on replicate: reduce-scattered, waiting for the all-reduce that
+  ``set_requires_all_reduce(False)`` put off.
+- unsharded: ``Partial("avg")`` on replicate and shard: this rank's own sum, waiting for the reduction that
+  ``set_requires_gradient_sync(False)`` put off.
+
+A gradient that is there already is folded into the waiting sum, so ``.grad`` is all there is:
+``zero_grad()``, scaling and setting to None do to a waiting sum what they do to any gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor, set_grad
+from parallel3d.fsdp.buckets.held_sum import HeldSum
+from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.buckets.bucket import Bucket
+
+__all__ = ["GradientSlots", "flat_gradient"]
+
+_FLAT = "_parallel3d_flat"  # on a gradient: the buffer that it and its bucket's others are views of
+
+
+def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The buffer (S,) that all ``grads`` of a bucket are views of; None if they are not."""
+    flat = getattr(grads[0], _FLAT, None)
+    return flat if all(getattr(grad, _FLAT, None) is flat for grad in grads) else None
+
+
+class GradientSlots:
+    """See the module's docstring. Shapes: n = size of the shard axis, S = slots of all parameters."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
+        self.arrived: set[int] = set()
+        self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
+        self.input: torch.Tensor | None = None
+        self.input_views: list[torch.Tensor] = []
+        self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
+        self.partial: HeldSum | None = None  # put off by set_requires_all_reduce(False)
+        # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
+        self.in_flight: weakref.ref[Any] | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket whose gradients these are."""
+        bucket = self._bucket()
+        assert bucket is not None
+        return bucket
+
+    @property
+    def sharded(self) -> list[torch.nn.Parameter]:
+        """The bucket's sharded Parameters."""
+        return [p.sharded for p in self.bucket.params]
+
+    # -- arrival -----------------------------------------------------------------------------------
+
+    def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
+        """Takes parameter ``index``'s gradient, of its compute shape."""
+        bucket = self._bucket()
+        assert bucket is not None
+        param = bucket.params[index]
+        if not param.sharded.requires_grad:
+            return  # frozen since the forward
+        part = False
+        if isinstance(grad, DTensor):
+            grad, part = param.local_grad(grad, bucket.reduce_dtype)
+        by_rank = param.grad_by_rank(grad)
+        if not sync:
+            self._hold_whole(index, by_rank, part)
+        else:
+            if self.input is None:
+                self._allocate_input()
+            first = index not in self.arrived
+            if part or index in self.over_tp:
+                by_rank = self._as_part(index, by_rank, part=part, first=first)
+            if first:
+                self.input_views[index].copy_(by_rank)
+            else:
+                self.input_views[index].add_(by_rank)
+        self.arrived.add(index)
+
+    def _as_part(
+        self, index: int, by_rank: torch.Tensor, *, part: bool, first: bool
+    ) -> torch.Tensor:
+        """``by_rank`` as a summand of parts over tp; see ``tp_sums``."""
+        n = self.bucket.params[index].tp_size
+        if index not in self.over_tp:
+            self.over_tp.add(index)
+            if not first:
+                self.input_views[index].div_(n)
+        return by_rank if part else by_rank / n
+
+    def _allocate_input(self) -> None:
+        bucket = self.bucket
+        self.input = bucket.reduce_input()
+        self.input_views = bucket.views_by_rank(self.input)
+        if bucket.reduce_unused:  # others may have a part where this rank has nothing
+            self.over_tp.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
+
+    def _hold_whole(self, index: int, by_rank: torch.Tensor, part: bool) -> None:
+        bucket = self.bucket
+        self.settle()
+        if self.whole is None:
+            self.whole = self._new_whole()
+        whole, param = self.whole, bucket.params[index]
+        before = whole.place(index, param.sharded)
+        if part != (index in whole.over_tp):
+            if part:
+                whole.becomes_part(index, param)
+            else:
+                by_rank = by_rank / param.tp_size
+        if before is not None:
+            self._fold_into_whole(index, before)
+        whole.parts[index].add_(by_rank.to(bucket.home) if bucket.offloaded else by_rank)
+
+    def _new_whole(self) -> HeldSum:
+        bucket = self.bucket
+        # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
+        dtype = bucket.sum_dtype
+        flat = torch.zeros(bucket.parts * bucket.numel, dtype=dtype, device=bucket.home)
+        regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
+        pairs = list(zip(bucket.params, regions, strict=True))
+        marks = [
+            make_dtensor(p.compute_view(r), p.unreduced_spec(dtype, over_shard=True))
+            for p, r in pairs
+        ]
+        return HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
+
+    def _new_partial(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> HeldSum:
+        marks = [
+            make_dtensor(part, p.unreduced_spec(flat.dtype, over_shard=False))
+            for p, part in zip(self.bucket.params, parts, strict=True)
+        ]
+        return HeldSum(flat, parts, marks)
+
+    def _zero_partial(self) -> HeldSum:
+        bucket = self.bucket
+        flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
+        return self._new_partial(flat, bucket.local_parts(flat))
+
+    def carry_over(self, old: GradientSlots) -> None:
+        """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
+        self.in_flight = old.in_flight
+        if old.whole is not None:
+            new = self._new_whole()
+            for index in old.whole.over_tp:
+                new.becomes_part(index, self.bucket.params[index])
+            self.whole = self._continued(old.whole, new, over_shard=True)
+        if old.partial is not None:
+            self.partial = self._continued(old.partial, self._zero_partial(), over_shard=False)
+
+    def _continued(self, old: HeldSum, new: HeldSum, *, over_shard: bool) -> HeldSum:
+        """``new`` with the sums of ``old`` that are still in ``.grad``, by now maybe as other objects."""
+        bucket = self.bucket
+        for index in old.placed:
+            param = bucket.params[index]
+            grad = param.sharded.grad
+            if not isinstance(grad, DTensor):
+                continue  # cleared
+            unreduced = param.unreduced_spec(
+                grad.dtype, over_shard=over_shard, over_tp=index in old.over_tp
+            )
+            if grad.placements == unreduced.placements:
+                get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
+                set_grad(param.sharded, new.marks[index])
+                new.placed.add(index)
+            elif grad is old.marks[index] or grad.placements != param.spec.placements:
+                # An operation that DTensor does not do on sums has summed it: it waits no longer.
+                scale = bucket.axes.data_size / bucket.divisor if over_shard else 1.0
+                reduced = grad.redistribute(placements=param.spec.placements)
+                param.sharded.grad = reduced.mul_(scale)
+        new.folded = old.folded & new.placed
+        return new
+
+    def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
+        """Adds a gradient that is reduced already (or reduce-scattered) to this rank's own sum.
+
+        What follows sums over the data axes and divides. A shard's owner alone adds it, in each of the
+        copies that replicate axes make, so it is multiplied by the divisor and divided by the number of
+        copies; unless it is partial there, so that each copy adds a part of its own. A hook is taken to
+        average over shard and over replicate, each by itself.
+        """
+        assert self.whole is not None
+        bucket, param = self.bucket, self.bucket.params[index]
+        factor = bucket.divisor * bucket.parts / bucket.axes.data_size
+        local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
+        if self.partial is not None and grad is self.partial.marks[index]:
+            factor = bucket.divisor if bucket.comm_hook is None else bucket.parts
+            self.partial.drop(index)
+        self.whole.folded.add(index)
+        if param.layout.tp_grad == "partial" or index in self.whole.over_tp:
+            factor /= param.tp_size  # it has been summed over tp, and will be again
+        slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
+        param.local_view(slot).copy_(local.mul_(factor))
+        index_of_part = bucket.axes.part_index if bucket.parts > 1 else 0
+        mine = param.slots_by_rank(slot.unsqueeze(0)).select(0, 0)
+        self.whole.parts[index].select(0, index_of_part).add_(mine)
+
+    def forget(self) -> None:
+        """Drops what a backward has brought."""
+        self.arrived, self.over_tp = set(), set()
+        self.input, self.input_views, self.in_flight = None, [], None
+
+    def drop_waiting(self) -> None:
+        """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
+        for held in (self.whole, self.partial):
+            if held is not None:
+                held.take(self.sharded)
+        self.whole = self.partial = None
+
+    @property
+    def holds_reduced(self) -> bool:
+        """Whether a sum that waits holds a reduced gradient, multiplied so that today's divisor undoes it."""
+        if self.whole is None:
+            return False
+        params, marks = self.bucket.params, self.whole.marks
+        return any(params[i].sharded.grad is marks[i] for i in self.whole.folded)
+
+    @property
+    def holds_scattered(self) -> bool:
+        """Whether a sum waits that has been reduce-scattered."""
+        if self.partial is None:
+            return False
+        params, marks = self.bucket.params, self.partial.marks
+        return any(params[i].sharded.grad is marks[i] for i in self.partial.placed)
+
+    # -- reduction ---------------------------------------------------------------------------------
+
+    def has_work(self, *, sync: bool, all_reduce: bool) -> bool:
+        """Whether a reduction is due at the end of this backward."""
+        if not sync:
+            return False
+        waiting = self.input is not None or self.whole is not None
+        return waiting or (all_reduce and self.partial is not None)
+
+    def settle(self) -> None:
+        """Completes an earlier reduction of the same backward, before another one begins."""
+        if self.in_flight is not None:
+            comm = self.in_flight()
+            if comm is not None:
+                comm.drain(self.bucket)
+            self.in_flight = None
+
+    def start(self, *, all_reduce: bool) -> ReduceJob:
+        """Hands over the reduce input, sums put off by earlier micro-batches folded in."""
+        bucket = self.bucket
+        self.settle()
+        used = set(self.arrived)
+        if self.input is None:
+            used = set()
+            self._allocate_input()
+        assert self.input is not None
+        for index in range(len(bucket.params)):
+            if index not in used:
+                self.input_views[index].zero_()
+        if self.whole is not None:
+            used.update(self.whole.take(self.sharded))
+            self._add_to_input(self.whole)
+        earlier = None
+        if self.partial is not None and all_reduce:
+            used.update(self.partial.take(self.sharded))
+            earlier, self.partial = self._waiting(self.partial), None
+        if bucket.reduce_unused:
+            used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
+        scale = 1.0  # a hook divides by itself
+        if bucket.comm_hook is None:
+            before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
+            if before != 1:
+                self.input.div_(before)
+            scale = before / bucket.divisor
+        job = ReduceJob(
+            bucket, self.input, sorted(used), scale, all_reduce, earlier, frozenset(self.over_tp)
+        )
+        self.forget()
+        self.whole = None
+        return job
+
+    def _waiting(self, held: HeldSum) -> torch.Tensor:
+        """A partial sum as the reduce-scatter's result lies."""
+        return held.flat
+
+    def _add_to_input(self, whole: HeldSum) -> None:
+        bucket = self.bucket
+        for index in self.over_tp ^ whole.over_tp:  # only one of the two is a part
+            total = (self.input_views if index in whole.over_tp else whole.parts)[index]
+            total.div_(bucket.params[index].tp_size)
+        self.over_tp |= whole.over_tp
+        for view, part in zip(self.input_views, whole.parts, strict=True):
+            view.add_(part.to(bucket.device) if bucket.offloaded else part)
+
+    def finish(self, job: ReduceJob) -> None:
+        """Puts the result of a reduction into ``.grad``, adding to what is there."""
+        self.in_flight = None
+        bucket = job.bucket
+        params = bucket.params
+        if not job.final:
+            self._hold_partial(job.tensor.to(bucket.sum_dtype), job.used)
+            return
+        flat = job.tensor.to(bucket.grad_dtype)
+        self._accumulate(flat, bucket.local_parts(flat), job.used)
+        for index in job.used:
+            param = params[index].sharded
+            for hook in gradient_hooks(param):
+                hook(param)
+        if bucket.guard is not None:
+            bucket.guard.update(bucket, job.used)
+
+    def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
+        """Adds ``flat``, summed over shard, to what waits for the all-reduce."""
+        bucket = self.bucket
+        params, parts, held = bucket.params, bucket.local_parts(flat), self.partial
+        if held is None:
+            held = self.partial = self._new_partial(flat, parts)
+        # What the all-reduce to come makes of a value that every rank has: a sum, or a hook's mean.
+        copies = math.prod(group.size() for group in bucket.replicate_groups)
+        copies = copies if bucket.comm_hook is None else 1
+        for index in used:
+            before = held.place(index, params[index].sharded)
+            if before is not None:  # reduced: every rank of the all-reduce to come has it
+                held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)
+        if held.flat is not flat:
+            held.flat.add_(flat)
+
+    def _accumulate(self, flat: torch.Tensor, parts: list[torch.Tensor], used: list[int]) -> None:
+        params = self.bucket.params
+        before = getattr(params[0].sharded.grad, _FLAT, None)
+        if (
+            before is not None
+            and len(used) == len(params)
+            and all(getattr(p.sharded.grad, _FLAT, None) is before for p in params)
+        ):
+            before.add_(flat)  # one kernel for the bucket
+            return
+        keep = self.bucket.policy.keep_low_precision_grads
+        low = flat.dtype if flat.dtype != self.bucket.dtype else None
+        for index in used:
+            param = params[index].sharded
+            if param.grad is not None:
+                get_local_tensor(param.grad).add_(parts[index])
+                continue
+            spec = params[index].spec if low is None else params[index].reduced_spec(low)
+            grad = make_dtensor(parts[index], spec)
+            setattr(grad, _FLAT, flat)
+            if keep:
+                set_grad(param, grad, lasting=True)
+            elif self.bucket.sum_dtype is self.bucket.dtype:
+                param.grad = grad
+            else:
+                set_grad(param, grad)  # a sum of another dtype may have stood there

@@ -1,0 +1,95 @@
+"""JointGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+
+Buckets are apart for the sake of their gradients; on the wire their shards go together. It has the side
+of a ``Bucket`` that a comm's all-gather deals with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from parallel3d._compat import foreach_copy_
+from parallel3d.fsdp.storage import allocate
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.buckets.bucket import Bucket
+
+__all__ = ["JointGather", "plan_gathers"]
+
+
+class JointGather:
+    """Buckets that compute in one dtype and are sharded over one group.
+
+    Attributes:
+        gathering: the all-gather under way; see ``Bucket``.
+    """
+
+    gather_comm = None
+    part = None
+    offloaded = False
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.shard_group: ProcessGroup | None = buckets[0].shard_group
+        self.gather_group: Any = self.shard_group
+        self.numel = sum(bucket.numel for bucket in buckets)
+        self.gathering: Any = None
+        self._output: torch.Tensor | None = None
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit, for the record."""
+        return self.buckets[0].unit
+
+    def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (n * S) and input (S) of the all-gather, S over all buckets; in compute dtype."""
+        first = self.buckets[0]
+        part = torch.cat([bucket.flat.to(first.compute_dtype) for bucket in self.buckets])
+        size = first.parts * self.numel
+        self._output = torch.empty(size, dtype=part.dtype, device=part.device)
+        return self._output, part
+
+    def copy_out(self) -> None:
+        """The gathered rows into the parameters' places."""
+        assert self._output is not None
+        with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
+            columns = self._output.view(-1, self.numel).split([b.numel for b in self.buckets], 1)
+        for bucket, held in zip(self.buckets, columns, strict=True):
+            allocate(bucket.unsharded)
+            pairs = bucket.copy_pairs(held)
+            foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
+
+    def free_gathered(self) -> None:
+        """After ``copy_out``."""
+        self._output = None
+
+    def cast_whole(self) -> None:
+        """Nothing here is whole at rest: what isn't sharded is gathered by itself."""
+
+    def drop_part(self) -> None:
+        """Parts are gathered by the buckets themselves."""
+
+    def free_unsharded(self) -> None:
+        """Frees what the unsharded parameters live in."""
+        for bucket in self.buckets:
+            bucket.free_unsharded()
+
+
+def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | JointGather]:
+    """What to gather by one call each: buckets joined where they can be, in order of their first."""
+    joined: dict[object, list[Bucket]] = {}
+    for bucket in buckets:
+        alone = (
+            not bucket.joinable
+            or bucket.shard_group is None
+            or bucket.gather_comm is not None
+            or bucket.part is not None
+            or bucket.offloaded
+        )
+        key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
+        joined.setdefault(key, []).append(bucket)
+    return [each[0] if len(each) == 1 else JointGather(each) for each in joined.values()]

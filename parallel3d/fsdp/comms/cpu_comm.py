@@ -1,0 +1,180 @@
+"""CpuComm: asynchronous works. gloo runs them on threads of its own while this one computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from parallel3d.fsdp.buckets.bucket import Bucket
+from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
+from parallel3d.fsdp.buckets.joint_gather import JointGather
+from parallel3d.fsdp.buckets.reduce_job import ReduceJob
+from parallel3d.fsdp.collectives import ScatterWork, all_gather, all_reduce, reduce_scatter
+
+__all__ = ["CpuComm"]
+
+
+class CpuComm:
+    """See ``comm.Comm`` for the methods.
+
+    Reductions are a pipeline of two stages. A bucket's all-reduce over replicate needs the result of its
+    reduce-scatter, and waiting for that right away would block the backward; so it is issued when
+    the next bucket is reduced, by which time the reduce-scatter has had a unit's compute to finish in.
+
+    Attributes:
+        scattering: reductions whose reduce-scatter is under way, oldest first; at most ``max_inputs``.
+        reducing: those whose all-reduce is.
+    """
+
+    def __init__(self) -> None:
+        self.max_inputs = 1
+        self.post_optim_event: Any = None  # nothing here runs ahead of the optimizer
+        self.scattering: deque[tuple[ReduceJob, ScatterWork | None]] = deque()
+        self.reducing: deque[tuple[ReduceJob, list[Any]]] = deque()
+        self._ref = weakref.ref(self)
+
+    # -- all-gather ----------------------------------------------------------------------------------
+
+    def issue_gather(self, bucket: Bucket | JointGather) -> None:
+        """See ``Comm``."""
+        if bucket.shard_group is None:
+            return
+        if bucket.gathering is not None:  # left behind by an exception; it writes to our buffer
+            _wait_quietly(bucket.gathering[0])
+        output, part = bucket.gather_buffers()
+        work = all_gather(
+            output, part, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
+        )
+        bucket.gathering = (work, part)  # gloo reads ``part`` until it is done
+
+    def finish_gather(self, bucket: Bucket | JointGather) -> None:
+        """See ``Comm``."""
+        if bucket.shard_group is None:
+            bucket.cast_whole()
+            return
+        work, _ = bucket.gathering
+        if work is not None:
+            work.wait()
+        bucket.copy_out()
+        bucket.free_gathered()
+        bucket.gathering = None
+        if bucket.part is not None:
+            bucket.drop_part()
+
+    def renew_copy(self, bucket: HybridBucket) -> None:
+        """See ``Comm``."""
+        if bucket.needs_renewal():
+            bucket.finish_renewal()
+            output, part = bucket.renewal()
+            assert bucket.second_group is not None
+            work = all_gather(output, part, bucket.second_group, unit=bucket.unit)
+            bucket.renewing = (work, part)
+
+    # -- reduction -----------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:
+        """See ``Comm``."""
+        while len(self.scattering) >= self.max_inputs:
+            self._advance()
+        job = bucket.grads.start(all_reduce=all_reduce)
+        work = None
+        if bucket.scatter_group is not None:
+            work = _scatter(bucket, job.tensor, bucket.scatter_group, bucket.scatter_comm)
+        self.scattering.append((job, work))
+        bucket.grads.in_flight = self._ref
+        if bucket.guard is not None:
+            self._complete_early()
+
+    def _complete_early(self) -> None:
+        """Hands over gradients to be used within the backward, but those whose all-reduce has just begun."""
+        for entry in list(self.reducing):
+            job, works = entry
+            if job.bucket.guard is not None and not (works and entry is self.reducing[-1]):
+                self.reducing.remove(entry)
+                self._complete(job, works)
+
+    def _advance(self) -> None:
+        """Moves the oldest bucket whose reduce-scatter is under way on to its all-reduce."""
+        job, work = self.scattering.popleft()
+        bucket = job.bucket
+        works: list[Any] = []
+        self.reducing.append((job, works))
+        job.finish_scatter(work)
+        if bucket.second_group is not None:
+            if job.final:
+                works.append(_scatter(bucket, job.tensor, bucket.second_group))
+            return
+        if job.all_reduce:
+            reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
+            for group in bucket.replicate_groups:
+                # One at a time where there are two: the second sums the first's result.
+                for earlier in works:
+                    earlier.wait()
+                done = reduce(job.tensor, group, unit=bucket.unit)
+                works[:] = [done] if done is not None else []
+        if bucket.all_reduce_hook is not None and not bucket.replicate_groups:
+            bucket.all_reduce_hook(job.tensor)
+
+    def _complete(self, job: ReduceJob, works: list[Any]) -> None:
+        bucket = job.bucket
+        for work in works:
+            if bucket.second_group is None:
+                work.wait()
+            else:
+                job.tensor = work.wait()
+        over_replicate = bucket.replicate_groups or bucket.second_group is not None
+        if bucket.all_reduce_hook is not None and over_replicate and job.final:
+            bucket.all_reduce_hook(job.tensor)
+        bucket.grads.finish(job)
+
+    def drain(self, bucket: Bucket) -> None:
+        """See ``Comm``."""
+        while any(job.bucket is bucket for job, _ in self.scattering):
+            self._advance()
+        for entry in [entry for entry in self.reducing if entry[0].bucket is bucket]:
+            self.reducing.remove(entry)
+            self._complete(*entry)
+
+    def finish(self) -> None:
+        """See ``Comm``."""
+        while self.scattering:
+            self._advance()
+        while self.reducing:
+            self._complete(*self.reducing.popleft())
+
+    def abandon(self) -> None:
+        """See ``Comm``."""
+        for job, scatter in self.scattering:
+            if scatter is not None:
+                _wait_quietly(scatter.work)
+            job.bucket.grads.in_flight = None
+        for job, works in self.reducing:
+            for work in works:
+                _wait_quietly(work)
+            job.bucket.grads.in_flight = None
+        self.scattering.clear()
+        self.reducing.clear()
+
+    def settle_host(self) -> None:
+        """See ``Comm``: every copy is over when its call returns."""
+
+
+def _scatter(
+    bucket: Bucket, tensor: torch.Tensor, group: ProcessGroup, comm: Any = None
+) -> ScatterWork:
+    """A reduce-scatter, or what the user has put in its place."""
+    if bucket.comm_hook is not None:
+        return bucket.comm_hook.reduce_scatter(tensor, group, unit=bucket.unit)
+    return reduce_scatter(tensor, group, unit=bucket.unit, device_type="cpu", comm=comm)
+
+
+def _wait_quietly(work: Any) -> None:
+    """The result isn't wanted; what has gone wrong in it is not our exception."""
+    if work is not None:
+        with suppress(RuntimeError):
+            work.wait()

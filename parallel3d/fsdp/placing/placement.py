@@ -1,0 +1,327 @@
+"""ParamAxes: the axes that one parameter lies on, and the dims that they cut.
+
+The engine's axes are replicate and shard. A parameter may bring *own* axes, of tensor or expert
+parallelism: those cut it first, the shard axis cuts what they leave. At rest it is one DTensor on all of
+them; the dims that the engine shards are those for which DTensor tells where each rank's rows are.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from parallel3d._compat import StridedShard, concatenate_meshes
+from parallel3d._layout import local_chunk
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp.placing.axes import DataAxes
+
+__all__ = ["ParamAxes", "ceil_div", "chunk_length", "is_exact"]
+
+
+class ParamAxes:
+    """See the module's docstring.
+
+    Attributes:
+        data: the engine's axes.
+        mesh: all axes; the mesh of the parameter at rest.
+        compute_mesh: the mesh of the DTensor that the parameter was; the tp axis for a plain one, or None.
+        compute_placements: its placements there, ``Replicate()`` on data axes.
+        summed: (position in ``compute_mesh``, at rest) of the own axis over which gradients may be partial.
+            None where none has several ranks, or more than one has, or may have in another parameter.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, data: DataAxes) -> None:
+        self.data = data
+        self.compute_mesh: DeviceMesh | None
+        self.compute_placements: tuple[Placement, ...]
+        if data.spmd is not None:
+            self._from_spmd(name, param)
+        elif isinstance(param, DTensor):
+            self._from_dtensor(name, param)
+        else:
+            self._from_plain()
+        # (position in compute_mesh, dim) of the own axes that cut, outermost first.
+        self.cuts: list[tuple[int, int]] = []
+        for axis, placement in enumerate(self.compute_placements):
+            if isinstance(placement, Shard):
+                self.cuts.append((axis, placement.dim))
+        self.summed = self._summed()
+
+    # _at_rest: position in ``mesh`` -> position in ``compute_mesh``, of the own axes.
+
+    def _from_plain(self) -> None:
+        self.mesh, self._at_rest = self.data.mesh, {}
+        self.compute_mesh, self.compute_placements = None, ()
+        if self.data.tp is not None:
+            self.compute_mesh = self.mesh[(self.mesh.mesh_dim_names or ())[self.data.tp]]
+            self.compute_placements = (Replicate(),)
+            self._at_rest = {self.data.tp: 0}
+
+    def _from_dtensor(self, name: str, param: DTensor) -> None:
+        data, own = self.data, param.device_mesh
+        self.compute_mesh, self.compute_placements = own, param.placements
+        for placement in self.compute_placements:
+            _check_own(name, placement)
+        if own.device_type != data.mesh.device_type:
+            raise MeshError(
+                f"parameter {name} is a DTensor on {own.device_type} and fully_shard's mesh is on "
+                f"{data.mesh.device_type}; make both meshes for one device type"
+            )
+        if data.tp is None:
+            self.mesh = _joined(name, data.mesh, own)
+            self._at_rest = {data.mesh.ndim + axis: axis for axis in range(own.ndim)}
+            return
+        if own.ndim != 1 or own.size() != data.mesh.size(data.tp):
+            raise MeshError(
+                f"parameter {name} is a DTensor on {own}, which is not the tp axis of {data.mesh}"
+            )
+        self.mesh, self._at_rest = data.mesh, {data.tp: 0}
+
+    def _from_spmd(self, name: str, param: nn.Parameter) -> None:
+        spmd = self.data.spmd
+        assert spmd is not None
+        names = spmd.mesh.mesh_dim_names or ()
+        if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
+            what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "plain"
+            raise MeshError(
+                f"parameter {name} is {what}; with dp_mesh_dims all parameters must be DTensors on the "
+                f"mesh given, {spmd.mesh}, as torch.distributed.tensor.distribute_module makes them"
+            )
+        for axis, placement in enumerate(param.placements):
+            if axis in spmd.own:
+                _check_own(name, placement)
+            elif not isinstance(placement, Replicate):
+                raise MeshError(
+                    f"parameter {name} has placement {placement!r} on axis {names[axis]!r}, which "
+                    "dp_mesh_dims names as a data axis; it must be Replicate() there"
+                )
+        self.mesh = self.data.mesh
+        self.compute_mesh, self.compute_placements = param.device_mesh, param.placements
+        self._at_rest = {rest: axis for axis, rest in spmd.own.items()}
+
+    # -- cuts by the own axes ----------------------------------------------------------------------
+
+    def _size(self, axis: int) -> int:
+        assert self.compute_mesh is not None
+        return self.compute_mesh.size(axis)
+
+    def _coordinate(self, axis: int) -> int:
+        assert self.compute_mesh is not None
+        return self.compute_mesh.get_local_rank(axis)
+
+    def _summed(self) -> tuple[int, int] | None:
+        if self.compute_mesh is None or (self.data.spmd is None and self.compute_mesh.ndim > 1):
+            return None
+        several = [(axis, rest) for rest, axis in self._at_rest.items() if self._size(axis) > 1]
+        return several[0] if len(several) == 1 else None
+
+    @property
+    def summed_group(self) -> ProcessGroup:
+        """The ranks along the axis ``summed``."""
+        assert self.summed is not None and self.compute_mesh is not None
+        return self.compute_mesh.get_group(self.summed[0])
+
+    def lacks_sum(self, found: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> bool:
+        """Whether a sum over the axis ``summed`` is all that a gradient placed as ``found`` lacks."""
+        assert self.summed is not None
+        axis = self.summed[0]
+        at = found[axis]
+        if type(at) is not Partial or at.reduce_op != "sum":
+            return False
+        return (*found[:axis], *found[axis + 1 :]) == (*wanted[:axis], *wanted[axis + 1 :])
+
+    def largest(self, shape: Sequence[int]) -> list[int]:
+        """The largest shape that a rank's part of ``shape`` has."""
+        sizes = list(shape)
+        for axis, dim in self.cuts:
+            sizes[dim] = ceil_div(sizes[dim], self._size(axis))
+        return sizes
+
+    def mine(self, shape: Sequence[int]) -> list[int]:
+        """The shape of this rank's part of ``shape``; SymInts under simulated ranks."""
+        sizes = list(shape)
+        for axis, dim in self.cuts:
+            sizes[dim] = chunk_length(sizes[dim], self._size(axis), self._coordinate(axis))
+        return sizes
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``whole``."""
+        for axis, dim in self.cuts:
+            whole = local_chunk(whole, dim, self._size(axis), self._coordinate(axis))
+        return whole
+
+    def ways(self, dim: int) -> int:
+        """Into how many parts the own axes cut ``dim``."""
+        return prod(self._size(axis) for axis, cut in self.cuts if cut == dim)
+
+    def are_even(self, shape: Sequence[int]) -> bool:
+        """Whether every rank's part has the same shape."""
+        return all(shape[dim] % self.ways(dim) == 0 for _, dim in self.cuts)
+
+    def replicating_groups(self) -> list[ProcessGroup]:
+        """Groups along the own axes whose ranks hold the same part."""
+        cutting = {axis for axis, _ in self.cuts}
+        own = sorted(axis for axis in self._at_rest.values() if axis not in cutting)
+        mesh = self.compute_mesh
+        return [mesh.get_group(axis) for axis in own if mesh is not None and mesh.size(axis) > 1]
+
+    # -- the engine's cut --------------------------------------------------------------------------
+
+    def placements(self, dim: int | None) -> list[Placement]:
+        """The placements at rest on ``mesh`` with ``dim`` sharded."""
+        result: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
+        for rest, axis in self._at_rest.items():
+            result[rest] = self.compute_placements[axis]
+        if dim is None:
+            return result
+        data, factor = self.data, prod(self._cuts_around(dim)[1])
+        if data.shard is not None:
+            result[data.shard] = _shard(dim, factor)
+        if data.over_replicate and data.replicate is not None:
+            result[data.replicate] = _shard(dim, factor * data.size(data.shard))
+        return result
+
+    def gradient_placements(self, found: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """The placements that a gradient found with ``found`` is brought to: those of the parameter.
+
+        What is partial on a data axis (``dp_mesh_dims``) stays so: the engine's reduction sums it.
+        """
+        spmd = self.data.spmd
+        if spmd is None:
+            return self.compute_placements
+        return tuple(
+            at if axis not in spmd.own and isinstance(at, Partial) else wanted
+            for axis, (at, wanted) in enumerate(zip(found, self.compute_placements, strict=True))
+        )
+
+    def default_dim(self, shape: Sequence[int]) -> int | None:
+        """The dim to shard: 0, as torch does, or the first that DTensor can express; None if none."""
+        return next(iter(self.dims(shape)), None)
+
+    def dims(self, shape: Sequence[int]) -> list[int]:
+        """The dims that the engine can shard."""
+        parts = self.data.parts
+        if self.data.over_replicate:  # DTensor tells it of even cuts
+            return [dim for dim, size in enumerate(shape) if size % (parts * self.ways(dim)) == 0]
+        return [
+            dim for dim, size in enumerate(shape) if is_exact(size, *self._cuts_around(dim), parts)
+        ]
+
+    def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the own axes that cut ``dim``: those outside the shard axis, and those inside."""
+        outside: list[int] = []
+        inside: list[int] = []
+        for rest, axis in sorted(self._at_rest.items()):
+            if (axis, dim) in self.cuts and self._size(axis) > 1:
+                after = self.data.shard is not None and rest > self.data.shard
+                (inside if after else outside).append(self._size(axis))
+        return tuple(outside), tuple(inside)
+
+
+def _shard(dim: int, split_factor: int) -> Placement:
+    """Shard of ``dim`` by an axis inside of which ``split_factor`` parts lie already."""
+    return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def _check_own(name: str, placement: Placement) -> None:
+    if isinstance(placement, (Partial, StridedShard)) or not isinstance(
+        placement, (Shard, Replicate)
+    ):
+        raise Parallel3dError(
+            f"parameter {name} is a DTensor with placement {placement!r}; "
+            "the engine takes Shard(dim) and Replicate()"
+        )
+
+
+def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
+    try:
+        return concatenate_meshes([data, own])
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise MeshError(
+            f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: the "
+            "engine takes plain parameters, and DTensors on other axes (tp, ep) of one named mesh that "
+            "both are slices of. If it is a DTensor on the data axes as well, give fully_shard the whole "
+            "mesh, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+        ) from error
+
+
+@lru_cache(maxsize=4096)
+def is_exact(size: int, outside: tuple[int, ...], inside: tuple[int, ...], parts: int) -> bool:
+    """Whether "own axes first, then shard" can be cut alike on all their ranks and told to DTensor.
+
+    Alike: the shard chunk has the same number of rows on every rank of the own axes, so that slots agree.
+    Told: DTensor's placements, of ``outside`` axes, shard and ``inside`` axes, put every rank's rows where
+    we do. Its own functions would say so too, but take minutes for thousands of ranks.
+    """
+    own = outside + inside
+    if not own or size % (parts * prod(own)) == 0:
+        return True
+    chunk = size
+    for n in own:
+        chunk = ceil_div(chunk, n)
+    chunk = ceil_div(chunk, parts)
+    for start, rows in _cut_by([(0, size)], outside):
+        cells = _cut_by([(start, rows)], inside)
+        if any(length and ceil_div(length, parts) != chunk for _, length in cells):
+            return False
+        if inside and not _strided_is_exact(start, rows, cells, inside, parts):
+            return False
+    return True
+
+
+_Rows = tuple[int, int]  # (first, number)
+
+
+def _cut_by(ranges: list[_Rows], sizes: Sequence[int]) -> list[_Rows]:
+    """``ranges`` cut into chunks by one axis after the other."""
+    for n in sizes:
+        ranges = [_chunk(rows, n, i) for rows in ranges for i in range(n)]
+    return ranges
+
+
+def _chunk(rows: _Rows, n: int, index: int) -> _Rows:
+    start, size = rows
+    chunk = -(-size // n)
+    before = min(index * chunk, size)
+    return start + before, min(size - before, chunk)
+
+
+def _strided_is_exact(
+    start: int, rows: int, cells: list[_Rows], inside: Sequence[int], parts: int
+) -> bool:
+    """Whether shard rank by rank DTensor gives each of the ``inside`` ranks its part of its cell.
+
+    DTensor gives shard rank r the r-th part of each of ``prod(inside)`` chunks, one after another, and
+    cuts that by the inside axes.
+    """
+    chunks = _cut_by([(start, rows)], [prod(inside)])
+    for rank in range(parts):
+        pieces = [_chunk(each, parts, rank) for each in chunks]
+        total = sum(length for _, length in pieces)
+        at = iter(pieces)
+        first, left = next(at)
+        for cell, (_, length) in zip(cells, _cut_by([(0, total)], inside), strict=True):
+            begin, wanted = _chunk(cell, parts, rank)
+            if length != wanted:
+                return False
+            while not left and length:
+                first, left = next(at)
+            if length and (first != begin or length > left):
+                return False
+            first, left = first + length, left - length
+    return True
+
+
+def chunk_length(size: int, parts: int, index: int) -> int:
+    """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
+    chunk = ceil_div(size, parts)
+    return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below a / b."""
+    return -(-a // b)

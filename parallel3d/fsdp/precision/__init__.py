@@ -1,0 +1,1 @@
+"""Which dtype is computed in: evaluation, classes of modules, buffers."""

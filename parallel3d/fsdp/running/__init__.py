@@ -1,0 +1,1 @@
+"""One run of a model: forward calls, the order of units, what is gathered ahead, what is still true."""

@@ -1,0 +1,229 @@
+"""RunContext: what the units under one root share: their order, the communication, the end of a backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from parallel3d._compat import backward_id, queue_backward_callback, untraced
+from parallel3d._trace import issuing
+from parallel3d.fsdp.api import input_dtype
+from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
+from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.precision.eval_precision import follow_mode
+from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.running.schedule import check_inner_schedules
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["RunContext"]
+
+
+class RunContext:
+    """Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
+
+    Attributes:
+        order: units in the order of their forwards, this iteration.
+        last_order: the same of the iteration before, for forward prefetch.
+        in_backward: whether the end-of-backward callback is queued.
+        backward_id: the backward that is or was.
+        creates_graph: whether it is a backward with ``create_graph=True``.
+        iteration: number of the root's forwards so far.
+        running: whether one is under way.
+        schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
+    """
+
+    def __init__(self, root: Unit, comm: Comm) -> None:
+        self._root = root.ref
+        self.comm = comm
+        self._units: list[weakref.ref[Unit]] = []
+        self.order: list[weakref.ref[Unit]] = []
+        self.last_order: list[weakref.ref[Unit]] = []
+        self.in_backward = False
+        self.backward_id = -1
+        self.creates_graph = False
+        self.iteration = 0
+        self.running = False
+        self.schedule = root.schedule
+
+    @classmethod
+    def of_root(cls, root: Unit) -> RunContext:
+        """That of ``root``, which is the first to run, and of the units inside it."""
+        check_inner_schedules(root)
+        context = cls(root, root.shared_comm or make_comm(root.device_type))
+        seen: set[int] = set()
+        for root_module in root.modules:
+            for name, module in root_module.named_modules():
+                unit = unit_of(module)
+                if unit is None or id(unit) in seen:
+                    continue
+                seen.add(id(unit))
+                if unit.context is not None:  # what was issued there is finished there
+                    unit.context.comm.finish()
+                    if unit.group.state is GroupState.GATHERING:
+                        unit.group.unshard(unit.context.comm)
+                unit.context = context
+                unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
+                unit.name(name or type(root_module).__name__)
+                context.add(unit)
+        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
+        limit_inputs(context.comm, buckets, at_least=context.comm.max_inputs)
+        return context
+
+    @property
+    def root(self) -> Unit:
+        """The outermost unit."""
+        root = self._root()
+        assert root is not None
+        return root
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, outer before inner, in the order of the modules."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def add(self, unit: Unit) -> None:
+        """Makes ``unit`` one of these."""
+        self._units.append(unit.ref)
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The root's forward begins."""
+        self.iteration += 1
+        self.running = True
+        if self.schedule is not None:
+            self.schedule.begin_pass()
+        for unit in self.units:
+            if unit.group.state is GroupState.GATHERING and not unit.group.kept:
+                unit.group.reshard(self.comm)  # the last forward did not get there
+        if self.order:
+            self.last_order, self.order = self.order, []
+        for unit in self.units:
+            if unit.follows_mode:
+                follow_mode(unit, self)
+            unit.group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
+        root = self.root
+        if root.post_optim_event is not None:
+            self.comm.post_optim_event = root.post_optim_event
+            root.post_optim_event = None
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Issues the all-gathers of what comes after ``unit``, whose forward begins."""
+        if self.schedule is not None:
+            self.schedule.begin_forward(unit, self)
+            return
+        for following in self.next_in_forward(unit):
+            following.issue_unshard(self)
+
+    def next_in_forward(self, unit: Unit) -> Iterable[Unit]:
+        """The units that the user has named, or the one that came after ``unit`` in the last iteration."""
+        if unit.forward_prefetch is not None:
+            return _alive(unit.forward_prefetch)
+        order, position = self.last_order, unit.position
+        if position + 1 < len(order) and order[position] is self.order[position]:
+            following = order[position + 1]()
+            return () if following is None else (following,)
+        return ()
+
+    def end_forward(self, *, backward_to_come: bool) -> None:
+        """At the end of the root's forward all units show their shards; without a backward that is all."""
+        self.running = False
+        for unit in self.units:
+            unit.to_run.clear()
+            if unit.group.held is not None:
+                continue
+            unit.group.hide()
+            if not backward_to_come:
+                unit.group.reshard(self.comm)
+        if not backward_to_come:
+            self.comm.settle_host()
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def prefetch_backward(self, unit: Unit, position: int) -> None:
+        """Issues the all-gathers of what comes after ``unit``, which begins the backward of its forward at
+        ``position``."""
+        if self.schedule is not None:
+            self.schedule.begin_backward(unit, position, self)
+            return
+        for following in self.next_in_backward(unit, position):
+            following.group.issue_unshard(self.comm)
+
+    def next_in_backward(self, unit: Unit, position: int) -> Iterable[Unit]:
+        """The units that the user has named, or the one whose forward came before; if backward reads them."""
+        if unit.backward_prefetch is not None:
+            return [each for each in _alive(unit.backward_prefetch) if each.unshard_in_backward]
+        for ref in reversed(self.order[:position]):
+            before = ref()
+            if before is not None and before.group.buckets and not before.backward_begun:
+                return (before,) if before.unshard_in_backward else ()
+        return ()
+
+    def enter_backward(self) -> None:
+        """Called by every pre-backward hook; queues the callback once."""
+        if not self.in_backward:
+            self.in_backward = True
+            self.backward_id = backward_id()
+            if self.schedule is not None:
+                self.schedule.begin_pass()
+            queue_backward_callback(self.finish_backward)
+
+    def reduce(self, unit: Unit) -> None:
+        """Issues the reductions of ``unit``, whose backward has ended.
+
+        Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
+        another order on each: there a unit waits until those after it in the model have been reduced.
+        """
+        if not unit.reduce_unused:
+            unit.reduce(self.comm)
+            return
+        unit.ended = True
+        for each in reversed(self.units):
+            if each.reduce_unused and not each.reduced:
+                if not each.ended:
+                    return
+                each.reduce(self.comm)
+
+    @untraced
+    def finish_backward(self) -> None:
+        """Settles what the backward has left, in the same order on every rank."""
+        units = self.units
+        for unit in reversed(units):
+            unit.reduce(self.comm)
+        self.comm.finish()
+        for unit in units:
+            unit.end_backward()
+        self.in_backward = self.creates_graph = False
+        issuing.unit = ""
+
+    # -- after an exception --------------------------------------------------------------------------
+
+    def leave_broken_backward(self) -> None:
+        """After a backward that an exception ended: autograd has dropped the callback with it."""
+        self.comm.abandon()
+        for unit in self.units:
+            unit.depth = 0
+            unit.end_backward()
+            for bucket in unit.group.buckets:
+                bucket.grads.forget()
+        self.in_backward = self.creates_graph = False
+
+    def reset(self) -> None:
+        """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
+        self.comm.abandon()
+        self.running = self.in_backward = self.creates_graph = False
+        self.order.clear()
+        for unit in self.units:
+            unit.reset()
+            unit.group.abandon(self.comm)
+            for bucket in unit.group.buckets:
+                bucket.grads.forget()
+                bucket.grads.drop_waiting()
+        issuing.unit = ""
+
+
+def _alive(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
+    return [unit for ref in refs if (unit := ref()) is not None]

@@ -1,0 +1,1 @@
+"""Whole tensors: gathering them, state dicts in every form, ``chunk`` and ``gather``."""
