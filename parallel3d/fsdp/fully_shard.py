@@ -93,7 +93,7 @@ def fully_shard(
     Args:
         module: the unit. A list is one unit whose parameters are gathered when the first of its modules
             runs and freed when all have run. Modules inside others of the list are left out.
-        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name; see ``fsdp.placing.axes``. With
+        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name: see ``fsdp.placing``. With
             a ``tp`` axis every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
         reshard_after_forward: free parameters after forward and gather them again in backward. None:
             True except for the root, which evaluation frees too. False keeps them for the next evaluation,
