@@ -96,15 +96,16 @@ class RunContext:
         self.running = True
         if self.schedule is not None:
             self.schedule.begin_pass()
-        for unit in self.units:
-            if unit.group.state is GroupState.GATHERING and not unit.group.kept:
-                unit.group.reshard(self.comm)  # the last forward did not get there
         if self.order:
             self.last_order, self.order = self.order, []
         for unit in self.units:
+            group = unit.group
+            if group.state is GroupState.GATHERING and not group.kept:
+                group.reshard(self.comm)  # the last forward did not get there
             if unit.follows_mode:
                 follow_mode(unit, self)
-            unit.group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
+            if group.hybrids:
+                group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
         root = self.root
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
