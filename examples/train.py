@@ -64,6 +64,9 @@ def main(
     mixed_precision: Annotated[
         bool, Option("--mixed-precision", help="Compute in bfloat16, reduce in float32.")
     ] = False,
+    hfsdp: Annotated[
+        bool, Option("--hfsdp", help="Shard the optimizer's state over replicas too.")
+    ] = False,
     seed: Annotated[int, Option(min=0, help="Of weights and batches.")] = 0,
     data: Annotated[
         Path | None, Option(help="File or folder; by default Python's own source.")
@@ -92,7 +95,13 @@ def main(
     if tp > 1:
         report.print(p3d.resolve_plan(model, LLAMA_TP_PLAN, tp_size=tp))
     policy = BF16 if mixed_precision else p3d.MixedPrecisionPolicy()
-    p3d.parallelize(model, mesh, tp_plan=LLAMA_TP_PLAN, mp_policy=policy)
+    p3d.parallelize(
+        model,
+        mesh,
+        tp_plan=LLAMA_TP_PLAN,
+        mp_policy=policy,
+        shard_optimizer_over_replicate=hfsdp,
+    )
     p3d.materialize(model, device=device, seed=seed)
     report.print(describe_parameters(model, device))
 
