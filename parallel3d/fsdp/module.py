@@ -20,7 +20,7 @@ from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.module_comm import CommMethods
 from parallel3d.fsdp.module_schedule import ScheduleMethods
-from parallel3d.fsdp.running.members import the_unit, unit_of, units_of
+from parallel3d.fsdp.running.members import parameters_at_rest, the_unit, unit_of, units_of
 from parallel3d.fsdp.running.step_guard import refuse_accumulation
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.state_dict import saved_in_form
@@ -217,9 +217,17 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         unit.ready_context().reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, also after a backward that an exception ended."""
+        """As ``nn.Module.zero_grad``, also after a backward that an exception ended, and while ``unshard()``
+        shows other parameters than those that have the gradients.
+        """
         the_unit(self).come_to_rest()
         super().zero_grad(set_to_none)  # type: ignore[misc]
+        seen = self.parameters()  # type: ignore[attr-defined]
+        for param in set(parameters_at_rest(self)).difference(seen):  # type: ignore[arg-type]
+            if param.grad is not None and set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names, or the form

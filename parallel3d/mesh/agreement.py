@@ -128,7 +128,7 @@ def _exchange(
         table.set("verdict", json.dumps(asdict(verdict)))
     else:
         verdict = _await_verdict(table, topic, rank, members[0], timeout)
-    _await_readers(table, rank == members[0], verdict.readers)
+    _leave(table, rank, members, verdict.readers)
     return verdict
 
 
@@ -192,15 +192,25 @@ def _await_verdict(
     return _Verdict(**json.loads(table.get("verdict")))
 
 
-def _await_readers(table: dist.Store, is_first: bool, readers: int) -> None:
-    """Rank 0 may host the store and be about to raise and exit: it waits until all have read."""
+def _leave(table: dist.Store, rank: int, members: Sequence[int], readers: int) -> None:
+    """Rank 0 may host the store and be about to raise and exit: it waits until all have read.
+
+    What nobody reads any more is deleted, as checks may be repeated in each step. A rank that is late
+    still finds that it is, and why.
+    """
+    first = members[0]
     # From here on the verdict is known, and a store that is gone or a rank that died since has
     # nothing to add to it.
     with suppress(RuntimeError):
+        if rank != first:
+            table.delete_key(_report_key(rank))  # rank 0 has read it
         if table.add("readers", 1) == readers:
             table.set("all read", "")
-        if is_first:
+        if rank == first:
             table.wait(["all read"], _GRACE)
+            for key in (_report_key(rank), "verdict", "readers", "all read"):
+                if readers == len(members):
+                    table.delete_key(key)
 
 
 def _compare(topic: str, reports: Mapping[int, _Report]) -> tuple[str | None, str | None]:

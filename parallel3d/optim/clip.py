@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._compat import get_local_tensor
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.running.members import parameters_at_rest
 from parallel3d.optim.step_in_backward import refuse_stepped
 
 __all__ = ["clip_grad_norm_"]
@@ -75,7 +76,7 @@ def _tensors(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
 ) -> Iterable[torch.Tensor]:
     if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
+        return parameters_at_rest(parameters)
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if not isinstance(parameters, Iterable) or isinstance(parameters, str):

@@ -12,6 +12,7 @@ from wrapped import at_rest, build
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
+from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import local_world
 
 
@@ -55,6 +56,22 @@ class TestStateWhileShown:
             model.unshard()
             twin = copy.deepcopy(model)
             assert not isinstance(model.weight, DTensor) and isinstance(twin.weight, DTensor)
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    def test_gradients_are_clipped_and_cleared(self, to_none):
+        """Those of the sharded parameters, which the module shows no more."""
+        with local_world(2):
+            model, _ = build()
+            params = list(model.parameters())
+            lm_loss(model, tokens(0)).backward()
+            norm = clip_grad_norm_(model, 1e9)
+            model.unshard()
+            assert not isinstance(next(model.parameters()), DTensor)
+            torch.testing.assert_close(clip_grad_norm_(nn.Sequential(model), 1e9), norm)
+            model.zero_grad(to_none)
+            left = [None if p.grad is None else p.grad.full_tensor() for p in params]
+            assert all(grad is None if to_none else not grad.any() for grad in left)
+            assert not isinstance(next(model.parameters()), DTensor)
 
 
 @pytest.mark.parity("method: set_is_last_backward")

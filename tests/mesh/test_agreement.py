@@ -284,3 +284,12 @@ def test_default_group_of_one_rank() -> None:
             check_agreement("plan", {"a": "1"})
     finally:
         dist.destroy_process_group()
+
+
+def test_repeated_calls_leave_nothing_in_the_store(clients) -> None:
+    """``check_execution_order`` makes several in each step."""
+    values = {rank: {"a": "1"} for rank in range(3)}
+    play(clients, values, 3)
+    before = clients(0).num_keys()
+    assert play(clients, values, 3, calls=5)[2] == [None] * 5
+    assert clients(0).num_keys() == before

@@ -277,18 +277,27 @@ class GradientSlots:
             earlier, self.partial = self._waiting(self.partial), None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
-        scale = 1.0  # a hook divides by itself
-        if bucket.comm_hook is None:
-            before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
-            if before != 1:
-                self.input.div_(before)
-            scale = before / bucket.divisor
-        job = ReduceJob(
-            bucket, self.input, sorted(used), scale, all_reduce, earlier, frozenset(self.over_tp)
-        )
+        scale, rest = self._divide_input()
+        over_tp = frozenset(self.over_tp)
+        job = ReduceJob(bucket, self.input, sorted(used), scale, all_reduce, earlier, over_tp, rest)
         self.forget()
         self.whole = None
         return job
+
+    def _divide_input(self) -> tuple[float, float]:
+        """Divides what is sent; returns what the sum over shard and that over replicate are multiplied by."""
+        bucket = self.bucket
+        if bucket.comm_hook is not None:
+            return 1.0, 1.0  # it divides by itself
+        before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
+        after = before / bucket.divisor
+        if before == 1:
+            return after, 1.0
+        assert self.input is not None
+        self.input.div_(before)
+        # What is left of it would come before the sum over replicate, and too small for it.
+        again = bucket.replicate_groups or bucket.second_group is not None
+        return (1.0, after) if again else (after, 1.0)
 
     def _waiting(self, held: HeldSum) -> torch.Tensor:
         """A partial sum as the reduce-scatter's result lies."""
@@ -309,7 +318,8 @@ class GradientSlots:
         bucket = job.bucket
         params = bucket.params
         if not job.final:
-            self._hold_partial(job.tensor.to(bucket.sum_dtype), job.used)
+            flat = job.tensor.to(bucket.sum_dtype)
+            self._hold_partial(flat if job.rest == 1.0 else flat.mul_(job.rest), job.used)
             return
         flat = job.tensor.to(bucket.grad_dtype)
         self._accumulate(flat, bucket.local_parts(flat), job.used)

@@ -30,6 +30,7 @@ class ReduceJob:
         over_tp: indices of the parameters whose gradients have turned out to be partial over tp, beside those
             that always are.
         earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
+        rest: what the sum over replicate is multiplied by; the sum over shard if that one is put off.
     """
 
     bucket: Bucket
@@ -39,6 +40,7 @@ class ReduceJob:
     all_reduce: bool
     earlier: torch.Tensor | None
     over_tp: Collection[int] = ()
+    rest: float = 1.0
 
     @property
     def final(self) -> bool:
@@ -59,7 +61,12 @@ class ReduceJob:
             earlier = self.earlier
             if bucket.offloaded:
                 earlier = earlier.to(bucket.device, non_blocking=bucket.pin)
-            self.tensor.add_(earlier)
+            self.tensor.add_(earlier, alpha=1 / self.rest)  # it has been divided by all
+
+    def finish_sum(self) -> None:
+        """After the sum over replicate, where there is one."""
+        if self.final and self.rest != 1.0:
+            self.tensor.mul_(self.rest)
 
 
 def divisor_before_sum(divisor: float, dtype: torch.dtype) -> float:

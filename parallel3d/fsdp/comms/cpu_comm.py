@@ -127,6 +127,7 @@ class CpuComm:
                 work.wait()
             else:
                 job.tensor = work.wait()
+        job.finish_sum()
         over_replicate = bucket.replicate_groups or bucket.second_group is not None
         if bucket.all_reduce_hook is not None and over_replicate and job.final:
             bucket.all_reduce_hook(job.tensor)

@@ -180,6 +180,7 @@ class StreamComm:
                     work = reduce(job.tensor, group, unit=bucket.unit)
                     if work is not None:
                         work.wait()
+                job.finish_sum()
                 flight.done = last.record_event()
         if bucket.all_reduce_hook is not None and job.final:
             last = bucket.all_reduce_hook_stream or self.replicate
@@ -198,6 +199,7 @@ class StreamComm:
         flight.between = between = job.tensor
         with self.device.stream(stream):
             job.tensor = _scatter(job.bucket, between, group).wait()
+            job.finish_sum()
             flight.done = stream.record_event()
         return stream
 

@@ -12,7 +12,15 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
 
-__all__ = ["UNIT_ATTRIBUTE", "Members", "the_unit", "unit_around", "unit_of", "units_of"]
+__all__ = [
+    "UNIT_ATTRIBUTE",
+    "Members",
+    "parameters_at_rest",
+    "the_unit",
+    "unit_around",
+    "unit_of",
+    "units_of",
+]
 
 UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
 
@@ -38,6 +46,17 @@ def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield unit
+
+
+def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
+    """``module.parameters()`` as the optimizer knows them, also where ``unshard()`` shows others."""
+    at_rest = {
+        id(compute): sharded
+        for unit in units_of(module, recurse=True)
+        if unit.group.shown
+        for _, _, sharded, compute in unit.group.slots
+    }
+    return [at_rest.get(id(param), param) for param in module.parameters()]
 
 
 def unit_around(unit: Unit) -> Unit | None:
