@@ -3,9 +3,10 @@
 import pytest
 import torch
 from beside_plain import Trial
+from breakages import Boom, explode
 from torch import nn
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, optim
+from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, optim
 from parallel3d.fsdp import (
     CommHookState,
     StateDictType,
@@ -16,7 +17,8 @@ from parallel3d.fsdp import (
     model_state_dict,
     reduce_scatter_hook,
 )
-from parallel3d.testing import local_world
+from parallel3d.fsdp.comms import cpu_comm
+from parallel3d.testing import fake_world, local_world, record_collectives
 
 LAYOUT = MeshLayout(2, 2, 1)
 
@@ -130,6 +132,42 @@ def test_average_swapped_in(trial) -> None:
         again = run.forward(3)
     for a, b in zip(run.world.per_rank(again), run.world.per_rank(after), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_optimizer_of_something_else(kept) -> None:
+    """One rank may step it alone, so that no rank may take it for a reason to gather."""
+    with fake_world(0, 4):
+        mesh = build_mesh(LAYOUT, device_type="cpu")
+        model = fully_shard(Net(), mesh=mesh, shard_optimizer_over_replicate=not kept)
+        model.set_reshard_after_backward(not kept)
+        probe = nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(each.parameters()) for each in (probe, model)]
+        counts = []
+        for optimizer in (None, *optimizers):
+            if optimizer is not None:
+                optimizer.step()
+            with record_collectives(mesh) as recorder:
+                model(torch.ones(2, 6)).sum().backward()
+            counts.append(recorder.count("all_gather", "shard" if kept else "replicate"))
+        assert counts == [1, 0, 1]
+
+
+def test_a_renewal_that_raises_is_made_up_for(monkeypatch) -> None:
+    """As where memory runs out: the next forward must not compute with the weights of before."""
+    with fake_world(0, 4), torch.no_grad():
+        mesh = build_mesh(LAYOUT, device_type="cpu")
+        model = wrapped()(Net(), mesh)
+        model(torch.ones(2, 6))
+        for param in model.parameters():
+            param.mul_(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_comm, "all_gather", explode)
+            with pytest.raises(Boom):
+                model(torch.ones(2, 6))
+        with record_collectives(mesh) as recorder:
+            model(torch.ones(2, 6))
+        assert recorder.count("all_gather", "replicate") == 2
 
 
 def test_updates_within_the_backward(trial) -> None:

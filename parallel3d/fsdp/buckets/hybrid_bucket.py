@@ -97,11 +97,8 @@ class HybridBucket(Bucket):
     # -- the copy ------------------------------------------------------------------------------------
 
     def needs_renewal(self) -> bool:
-        """Whether the weights have changed since this was asked last; then the copy must be renewed."""
-        stamp = weights_stamp([self])
-        changed = stamp != self._stamp
-        self._stamp = stamp
-        return changed
+        """Whether the weights have changed since the last renewal began."""
+        return weights_stamp([self]) != self._stamp
 
     @property
     def is_new(self) -> bool:
@@ -111,6 +108,11 @@ class HybridBucket(Bucket):
     def renewal(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, input) of the all-gather over replicate."""
         return self.copy, super().gather_input()
+
+    def begin_renewal(self, work: Any, part: torch.Tensor) -> None:
+        """The all-gather is issued; an exception on the way here has left the copy in need of it."""
+        self.renewing = (work, part)
+        self._stamp = weights_stamp([self])
 
     def finish_renewal(self) -> None:
         """Lets who comes next, on an accelerator the current stream, wait for the copy."""

@@ -73,7 +73,7 @@ class CpuComm:
             output, part = bucket.renewal()
             assert bucket.second_group is not None
             work = all_gather(output, part, bucket.second_group, unit=bucket.unit)
-            bucket.renewing = (work, part)
+            bucket.begin_renewal(work, part)
 
     # -- reduction -----------------------------------------------------------------------------------
 

@@ -123,9 +123,10 @@ class StreamComm:
             if work is not None:
                 work.wait()
             # ``part`` may go at once: its memory is of this stream's pool.
-            bucket.renewing = (self.replicate.record_event(), part)
+            event = self.replicate.record_event()
+            bucket.begin_renewal(event, part)
         if bucket.offloaded:
-            self.host_read = bucket.renewing[0]
+            self.host_read = event
 
     # -- reduction -----------------------------------------------------------------------------------
 
