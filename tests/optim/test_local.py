@@ -472,6 +472,15 @@ def test_groups_with_options_of_their_own() -> None:
         local(Grouped, model)
 
 
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Muon])
+def test_groups_of_generators(cls) -> None:
+    models = [nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    optimizer = local(cls, [{"params": model.parameters()} for model in models])
+    assert [group["params"] for group in optimizer.param_groups] == [
+        list(model.parameters()) for model in models
+    ]
+
+
 def test_the_class_itself_refuses_and_random_numbers_stay() -> None:
     model = nn.Linear(3, 2)
     before = torch.get_rng_state()
