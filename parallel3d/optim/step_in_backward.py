@@ -82,16 +82,15 @@ class StepInBackward(Optimizer):
 
     Attributes:
         optimizer: the one that updates, bucket by bucket.
-        param_groups, state, defaults: its own.
+        param_groups, state, defaults: its own, also after it has loaded others.
     """
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
         # Not the base's: nothing here is of its own.
         self.optimizer = optimizer
-        self.defaults = optimizer.defaults
+        self._views: dict[int, Optimizer] = {}
         self._units = [unit.ref for unit in units]
         self._groups = _by_bucket(optimizer, units)
-        self._link()
         for unit in units:
             unit.guard = StepGuard(unit, self._update)
             for bucket in unit.group.buckets:
@@ -102,15 +101,17 @@ class StepInBackward(Optimizer):
                 _by_parameter[id(param)] = self
 
     def __getattr__(self, name: str) -> Any:
-        """What the base's methods (``register_step_post_hook``, say) find in an optimizer."""
+        """What the base's methods (``register_step_post_hook``, say) find in an optimizer, and its groups."""
         if name == "optimizer":  # not there yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def _link(self) -> None:
-        self._views: dict[int, Optimizer] = {}
-        self.param_groups = self.optimizer.param_groups
-        self.state = self.optimizer.state
+    def __getstate__(self) -> dict[str, Any]:
+        """A StateError, from ``copy.deepcopy`` and ``pickle``: a copy would update nothing."""
+        raise StateError(
+            "an optimizer that steps in backward belongs to the backward of its model and can't be copied or "
+            "pickled; save its state_dict(), or copy the model and call step_in_backward for the copy"
+        )
 
     def _update(self, bucket: Bucket, used: Sequence[int]) -> None:
         """Steps the parameters of ``bucket`` that have a gradient, and frees it."""
@@ -121,7 +122,7 @@ class StepInBackward(Optimizer):
                 "(bfloat16 needs no scaling), or an ordinary optimizer"
             )
         view = self._views.get(id(bucket))
-        if view is None:
+        if view is None or view.state is not self.state:
             view = self._views[id(bucket)] = self._view_of(bucket)
         pairs = [
             (view.param_groups[place], self.param_groups[index])
@@ -181,7 +182,6 @@ class StepInBackward(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``Optimizer.load_state_dict``, into the optimizer that updates."""
         self.optimizer.load_state_dict(state_dict)
-        self._link()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A Parallel3dError: which unit updates what is settled at the beginning."""

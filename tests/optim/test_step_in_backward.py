@@ -343,6 +343,21 @@ class TestState:
             lm_loss(twin, tokens(0)).backward()
             assert all(p.grad is not None for p in twin.parameters())
 
+    def test_loaded_by_the_optimizer_that_updates(self) -> None:
+        with fake_world(0, 2):
+            model, optimizer = build(momentum=0.9)
+            lm_loss(model, tokens(0)).backward()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.optimizer.load_state_dict(copy.deepcopy(saved))
+            lm_loss(model, tokens(1)).backward()
+            assert optimizer.state is optimizer.optimizer.state
+            assert optimizer.param_groups is optimizer.optimizer.param_groups
+            for index, entry in optimizer.state_dict()["state"].items():
+                was, now = (
+                    local(each["momentum_buffer"]) for each in (saved["state"][index], entry)
+                )
+                assert not torch.equal(was, now)
+
     def test_mixed_precision(self) -> None:
         """Reduced in bfloat16, updated in float32."""
         with fake_world(0, 2):
