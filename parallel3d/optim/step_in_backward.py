@@ -89,6 +89,7 @@ class StepInBackward(Optimizer):
         # Not the base's: nothing here is of its own.
         self.optimizer = optimizer
         self._views: dict[int, Optimizer] = {}
+        self._before: tuple[int, list[dict[str, Any]]] = (-1, [])
         self._units = [unit.ref for unit in units]
         self._groups = _by_bucket(optimizer, units)
         for unit in units:
@@ -124,18 +125,24 @@ class StepInBackward(Optimizer):
         view = self._views.get(id(bucket))
         if view is None or view.state is not self.state:
             view = self._views[id(bucket)] = self._view_of(bucket)
-        pairs = [
-            (view.param_groups[place], self.param_groups[index])
-            for place, (index, _) in enumerate(self._groups[id(bucket)])
-        ]
-        for group, whole in pairs:
-            _copy_options(group, whole)  # a scheduler may have changed them
+        options = self._options()
+        pairs = []
+        for group, (index, _) in zip(view.param_groups, self._groups[id(bucket)], strict=True):
+            _copy_options(group, options[index])  # a scheduler may have changed them
+            pairs.append((group, self.param_groups[index]))
         view.step()
         for group, whole in pairs:
             _copy_options(whole, group)
             for param in group["params"]:
                 param.grad = None
         self._opt_called = True  # for schedulers, which warn where no step came before theirs
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The groups as before this backward: what a class counts in them, it counts once for all buckets."""
+        backward = backward_id()
+        if backward == -1 or backward != self._before[0]:
+            self._before = backward, [dict(group) for group in self.param_groups]
+        return self._before[1]
 
     def _view_of(self, bucket: Bucket) -> Optimizer:
         """The optimizer again, with the parameters of ``bucket`` alone: the same state, hooks and options."""

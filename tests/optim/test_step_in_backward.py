@@ -102,6 +102,29 @@ class TestWeights:
         check_training(sizes, functools.partial(Lm, layers=1), local_adamw, apply)
         assert len(made) == len(buckets)
 
+    def test_what_is_counted_in_groups(self) -> None:
+        """Once a backward, not once a bucket."""
+
+        class Slower(torch.optim.Optimizer):
+            def __init__(self, params, lr: float) -> None:
+                super().__init__(params, {"lr": lr, "steps": 0})
+
+            def step(self, closure=None) -> None:
+                for group in self.param_groups:
+                    group["steps"] += 1
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.data.sub_(p.grad, alpha=group["lr"] / group["steps"])
+
+        with side_by_side((1, 2, 1), Lm) as sides:
+            plain = Slower(groups(sides.plain), lr=0.1)
+            ours = optim.step_in_backward(sides.model, Slower, params=groups(sides.model), lr=0.1)
+            for step in range(2):
+                sides.step_plain(plain, step)
+                sides.loss(step).backward()
+            sides.check()
+            assert [g["steps"] for g in ours.param_groups] == [2, 2]
+
     def test_on_processes(self, gloo_pool) -> None:
         """Tied, and a fused optimizer."""
         fused = functools.partial(check_training, fused=True)
