@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ Read = Callable[[], torch.Tensor]
 def tensors_of(model: nn.Module) -> Iterator[tuple[list[str], Read, bool]]:
     """(all its names, how to read it, whether it is a parameter) of each tensor in ``model.state_dict()``.
 
-    A Parameter is the same object for the model's life; a buffer is whatever its module has at the moment.
+    A unit's Parameter is the same object for the model's life; others, and buffers, are whatever their
+    modules have at the moment (``load_state_dict(assign=True)`` replaces them).
     """
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
@@ -28,7 +30,9 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[list[str], Read, bool]]:
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     for key, param in params.items():
-        yield names[key], _always(param), True
+        prefix, _, name = names[key][0].rpartition(".")
+        read = partial(getattr, model.get_submodule(prefix), name)
+        yield names[key], read if owner_of(param) is None else partial(_itself, param), True
     buffers: dict[int, tuple[nn.Module, str]] = {}
     names = {}
     for prefix, module in model.named_modules():
@@ -38,15 +42,14 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[list[str], Read, bool]]:
             buffers.setdefault(id(buffer), (module, name))
             names.setdefault(id(buffer), []).append(f"{prefix}.{name}" if prefix else name)
     for key, (module, name) in buffers.items():
-        yield names[key], _attribute(module, name), False
+        yield names[key], partial(getattr, module, name), False
 
 
-def _always(param: nn.Parameter) -> Read:
-    return lambda: param
+# With ``partial`` and not closures: a copy of the EMA together with its model reads the model's copy.
 
 
-def _attribute(module: nn.Module, name: str) -> Read:
-    return lambda: getattr(module, name)
+def _itself(param: nn.Parameter) -> nn.Parameter:
+    return param
 
 
 class Averaged:
@@ -77,16 +80,16 @@ class Averaged:
         kept = dtype if dtype is not None and floating else local.dtype
         self.value = local.detach().to(kept, copy=True)
 
-    def current(self) -> torch.Tensor:
+    def current(self, converted: bool = False) -> torch.Tensor:
         """This rank's part of the model's tensor, the very memory.
 
         Raises:
-            StateError: it is no longer of the shape, dtype or device it was.
+            StateError: its shape is no longer what it was; or, unless ``converted``, dtype or device.
         """
         tensor = self._read()
         local = _local(tensor)
         kind = (tensor.shape, local.dtype, local.device)
-        if kind != self._kind:
+        if kind != self._kind and not (converted and tensor.shape == self.shape):
             raise StateError(
                 f"EMA: {self.names[0]} was {_shown(self._kind)} and is {_shown(kind)} now; "
                 "convert the model first, and then make the EMA"

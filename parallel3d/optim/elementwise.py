@@ -26,7 +26,8 @@ def check_elementwise(
     """Steps a small matrix whole, and in two flat halves: an elementwise optimizer does the same to both.
 
     On the shards of a parameter any other one computes something else than on the whole: norms, factors
-    or orthogonal matrices of parts.
+    or orthogonal matrices of parts. Each half has an optimizer of its own, as on two ranks: one that looks
+    at all its parameters together is not elementwise either.
 
     Args:
         options: what it is constructed with.
@@ -50,9 +51,10 @@ def check_elementwise(
             if parts is whole:  # what the class says of the options is for the user
                 optimizer_class([{**group, "params": params}], **options)
             try:
-                optimizer = optimizer_class([{**group, "params": params}], **options)
-                _set_lr(optimizer)
-                _steps(optimizer, params, grads)
+                optimizers = [
+                    optimizer_class([{**group, "params": [p]}], **options) for p in params
+                ]
+                _steps(optimizers, params, grads)
             except Exception as error:
                 raise Parallel3dError(
                     f"optim.local: {name} can't step on plain local tensors; a trial on a matrix of "
@@ -60,10 +62,10 @@ def check_elementwise(
                     "optimizers work (AdamW, SGD, ...), and with matrix=True those that need whole parameters"
                 ) from error
             parts[:] = [param.detach().cpu() for param in params]
-            states.append([optimizer.state[param] for param in params])
+            states += [o.state[p] for o, p in zip(optimizers, params, strict=True)]
     moved = (whole[0] - start).abs().max()
     apart = (whole[0].flatten() - torch.cat(halves)).abs().max()
-    if not apart <= 1e-9 * moved.clamp(min=1e-30) or not all(map(_is_elementwise, *states[:1])):
+    if not apart <= 1e-9 * moved.clamp(min=1e-30) or not _is_elementwise(states[0]):
         raise Parallel3dError(
             f"optim.local: {name} is not elementwise: it does something else to a whole matrix than to its "
             "parts, so that on shards it would not do what it does to the plain model; give matrix=True, and "
@@ -79,12 +81,16 @@ def _set_lr(optimizer: Optimizer) -> None:
             group["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, torch.Tensor) else 0.1
 
 
-def _steps(optimizer: Optimizer, params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+def _steps(
+    optimizers: list[Optimizer], params: list[nn.Parameter], grads: list[torch.Tensor]
+) -> None:
+    for optimizer in optimizers:
+        _set_lr(optimizer)
     for grad in grads:
         parts = grad.flatten().split([param.numel() for param in params])
-        for param, part in zip(params, parts, strict=True):
+        for optimizer, param, part in zip(optimizers, params, parts, strict=True):
             param.grad = part.view(param.shape).to(param.device)
-        optimizer.step()
+            optimizer.step()
 
 
 def _is_elementwise(state: dict[str, Any]) -> bool:

@@ -104,8 +104,9 @@ class EMA:
     def swapped(self) -> Iterator[None]:
         """The model holds the average within the body, and its own weights again after it, whatever happens.
 
-        What the body writes to the weights is dropped. Parameters stay the same objects. Units that stay
-        gathered (``reshard_after_forward=False``, ``unshard()``) gather anew at their next forward.
+        What the body writes to the weights is dropped, the dtype it converts them to stays. Parameters stay
+        the same objects. Units that stay gathered (``reshard_after_forward=False``, ``unshard()``) gather
+        anew at their next forward.
 
         Raises:
             StateError: within itself, or within a forward or backward.
@@ -120,14 +121,14 @@ class EMA:
             self._write([each.value for each in self._all])
             yield
         finally:
-            self._write(saved)
             self._swapped = False
+            self._write(saved, converted=True)
 
-    def _write(self, values: Sequence[torch.Tensor]) -> None:
+    def _write(self, values: Sequence[torch.Tensor], converted: bool = False) -> None:
         """Into the model, seen by all that compares versions."""
         # Also around an evaluation in inference mode, whose writes no version would count.
         with torch.inference_mode(False), torch.no_grad():
-            targets = [each.current() for each in self._all]
+            targets = [each.current(converted) for each in self._all]
             foreach_copy_(targets, list(values))
             increment_version(targets)
 
@@ -154,7 +155,7 @@ class EMA:
             StateError: while swapped in.
         """
         self._check_not_swapped("load_state_dict")
-        average = _checked_state(state_dict)
+        average, updates = _checked_state(state_dict)
         names = {name: each for each in self._all for name in each.names}
         wrong = sorted(names.keys() ^ average.keys())
         if wrong:
@@ -171,7 +172,7 @@ class EMA:
                 )
         for each in self._all:
             each.value.copy_(each.part_of(average[each.names[0]]))
-        self.updates = int(state_dict["updates"])
+        self.updates = updates
 
     # -- checks --------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ def _check_decay(decay: Any) -> None:
         )
 
 
-def _checked_state(state_dict: Any) -> dict[str, torch.Tensor]:
+def _checked_state(state_dict: Any) -> tuple[dict[str, torch.Tensor], int]:
     average = state_dict.get("average") if isinstance(state_dict, dict) else None
     if not isinstance(average, dict) or "updates" not in state_dict:
         raise Parallel3dError(
@@ -218,4 +219,9 @@ def _checked_state(state_dict: Any) -> dict[str, torch.Tensor]:
     for name, value in average.items():
         if not isinstance(value, torch.Tensor):
             raise Parallel3dError(f"load_state_dict: {name} is a {type(value).__name__}, no tensor")
-    return average
+    try:
+        return average, int(state_dict["updates"])
+    except (TypeError, ValueError) as error:
+        raise Parallel3dError(
+            f"load_state_dict: updates is {state_dict['updates']!r}; it must be a number of updates"
+        ) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d._compat import assert_async
+from parallel3d._compat import assert_async, inner_tensors
 from parallel3d.errors import Parallel3dError
 from parallel3d.optim._ranks import group_of
 
@@ -58,36 +60,45 @@ def global_mean(
     if group is not None:
         ranks = dist.get_world_size(group)
         dist.all_reduce(total, group=group)
-    _check_total(total)
-    return loss_sum * (ranks / total.double()).to(loss_sum.dtype)
+    _check_total(total, n_tokens)
+    return loss_sum * (ranks / total).to(loss_sum.dtype)
 
 
 def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
-    """``n_tokens`` as a tensor that may be written to, of a dtype that counts exactly."""
+    """``n_tokens`` as a tensor that may be written to.
+
+    float64 counts exactly, and is of one dtype on all ranks: some may have an integer 0, others weights.
+    """
     if isinstance(n_tokens, torch.Tensor):
         if n_tokens.numel() != 1 or n_tokens.is_complex():
             raise Parallel3dError(
                 f"n_tokens is a {n_tokens.dtype} tensor of shape {tuple(n_tokens.shape)}; it must be one "
                 "number, such as (targets != PAD).sum()"
             )
-        dtype = torch.float64 if n_tokens.is_floating_point() else torch.int64
-        total = n_tokens.detach().to(loss_sum.device, dtype, copy=True).reshape(())
-        if total.device.type == "cpu" and not bool(torch.isfinite(total) & (total >= 0)):
-            raise Parallel3dError(f"n_tokens is {total}; it must be at least 0")
-        return total
+        total = n_tokens.detach().to(loss_sum.device, torch.float64, copy=True).reshape(())
+        # Found by all ranks after the all-reduce, which the others would wait in if this one raised here.
+        return torch.where(torch.isfinite(total) & (total >= 0), total, torch.nan)
     number = isinstance(n_tokens, (int, torch.SymInt)) and not isinstance(n_tokens, bool)
     if not number or n_tokens < 0:
         raise Parallel3dError(
             f"n_tokens is {n_tokens!r}; it must be this rank's number of tokens, an integer of at least 0 or "
             "a tensor"
         )
-    return torch.full((), n_tokens, dtype=torch.int64, device=loss_sum.device)
+    return torch.full((), n_tokens, dtype=torch.int64, device=loss_sum.device).double()
 
 
-def _check_total(total: torch.Tensor) -> None:
+def _check_total(total: torch.Tensor, n_tokens: object) -> None:
     if total.device.type != "cpu":
-        assert_async(total > 0, "global_mean: n_tokens is 0 on every rank")
-    elif not total.item() > 0:
+        assert_async(
+            total > 0, "global_mean: n_tokens is 0 on every rank, or below 0 or nan on one"
+        )
+        return
+    totals = [float(t) for t in inner_tensors(total)]  # of simulated ranks several
+    if any(map(math.isnan, totals)):
+        raise Parallel3dError(
+            f"n_tokens is {n_tokens} here; on every rank it must be at least 0 and finite"
+        )
+    if not min(totals) > 0:
         raise Parallel3dError(
             "n_tokens is 0 on every rank, and there is nothing to take the mean of; skip such a step on all "
             "ranks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ def local(
     """
     _check(optimizer_class, matrix, options)
     given = list(params.parameters() if isinstance(params, nn.Module) else params)
+    for entry in given:
+        # Read here and by the class: ``model.parameters()`` would be empty the second time.
+        if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
+            entry["params"] = list(entry["params"])
     if matrix is None:
         matrix = _needs_whole(optimizer_class)
     if not matrix:

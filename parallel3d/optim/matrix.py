@@ -8,6 +8,7 @@ on one parameter of n; gathering would bring all n to every rank. Replicas do th
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -128,6 +129,7 @@ class MatrixSteps:
 
     def step(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         """Calls ``step(optimizer)`` for one group and some whole parameters at a time."""
+        counted = Counted(optimizer, step)
         for group in optimizer.param_groups:
             batches: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
             for param in group["params"]:
@@ -141,9 +143,12 @@ class MatrixSteps:
                     size = len(members) if owners is None else owners.size
                     for start in range(0, len(members), size):
                         group.update(options)
-                        _step_on(optimizer, step, group, members[start : start + size], owners)
+                        _step_on(
+                            optimizer, counted.step, group, members[start : start + size], owners
+                        )
             finally:
                 group["params"] = params
+        optimizer.state.update(counted.after)
 
     def _kind(self, param: nn.Parameter, state: State) -> Hashable:
         """Parameters with an equal one are stepped on together."""
@@ -165,6 +170,26 @@ class MatrixSteps:
         if key not in self._owners:
             self._owners[key] = Owners(mesh, placements, param.shape, axes)
         return key
+
+
+class Counted:
+    """What a class counts in attributes, or in ``state`` under keys of no parameter: once a step too."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
+        self._step = step
+        self._numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
+        self._before = self.after = _of_no_parameter(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One of several calls for a step: begins with the counts from before it."""
+        vars(optimizer).update(self._numbers)
+        optimizer.state.update(copy.deepcopy(self._before))
+        self._step(optimizer)
+        self.after = _of_no_parameter(optimizer)
+
+
+def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
 
 def _kind(value: Any, param: nn.Parameter) -> Hashable:

@@ -82,16 +82,16 @@ class StepInBackward(Optimizer):
 
     Attributes:
         optimizer: the one that updates, bucket by bucket.
-        param_groups, state, defaults: its own.
+        param_groups, state, defaults: its own, also after it has loaded others.
     """
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
         # Not the base's: nothing here is of its own.
         self.optimizer = optimizer
-        self.defaults = optimizer.defaults
+        self._views: dict[int, Optimizer] = {}
+        self._before: tuple[int, list[dict[str, Any]]] = (-1, [])
         self._units = [unit.ref for unit in units]
         self._groups = _by_bucket(optimizer, units)
-        self._link()
         for unit in units:
             unit.guard = StepGuard(unit, self._update)
             for bucket in unit.group.buckets:
@@ -102,15 +102,17 @@ class StepInBackward(Optimizer):
                 _by_parameter[id(param)] = self
 
     def __getattr__(self, name: str) -> Any:
-        """What the base's methods (``register_step_post_hook``, say) find in an optimizer."""
+        """What the base's methods (``register_step_post_hook``, say) find in an optimizer, and its groups."""
         if name == "optimizer":  # not there yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def _link(self) -> None:
-        self._views: dict[int, Optimizer] = {}
-        self.param_groups = self.optimizer.param_groups
-        self.state = self.optimizer.state
+    def __getstate__(self) -> dict[str, Any]:
+        """A StateError, from ``copy.deepcopy`` and ``pickle``: a copy would update nothing."""
+        raise StateError(
+            "an optimizer that steps in backward belongs to the backward of its model and can't be copied or "
+            "pickled; save its state_dict(), or copy the model and call step_in_backward for the copy"
+        )
 
     def _update(self, bucket: Bucket, used: Sequence[int]) -> None:
         """Steps the parameters of ``bucket`` that have a gradient, and frees it."""
@@ -121,20 +123,26 @@ class StepInBackward(Optimizer):
                 "(bfloat16 needs no scaling), or an ordinary optimizer"
             )
         view = self._views.get(id(bucket))
-        if view is None:
+        if view is None or view.state is not self.state:
             view = self._views[id(bucket)] = self._view_of(bucket)
-        pairs = [
-            (view.param_groups[place], self.param_groups[index])
-            for place, (index, _) in enumerate(self._groups[id(bucket)])
-        ]
-        for group, whole in pairs:
-            _copy_options(group, whole)  # a scheduler may have changed them
+        options = self._options()
+        pairs = []
+        for group, (index, _) in zip(view.param_groups, self._groups[id(bucket)], strict=True):
+            _copy_options(group, options[index])  # a scheduler may have changed them
+            pairs.append((group, self.param_groups[index]))
         view.step()
         for group, whole in pairs:
             _copy_options(whole, group)
             for param in group["params"]:
                 param.grad = None
         self._opt_called = True  # for schedulers, which warn where no step came before theirs
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The groups as before this backward: what a class counts in them, it counts once for all buckets."""
+        backward = backward_id()
+        if backward == -1 or backward != self._before[0]:
+            self._before = backward, [dict(group) for group in self.param_groups]
+        return self._before[1]
 
     def _view_of(self, bucket: Bucket) -> Optimizer:
         """The optimizer again, with the parameters of ``bucket`` alone: the same state, hooks and options."""
@@ -181,7 +189,6 @@ class StepInBackward(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``Optimizer.load_state_dict``, into the optimizer that updates."""
         self.optimizer.load_state_dict(state_dict)
-        self._link()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A Parallel3dError: which unit updates what is settled at the beginning."""

@@ -38,8 +38,8 @@ def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -
     """For debugging: before each forward of ``model`` compares its input tensors over each tp group.
 
     It costs a broadcast of the inputs over tp, a few small collectives and a wait for the device. Values must
-    be equal, where nan equals nan. Inputs that are DTensors are not compared: their placements say what ranks
-    hold.
+    be equal, where nan equals nan. Inputs that are DTensors are not compared, as their placements say what
+    ranks hold; nor are sparse and nested ones.
 
     Args:
         model: called alike on all ranks of ``mesh``.
@@ -215,11 +215,16 @@ def _named_inputs(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, torch.
     values += [(f"input {key!r}", kwargs[key]) for key in sorted(kwargs)]
     named = []
     for name, value in values:
-        tensors = [t for t in tensors_in(value) if not isinstance(t, DTensor) and not t.is_meta]
+        tensors = [tensor for tensor in tensors_in(value) if _is_compared(tensor)]
         for place, tensor in enumerate(tensors):
             several = f", tensor {place}" if not isinstance(value, torch.Tensor) else ""
             named.append((name + several, tensor))
     return named
+
+
+def _is_compared(tensor: torch.Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return dense and not tensor.is_meta and not isinstance(tensor, DTensor)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,4 +239,6 @@ def _value(bits: int, dtype: torch.dtype) -> object:
     """The number whose bits are given, of what ``_flat`` makes of ``dtype``."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
+    if dtype == torch.uint64:
+        return bits % 2**64
     return bool(bits) if dtype == torch.bool else bits

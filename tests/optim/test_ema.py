@@ -1,12 +1,15 @@
 """EMA: the plain model's average on shards; in and out without a trace."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 from side_by_side import side_by_side
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallel3d import (
     MeshLayout,
@@ -230,11 +233,66 @@ class TestState:
             ({"average": {**good, "x": good["bias"]}, "updates": 1}, "x is not in the model"),
             ({"average": {**good, "bias": torch.zeros(3)}, "updates": 1}, r"shape \(3,\)"),
             ({"average": {**good, "bias": 3}, "updates": 1}, "no tensor"),
+            ({"average": good, "updates": "one"}, "updates is 'one'"),
         ):
             with pytest.raises(Parallel3dError, match=match):
                 ema.load_state_dict(state)
         assert torch.equal(ema.state_dict()["average"]["weight"], model.weight)
         assert ema.updates == 0
+
+
+class TestModels:
+    @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_a_copy_is_of_the_copied_model(self, again) -> None:
+        model = nn.Linear(3, 2)
+        twin, ema = again((model, optim.EMA(model, 0.5)))
+        check_follows(ema, twin)
+        assert not torch.equal(twin.weight, model.weight)
+
+    def test_a_sharded_copy(self) -> None:
+        with fake_world(0, 2):
+            model = parallelize(TINY(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            twin, ema = copy.deepcopy((model, optim.EMA(model, 0.5)))
+            check_follows(ema, twin)
+
+    def test_parameters_that_no_unit_has_may_be_replaced(self) -> None:
+        model = nn.Linear(3, 2)
+        ema = optim.EMA(model, 0.5)
+        start = model.state_dict()
+        model.load_state_dict({name: t.clone() for name, t in start.items()}, assign=True)
+        check_follows(ema, model)
+
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_converted_while_swapped(self, sharded) -> None:
+        with fake_world(0, 2):
+            model = TINY()
+            if sharded:
+                parallelize(model, build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            ema = optim.EMA(model)
+            start = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+            with ema.swapped():
+                model.double()
+            for p, before in zip(model.parameters(), start, strict=True):
+                mine, before = (t.to_local() if sharded else t for t in (p.detach(), before))
+                torch.testing.assert_close(mine, (before + 1).double(), rtol=0, atol=0)
+            with pytest.raises(StateError, match="convert the model first"):
+                ema.update()
+
+
+def check_follows(ema: optim.EMA, model: nn.Module) -> None:
+    """Whether it averages the weights of ``model``, halfway."""
+    start = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    ema.update()
+    for before, kept in zip(start, ema.state_dict()["average"].values(), strict=True):
+        torch.testing.assert_close(
+            *(get_local_tensor(t) if isinstance(t, DTensor) else t for t in (kept, before + 0.5))
+        )
 
 
 class TestRefused:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import Lm, tokens
 from side_by_side import side_by_side
+from torch import distributed as dist
 from torch.nn import functional as F
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh, optim
@@ -76,6 +77,19 @@ def test_gradients_of_the_concatenated_batch(sizes) -> None:
 
 def test_on_processes(gloo_pool) -> None:
     gloo_pool.run(check, (2, 1, 2), False, world_size=4)
+
+
+def check_unlike_ranks() -> None:
+    """Whole numbers and weights; a wrong number on one rank is an error on all."""
+    rank = dist.get_rank()
+    loss = optim.global_mean(torch.ones(()), torch.tensor(3.5) if rank else 2)
+    assert float(loss) == pytest.approx(2 / 5.5)
+    with pytest.raises(Parallel3dError, match=r"n_tokens is .* here; on every rank"):
+        optim.global_mean(torch.ones(()), torch.tensor(-1 if rank else 5))
+
+
+def test_unlike_ranks(gloo_pool) -> None:
+    gloo_pool.run(check_unlike_ranks, world_size=2)
 
 
 def test_one_small_collective() -> None:

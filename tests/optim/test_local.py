@@ -420,6 +420,17 @@ class Lamb(optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
 
 
+class Together(optim.SGD):
+    """Not elementwise: divides by the norm of all its gradients."""
+
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.grad = p.grad / norm
+        return super().step(closure)
+
+
 class History(optim.SGD):
     """Elementwise, but its state is not."""
 
@@ -437,6 +448,7 @@ class History(optim.SGD):
         (optim.SparseAdam, {}, "use Adam"),
         (Lamb, {}, "is not elementwise.*give matrix=True"),
         (Lamb, {"lr": 0.0}, "is not elementwise"),
+        (Together, {"lr": 0.1}, "is not elementwise"),
         (History, {"lr": 0.1}, "is not elementwise"),
         (optim.Muon, {"matrix": False}, "can't step on plain local tensors.*2D"),
         (optim.Adafactor, {"matrix": False}, "is not elementwise"),
@@ -470,6 +482,15 @@ def test_groups_with_options_of_their_own() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 1e-3]
     with pytest.raises(KeyError, match="speed"):
         local(Grouped, model)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Muon])
+def test_groups_of_generators(cls) -> None:
+    models = [nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    optimizer = local(cls, [{"params": model.parameters()} for model in models])
+    assert [group["params"] for group in optimizer.param_groups] == [
+        list(model.parameters()) for model in models
+    ]
 
 
 def test_the_class_itself_refuses_and_random_numbers_stay() -> None:

@@ -24,11 +24,17 @@ class Normed(optim.Optimizer):
 
     def __init__(self, params, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "calls": 0})
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.steps += 1
+        whole = self.state["of no parameter"]
+        whole["steps"] = whole.get("steps", 0) + 1
+        assert whole["steps"] == self.steps
         for group in self.param_groups:
             group["calls"] += 1
+            assert group["calls"] == self.steps
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -64,7 +70,8 @@ def test_the_plain_models_steps(sizes) -> None:
         sides.check()
         state = sides.optimizer.state[sides.model.layers[0].up.weight]
         assert isinstance(state["momentum"], DTensor) and not isinstance(state["row"], DTensor)
-        assert sides.optimizer.param_groups[0]["calls"] == 2
+        assert sides.optimizer.param_groups[0]["calls"] == sides.optimizer.steps == 2
+        assert sides.optimizer.state["of no parameter"] == {"steps": 2}
         if sizes == (1, 2, 2):
             assert state["momentum"].placements == sides.model.layers[0].up.weight.placements
 

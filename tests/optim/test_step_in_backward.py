@@ -102,6 +102,29 @@ class TestWeights:
         check_training(sizes, functools.partial(Lm, layers=1), local_adamw, apply)
         assert len(made) == len(buckets)
 
+    def test_what_is_counted_in_groups(self) -> None:
+        """Once a backward, not once a bucket."""
+
+        class Slower(torch.optim.Optimizer):
+            def __init__(self, params, lr: float) -> None:
+                super().__init__(params, {"lr": lr, "steps": 0})
+
+            def step(self, closure=None) -> None:
+                for group in self.param_groups:
+                    group["steps"] += 1
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.data.sub_(p.grad, alpha=group["lr"] / group["steps"])
+
+        with side_by_side((1, 2, 1), Lm) as sides:
+            plain = Slower(groups(sides.plain), lr=0.1)
+            ours = optim.step_in_backward(sides.model, Slower, params=groups(sides.model), lr=0.1)
+            for step in range(2):
+                sides.step_plain(plain, step)
+                sides.loss(step).backward()
+            sides.check()
+            assert [g["steps"] for g in ours.param_groups] == [2, 2]
+
     def test_on_processes(self, gloo_pool) -> None:
         """Tied, and a fused optimizer."""
         fused = functools.partial(check_training, fused=True)
@@ -342,6 +365,21 @@ class TestState:
             twin = copy.deepcopy(model)
             lm_loss(twin, tokens(0)).backward()
             assert all(p.grad is not None for p in twin.parameters())
+
+    def test_loaded_by_the_optimizer_that_updates(self) -> None:
+        with fake_world(0, 2):
+            model, optimizer = build(momentum=0.9)
+            lm_loss(model, tokens(0)).backward()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.optimizer.load_state_dict(copy.deepcopy(saved))
+            lm_loss(model, tokens(1)).backward()
+            assert optimizer.state is optimizer.optimizer.state
+            assert optimizer.param_groups is optimizer.optimizer.param_groups
+            for index, entry in optimizer.state_dict()["state"].items():
+                was, now = (
+                    local(each["momentum_buffer"]) for each in (saved["state"][index], entry)
+                )
+                assert not torch.equal(was, now)
 
     def test_mixed_precision(self) -> None:
         """Reduced in bfloat16, updated in float32."""

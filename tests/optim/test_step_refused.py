@@ -1,5 +1,7 @@
 """step_in_backward refuses what it can't do right, and before anything is updated."""
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -188,6 +190,16 @@ class TestNotTogetherWith:
             _, optimizer = build()
             with refused("leave the call out"):
                 optimizer.step()
+
+
+def test_copies() -> None:
+    with fake_world(0, 2):
+        model, optimizer = build()
+        for copied in (copy.deepcopy, pickle.dumps):
+            with refused("can't be copied"):
+                copied(optimizer)
+        lm_loss(model, tokens(0)).backward()
+        assert all(p.grad is None for p in model.parameters())
 
 
 class TestArguments:

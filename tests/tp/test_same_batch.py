@@ -83,6 +83,10 @@ def test_first_rank_and_element() -> None:
             ),
             ([world.map(lambda r: torch.tensor([1 + (r == 5) * 4j, 2]))], r"element \[0\] is 4.0"),
             (
+                [world.map(lambda r: torch.tensor(2**63 + (r == 1), dtype=torch.uint64))],
+                r"is 9223372036854775809, there 9223372036854775808",
+            ),
+            (
                 [same, world.map(lambda r: torch.ones(4, 3 + (r == 5)))],
                 r"rank 5 .*: the size of dim 1 of input 1 is 4, there 3",
             ),
@@ -91,8 +95,12 @@ def test_first_rank_and_element() -> None:
                 model(*values)
         with pytest.raises(AgreementError, match="input 'ids', element"):
             model(same, ids=given((1, (0, 0), 7)))
+        model(same, world.map(lambda r: (torch.eye(3) * r).to_sparse()))  # not compared
         check_same_batch(model, mesh, enabled=False)
         model(given((1, (0, 0), 7)))
+    with fake_world(0, 2):
+        check_same_batch(model, build_mesh(MeshLayout(1, 1, 2), device_type="cpu"))
+        model(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
 
 
 def test_arguments() -> None:
