@@ -16,6 +16,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "BatchNorm",
     "DTensorSpec",
     "DataParallelMeshDims",
     "LocalIntNode",
@@ -90,6 +91,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 

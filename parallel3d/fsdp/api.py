@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel3d._compat import (
+    BatchNorm,
     DataParallelMeshDims,
     ShardPlacementResult,
     TorchMixedPrecisionPolicy,
@@ -63,7 +63,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     buffer_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     full_precision_in_eval: bool = False
-    full_precision_modules: tuple[type[nn.Module], ...] = (_BatchNorm,)
+    full_precision_modules: tuple[type[nn.Module], ...] = (BatchNorm,)
 
     def __post_init__(self) -> None:
         check_policy(self)

@@ -14,7 +14,6 @@ from parallel3d.fsdp.placing.axes import DataAxes
 from parallel3d.fsdp.running.members import unit_of
 
 __all__ = [
-    "as_bool",
     "check_ignored",
     "check_module",
     "check_modules",
@@ -144,14 +143,3 @@ def check_module(module: object) -> None:
     """Raises unless ``module`` is one."""
     if not isinstance(module, nn.Module):
         raise Parallel3dError(f"{module!r} is no nn.Module; give the model, or a module inside it")
-
-
-def as_bool(name: str, value: object) -> bool:
-    """``value``, which may also be 0 or 1.
-
-    Raises:
-        Parallel3dError: anything else.
-    """
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise Parallel3dError(f"{name} is {value!r}; it must be True or False")

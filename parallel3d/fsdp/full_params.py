@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d._arguments import as_bool
 from parallel3d._compat import get_local_tensor, make_dtensor, set_grad
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.checks import as_bool, check_module
+from parallel3d.fsdp.checks import check_module
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.fsdp.whole.first_rank import is_first, meshes_of
 from parallel3d.fsdp.whole.gathering import make_replicas_agree, whole_tensors

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
+from parallel3d._arguments import as_bool
 from parallel3d._compat import DataParallelMeshDims, TorchMixedPrecisionPolicy
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp.api import (
@@ -20,7 +21,6 @@ from parallel3d.fsdp.api import (
 from parallel3d.fsdp.buckets.hybrid_bucket import cut_over_replicate
 from parallel3d.fsdp.buckets.make_buckets import make_buckets
 from parallel3d.fsdp.checks import (
-    as_bool,
     check_ignored,
     check_modules,
     check_no_spmd,
@@ -93,8 +93,8 @@ def fully_shard(
     Args:
         module: the unit. A list is one unit whose parameters are gathered when the first of its modules
             runs and freed when all have run. Modules inside others of the list are left out.
-        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name: see ``fsdp.placing``. With
-            a ``tp`` axis every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
+        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name: see ``fsdp.placing.axes``.
+            With ``tp`` every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
         reshard_after_forward: free parameters after forward and gather them again in backward. None:
             True except for the root, which evaluation frees too. False keeps them for the next evaluation,
             unless the weights change (not through ``.data``: that is not seen). A number, which divides the

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from parallel3d._arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.module_comm import CommMethods

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -11,10 +10,10 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from typing_extensions import deprecated
 
+from parallel3d._arguments import as_bool, is_positive
 from parallel3d._compat import backend_name, has_group_memory
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.comms.custom_comm import (
     GroupAllGather,
@@ -133,7 +132,7 @@ class CommMethods:
             StateError: a gradient that was divided already is part of a sum that waits, or the unit has a
                 communication hook, which divides by itself.
         """
-        if factor is not None and not _is_positive(factor):
+        if factor is not None and not is_positive(factor):
             raise Parallel3dError(
                 f"factor is {factor!r}; it must be a positive number, or None for the number of ranks"
             )
@@ -336,11 +335,6 @@ def _check_symmetric_inputs(comm: Any, max_inputs: int) -> None:
             f"max_input_buffers is {max_inputs}, but the reduce-scatter works in symmetric memory, which is "
             "scarce: keep max_input_buffers=1, or the default reduce-scatter"
         )
-
-
-def _is_positive(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
 
 
 def _is_hybrid(bucket: Bucket) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from parallel3d._arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.fsdp.running.schedule import BackwardPrefetch, GatherSchedule
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 from torch import nn
 
+from parallel3d._arguments import as_bool
 from parallel3d.errors import AgreementError, Parallel3dError
-from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
 

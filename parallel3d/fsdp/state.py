@@ -17,6 +17,7 @@ from torch import nn
 
 from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
+from parallel3d._tree import map_tensors
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.buckets.bucket import Bucket
@@ -30,7 +31,6 @@ from parallel3d.fsdp.running.context import RunContext
 from parallel3d.fsdp.running.members import Members, unit_around
 from parallel3d.fsdp.running.step_guard import StepGuard
 from parallel3d.fsdp.settings import Settings
-from parallel3d.fsdp.tree import map_tensors
 
 __all__ = ["Unit"]
 

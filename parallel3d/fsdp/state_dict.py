@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from parallel3d._arguments import as_bool
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.buckets.extension import as_plain
-from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.running.members import the_unit, units_of

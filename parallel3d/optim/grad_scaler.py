@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel3d._compat import get_local_tensor, unscale_
+from parallel3d._tree import tensors_in
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.tree import tensors_in
 from parallel3d.optim._ranks import group_of
 from parallel3d.optim._scaled import mark_scaled
 

@@ -17,10 +17,10 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from parallel3d._arguments import as_bool
 from parallel3d._compat import all_gather_single, inner_tensors, untraced
+from parallel3d._tree import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
-from parallel3d.fsdp.checks import as_bool
-from parallel3d.fsdp.tree import tensors_in
 
 __all__ = ["check_same_batch"]
 

@@ -251,6 +251,8 @@ def test_a_forward_that_breaks_off_leaves_nothing_put_off():
         with record_collectives() as recorder:
             lm_loss(model, tokens(0)).backward()
         assert recorder.count("all_gather") == 2 * 5 + 2  # embedding, norm and head: once
+        units = [call.unit for call in recorder.select("all_gather") if "layers" in call.unit]
+        assert units == [f"layers.{i}" for i in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)]
 
 
 # ---- arguments ----

@@ -112,6 +112,21 @@ class Uses(nn.Module):
         return total
 
 
+def test_one_collective_for_parts_that_are_no_neighbours():
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        model = Uses()
+        for name, p in list(model.named_parameters()):
+            whole = DTensor.from_local(p.detach(), mesh["tp"], [Replicate()], run_check=False)
+            setattr(model, name, nn.Parameter(whole))
+        fully_shard(model, mesh=mesh)
+        loss = model(torch.randn(6, 5), "pwpw")
+        with record_collectives(mesh) as recorder:
+            loss.backward()
+    # Of the first and third of four vectors of 5, three elements a slot on two shard ranks.
+    assert [call.bytes for call in recorder.select("all_reduce", "tp")] == [2 * 3 * 4]
+
+
 class Twin:
     """``Uses`` beside the plain one; data rank r of backward i reads sample 10 * i + r."""
 

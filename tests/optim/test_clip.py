@@ -53,6 +53,22 @@ def test_parallel_model(mesh_shape, norm_type) -> None:
         compare(plain, model, world, norm_type, 0.1)
 
 
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
+def test_optimizer_sharded_over_replicate(mesh_shape) -> None:
+    """HFSDP: gradients in parts over replicate x shard, and under it over tp."""
+    torch.manual_seed(0)
+    plain = Lm(dim=16, hidden=24, layers=1, vocab=20).double()
+    model = copy.deepcopy(plain)
+    lm_loss(plain, tokens(0)).backward()
+    layout = MeshLayout(*mesh_shape)
+    with local_world(layout.world_size) as world:
+        mesh = build_mesh(layout, device_type="cpu")
+        parallelize(model, mesh, LM_PLAN, shard_optimizer_over_replicate=True)
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        assert not model.layers[0].up.weight.grad.placements[0].is_replicate()
+        compare(plain, model, world, 2.0, 0.1)
+
+
 @pytest.mark.parametrize("plan", [LM_PLAN, SEQUENCE_PLAN], ids=["plain", "sequence"])
 def test_partial_gradients_count_once(plan) -> None:
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ def spoil(sides: Sides, rank: int) -> None:
 
 
 def check(sizes: tuple[int, int, int], kind: str = "", ignore: bool = False) -> None:
-    """Five steps, one of them with an infinity; unscaled by hand in some."""
+    """Four steps, one of them with an infinity; unscaled by hand in some."""
 
     def apply(model: nn.Module, mesh) -> nn.Module:
         if not ignore:

@@ -4,7 +4,7 @@ HSDP keeps whole optimizer states on every replica. Here Parameters, gradients a
 into R * N parts (R, N: sizes of replicate and shard), and the engine keeps a copy of the weights in compute
 dtype, sharded over ``shard`` alone, from which forward and backward gather as HSDP does. It is renewed by one
 all-gather over replicate at the first unshard after the weights changed. Gradients are reduce-scattered over
-shard, then over replicate. Megatron-FSDP calls this HFSDP, FSDP's ZeRO++ relative is hpZ.
+shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is its relative.
 
 Part ``s * R + r`` is that of the rank (r, s): the R parts of one shard rank are neighbours, so that both
 gathers, one after the other, bring all parts in order. ``set_requires_all_reduce(False)`` puts the second

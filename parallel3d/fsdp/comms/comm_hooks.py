@@ -12,7 +12,6 @@ They return what there is to wait for, so that on a CPU the backward goes on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from parallel3d._arguments import is_positive
 from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.reduce_job import divisor_before_sum
@@ -60,7 +60,7 @@ class CommHookState:
     ) -> None:
         self.groups = _groups(where)
         factor = gradient_predivide_factor
-        if factor is not None and not _is_positive(factor):
+        if factor is not None and not is_positive(factor):
             raise Parallel3dError(
                 f"gradient_predivide_factor is {factor!r}; it must be a positive number, or None for a power "
                 "of two near the root of the number of ranks"
@@ -195,8 +195,3 @@ def _groups(where: Any) -> tuple[ProcessGroup, ...]:
                 "None for the groups of whatever unit the hook is registered on"
             )
     return several
-
-
-def _is_positive(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from parallel3d._forward import as_if, wrap_forward
+from parallel3d._tree import map_tensors
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.managed import units_modules
-from parallel3d.fsdp.tree import map_tensors
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit

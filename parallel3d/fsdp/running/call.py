@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel3d._compat import functorch_is_active, untraced
+from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.tree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit

@@ -11,8 +11,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from parallel3d._arguments import as_bool
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.checks import as_bool
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.fsdp.state_dict import Placeholder, check_broadcast, check_mapping

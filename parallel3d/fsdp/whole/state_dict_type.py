@@ -26,8 +26,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from parallel3d._arguments import as_bool
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.checks import as_bool, check_module
+from parallel3d.fsdp.checks import check_module
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.fsdp.whole.other_form import places_of
 from parallel3d.fsdp.whole.state_dict_load import adapt_values

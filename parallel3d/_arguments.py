@@ -1,0 +1,24 @@
+"""What several packages ask of the user's arguments."""
+
+import math
+
+from parallel3d.errors import Parallel3dError
+
+__all__ = ["as_bool", "is_positive"]
+
+
+def as_bool(name: str, value: object) -> bool:
+    """``value``, which may also be 0 or 1.
+
+    Raises:
+        Parallel3dError: anything else.
+    """
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
+
+
+def is_positive(value: object) -> bool:
+    """Whether ``value`` is a finite number above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
