@@ -45,10 +45,15 @@ def check_execution_order(
         timeout: how long a rank waits for the others to get where it is.
 
     Raises:
-        Parallel3dError: the model has no unit. Later, in forward and backward, AgreementError on every
-            rank, naming units and ranks.
+        Parallel3dError: the model has no unit, or a wrong argument. Later, in forward and backward,
+            AgreementError on every rank, naming units and ranks.
     """
     enabled = as_bool("enabled", enabled)
+    if not isinstance(timeout, timedelta):
+        raise Parallel3dError(
+            f"check_execution_order: timeout is {timeout!r}; it must be a datetime.timedelta, such as "
+            "timedelta(seconds=30)"
+        )
     units = list(units_of(model, recurse=True)) if isinstance(model, nn.Module) else []
     if not units:
         raise Parallel3dError(

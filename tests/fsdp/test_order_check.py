@@ -128,6 +128,8 @@ def test_arguments() -> None:
         )
         with pytest.raises(Parallel3dError, match="enabled is 'no'"):
             check_execution_order(model, "no")
+        with pytest.raises(Parallel3dError, match="timeout is 5; it must be"):
+            check_execution_order(model, timeout=5)
 
 
 def test_it_communicates_nothing_by_collectives() -> None:
