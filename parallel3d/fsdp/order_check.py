@@ -77,7 +77,7 @@ class OrderCheck:
 
     Attributes:
         ranks: those that compare.
-        order: units in the order of their forwards, this iteration.
+        order: units in the order of their forwards, this iteration. Not those that the user runs alone.
         last: the same of the iteration before.
         changed: whether this iteration was found to differ.
     """
@@ -100,10 +100,10 @@ class OrderCheck:
                 "rank: look for branches that depend on the rank or its data"
             ) from error
 
-    def forward(self, unit: Unit, *, begins: bool, recomputes: bool) -> None:
-        """A forward of ``unit`` begins; with ``begins`` an iteration does."""
+    def forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
+        """A forward of ``unit`` begins: with ``begins`` the root's, ``within`` one of that, or alone."""
         self.at("recomputation" if recomputes else "forward", unit)
-        if recomputes:
+        if recomputes or not (begins or within):
             return
         if begins:
             self._begin_iteration()
