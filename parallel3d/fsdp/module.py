@@ -6,7 +6,7 @@ Those about communication: ``module_comm``; about gathers ahead of their use: ``
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -276,6 +276,11 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
 
 def _refs(direction: str, modules: Sequence[Any]) -> list | None:
     refs = []
+    if not isinstance(modules, Iterable):
+        raise Parallel3dError(
+            f"set_modules_to_{direction}_prefetch was given {type(modules).__name__}; it takes a list of "
+            "units, [] for the default"
+        )
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:

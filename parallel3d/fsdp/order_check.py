@@ -45,10 +45,15 @@ def check_execution_order(
         timeout: how long a rank waits for the others to get where it is.
 
     Raises:
-        Parallel3dError: the model has no unit. Later, in forward and backward, AgreementError on every
-            rank, naming units and ranks.
+        Parallel3dError: the model has no unit, or a wrong argument. Later, in forward and backward,
+            AgreementError on every rank, naming units and ranks.
     """
     enabled = as_bool("enabled", enabled)
+    if not isinstance(timeout, timedelta):
+        raise Parallel3dError(
+            f"check_execution_order: timeout is {timeout!r}; it must be a datetime.timedelta, such as "
+            "timedelta(seconds=30)"
+        )
     units = list(units_of(model, recurse=True)) if isinstance(model, nn.Module) else []
     if not units:
         raise Parallel3dError(
@@ -72,7 +77,7 @@ class OrderCheck:
 
     Attributes:
         ranks: those that compare.
-        order: units in the order of their forwards, this iteration.
+        order: units in the order of their forwards, this iteration. Not those that the user runs alone.
         last: the same of the iteration before.
         changed: whether this iteration was found to differ.
     """
@@ -95,10 +100,10 @@ class OrderCheck:
                 "rank: look for branches that depend on the rank or its data"
             ) from error
 
-    def forward(self, unit: Unit, *, begins: bool, recomputes: bool) -> None:
-        """A forward of ``unit`` begins; with ``begins`` an iteration does."""
+    def forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
+        """A forward of ``unit`` begins: with ``begins`` the root's, ``within`` one of that, or alone."""
         self.at("recomputation" if recomputes else "forward", unit)
-        if recomputes:
+        if recomputes or not (begins or within):
             return
         if begins:
             self._begin_iteration()

@@ -180,7 +180,9 @@ class Unit(Settings):
         self.depth = 1
         begins = self.is_root and not context.in_backward
         if self.order_check is not None:
-            self.order_check.forward(self, begins=begins, recomputes=context.in_backward)
+            self.order_check.forward(
+                self, begins=begins, within=context.running, recomputes=context.in_backward
+            )
         if begins:
             context.begin_forward()
         if self.follows_mode:

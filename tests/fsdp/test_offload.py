@@ -153,6 +153,25 @@ class TestStreams:
         assert set(places) == {torch.float32}  # cast before the copy
         assert all(p.grad is not None for p in model.parameters())
 
+    def test_sums_that_wait_come_home_in_the_reduce_dtype(self, device, monkeypatch):
+        """The parameters' own, which gradients have, would lose digits before the all-reduce."""
+        seen = []
+        finish = bucket_module.GradientSlots.finish
+        monkeypatch.setattr(
+            bucket_module.GradientSlots,
+            "finish",
+            lambda slots, job: (seen.append(job.tensor.dtype), finish(slots, job)),
+        )
+        with fake_world(0, 4):
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            mesh = build_mesh(HSDP, device_type="cpu")
+            model = wrap(Lm(layers=1).bfloat16(), mesh, mp_policy=policy)
+            for final in (False, True):
+                model.set_requires_all_reduce(final)
+                lm_loss(model, tokens(0)).backward()
+                assert set(seen) == {torch.bfloat16 if final else torch.float32}
+                seen.clear()
+
     def test_cpu_waits_until_the_shards_have_been_read(self, device):
         """The optimizer writes to the memory that the gathers read."""
         log, _ = self.step(device)

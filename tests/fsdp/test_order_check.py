@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import check_execution_order, fully_shard
+from parallel3d.fsdp.running.members import the_unit
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
 
@@ -97,6 +98,17 @@ class TestIterations:
             (said,) = [str(w.message) for w in caught if "execution order" in str(w.message)]
             assert "it ended after blocks.1; unit blocks.2 did not run" in said
 
+    def test_units_run_alone_are_no_part_of_an_iteration(self) -> None:
+        """And are not remembered, however often."""
+        with fake_world(0, 4), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = self.model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            for _ in range(2):
+                lm_loss(model, tokens(0)).backward()
+                for _ in range(3):
+                    model.layers[1](torch.ones(2, 3, 12)).sum().backward()
+                assert len(the_unit(model).order_check.order) == 6
+
     def test_recomputed_forwards_are_no_change(self) -> None:
         with fake_world(0, 4), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -128,6 +140,8 @@ def test_arguments() -> None:
         )
         with pytest.raises(Parallel3dError, match="enabled is 'no'"):
             check_execution_order(model, "no")
+        with pytest.raises(Parallel3dError, match="timeout is 5; it must be"):
+            check_execution_order(model, timeout=5)
 
 
 def test_it_communicates_nothing_by_collectives() -> None:

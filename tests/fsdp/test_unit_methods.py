@@ -156,6 +156,8 @@ class TestPrefetchLists:
             model, _ = build()
             with pytest.raises(ValueError, match="LayerNorm, which is no unit"):
                 model.set_modules_to_forward_prefetch([model.norm])
+            with pytest.raises(ValueError, match="takes a list of units"):
+                model.set_modules_to_backward_prefetch(model.layers[0])
 
 
 class Branches(nn.Module):

@@ -32,9 +32,11 @@ def places_of(
     return device, torch.device("cpu"), policy.pin_memory
 
 
-def copy_home(bucket: Bucket, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the gradients' dtype and at its home; not there yet if the memory is pinned."""
-    dtype = bucket.grad_dtype
+def copy_home(bucket: Bucket, tensor: torch.Tensor, *, final: bool = True) -> torch.Tensor:
+    """``tensor`` at its home, in the gradients' dtype, or if not ``final`` in that of sums that wait; not
+    there yet if the memory is pinned.
+    """
+    dtype = bucket.grad_dtype if final else bucket.sum_dtype
     host = torch.empty(tensor.shape, dtype=dtype, device=bucket.home, pin_memory=bucket.pin)
     # Cast first: a copy that also casts is staged in pageable memory, and blocks.
     return host.copy_(tensor.to(dtype), non_blocking=bucket.pin)

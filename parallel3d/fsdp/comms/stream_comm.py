@@ -206,9 +206,10 @@ class StreamComm:
 
     def _copy_home(self, flight: _InFlight, stream: Any) -> None:
         """Copies the result to the CPU; ``_complete`` lets the CPU wait before anyone reads it."""
-        flight.on_device = flight.job.tensor
+        job = flight.job
+        flight.on_device = job.tensor
         with self.device.stream(stream):
-            flight.job.tensor = copy_home(flight.job.bucket, flight.on_device)
+            job.tensor = copy_home(job.bucket, flight.on_device, final=job.final)
             flight.done = stream.record_event()
 
     def _complete(self, flight: _InFlight) -> None:
