@@ -179,9 +179,10 @@ class ParamGroup:
                 comm.issue_gather(gather)
             self.state = GroupState.GATHERING
         elif self.state is GroupState.WHOLE:
-            unit = self.buckets[0].unit if self.buckets else ""
+            unit = self._unit() if self._unit is not None else None
+            name = unit.label if unit is not None else ""
             raise StateError(
-                f"unit {unit} shows its parameters in another form, as in full_params or while a state_dict "
+                f"unit {name} shows its parameters in another form, as in full_params or while a state_dict "
                 "is made; leave that before forward, backward and unshard()"
             )
 

@@ -20,7 +20,7 @@ from parallel3d.fsdp.buckets.extension import as_plain
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.running.members import the_unit, units_of
-from parallel3d.fsdp.whole.first_rank import broadcast_object, is_first, meshes_of
+from parallel3d.fsdp.whole.first_rank import is_first, meshes_of, refusal, sent_by_first
 from parallel3d.fsdp.whole.other_form import (
     Chosen,
     check_at_rest,
@@ -169,14 +169,15 @@ def _from_first(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, An
         values = model.state_dict(keep_vars=True)
     sharded = {key for key, value in values.items() if _is_managed(value)}
     first = is_first(meshes)
-    sent = {
-        key: Placeholder(value)
-        if key in sharded and isinstance(value, torch.Tensor)
-        else _on_cpu(value)
-        for key, value in (state_dict.items() if first else ())
-    }
-    for mesh in meshes:
-        sent = broadcast_object(sent, mesh)
+    sent: Any = refusal(state_dict) if first else None
+    if sent is None:
+        sent = {
+            key: Placeholder(value)
+            if key in sharded and isinstance(value, torch.Tensor)
+            else _on_cpu(value)
+            for key, value in (state_dict.items() if first else ())
+        }
+    sent = sent_by_first(sent, meshes)
     if first:
         return dict(state_dict)
     return {k: v.tensor() if isinstance(v, Placeholder) else v for k, v in sent.items()}

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 from extended import Bf16, extend, mlp
 from models import lm_loss, tokens
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from whole_models import plain_model, sharded
 
-from parallel3d import AgreementError, MeshLayout, build_mesh
+from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh
 from parallel3d.fsdp import (
     StateDictType,
     chunk,
@@ -177,6 +178,28 @@ def save_and_load(path: str) -> None:
 
 def test_state_dicts(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(save_and_load, str(tmp_path), world_size=4)
+
+
+def sends_what_it_cannot() -> None:
+    """The first rank has shards, or nothing but shapes; it alone sees that, and all must say so."""
+    model = sharded(plain_model(), SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    lm_loss(model, tokens(0)).backward()
+    optimizer.step()
+    shards = model_state_dict(model, type=StateDictType.SHARDED_STATE_DICT)
+    moments = optim_state_dict(model, optimizer, type=StateDictType.SHARDED_STATE_DICT)
+    shapes = {name: torch.empty(p.shape, device="meta") for name, p in shards.items()}
+    options = {"type": FULL, "broadcast_from_rank0": True}
+    first = dist.get_rank() == 0
+    for given, match in ((shards, "is a DTensor"), (shapes, "is on the meta device")):
+        with pytest.raises(Parallel3dError, match=match):
+            load_model_state_dict(model, given if first else {}, **options)
+    with pytest.raises(Parallel3dError, match=r"exp_avg.* is a DTensor"):
+        load_optim_state_dict(model, optimizer, moments if first else {}, **options)
+
+
+def test_what_the_first_rank_cannot_send(gloo_pool) -> None:
+    gloo_pool.run(sends_what_it_cannot, world_size=4, timeout=60)
 
 
 def between_layouts() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import ranks_are_simulated
+from parallel3d.errors import Parallel3dError
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
 
-__all__ = ["broadcast", "broadcast_object", "is_first", "meshes_of"]
+__all__ = ["broadcast", "is_first", "meshes_of", "refusal", "sent_by_first"]
 
 
 def meshes_of(units: Iterable[Unit]) -> list[DeviceMesh]:
@@ -53,8 +55,33 @@ def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=0)
 
 
-def broadcast_object(value: Any, mesh: DeviceMesh) -> Any:
-    """``value`` of the mesh's first rank, on all of them; pickled, so for small things."""
+def sent_by_first(value: Any, meshes: Iterable[DeviceMesh]) -> Any:
+    """``value`` of the first rank of ``meshes``, on all of them; pickled, so for small things.
+
+    Raises:
+        Parallel3dError: it is a ``refusal``; on every rank, others would wait for one that raises alone.
+    """
+    for mesh in meshes:
+        value = _broadcast_object(value, mesh)
+    if isinstance(value, str):
+        raise Parallel3dError(value)
+    return value
+
+
+def refusal(values: Mapping[str, Any]) -> str | None:
+    """What is wrong with ``values``, which the first rank is to send; None if nothing is."""
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta):
+            what = "on the meta device" if value.is_meta else "a DTensor"
+            return (
+                f"broadcast_from_rank0=True: {name} is {what} on the first rank, which has to give whole "
+                "tensors with values, as model_state_dict and optim_state_dict return them for "
+                "StateDictType.FULL_STATE_DICT"
+            )
+    return None
+
+
+def _broadcast_object(value: Any, mesh: DeviceMesh) -> Any:
     if ranks_are_simulated():
         return value
     box = [value]

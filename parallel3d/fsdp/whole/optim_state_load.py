@@ -16,7 +16,7 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.fsdp.state_dict import Placeholder, check_broadcast, check_mapping
-from parallel3d.fsdp.whole.first_rank import broadcast_object, is_first, meshes_of
+from parallel3d.fsdp.whole.first_rank import is_first, meshes_of, refusal, sent_by_first
 from parallel3d.fsdp.whole.optim_state_dict import (
     States,
     check_optimizer,
@@ -130,13 +130,15 @@ def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapp
         return state_dict
     sent: Any = {}
     if is_first(meshes):
-        states = {
-            name: {key: _sent(value) for key, value in state.items()}
-            for name, state in state_dict.get("state", {}).items()
+        given = state_dict.get("state", {})
+        values = {
+            f"{key} of {name}": v for name, state in given.items() for key, v in state.items()
         }
-        sent = {**state_dict, "state": states}
-    for mesh in meshes:
-        sent = broadcast_object(sent, mesh)
+        sent = refusal(values)
+        if sent is None:
+            states = {n: {k: _sent(v) for k, v in state.items()} for n, state in given.items()}
+            sent = {**state_dict, "state": states}
+    sent = sent_by_first(sent, meshes)
     if is_first(meshes):
         return state_dict
     for state in sent["state"].values():
