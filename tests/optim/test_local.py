@@ -454,6 +454,7 @@ class History(optim.SGD):
         (Lamb, {}, "is not elementwise.*give matrix=True"),
         (Lamb, {"lr": 0.0}, "is not elementwise"),
         (Together, {"lr": 0.1}, "is not elementwise"),
+        (Together, {"lr": 0.1, "matrix": True}, "where there are others"),
         (History, {"lr": 0.1}, "is not elementwise"),
         (optim.Muon, {"matrix": False}, "can't step on plain local tensors.*2D"),
         (optim.Adafactor, {"matrix": False}, "is not elementwise"),
