@@ -1,4 +1,4 @@
-"""Whether an optimizer is elementwise: found by trying it on a few numbers."""
+"""Whether an optimizer is elementwise, or treats parameters one by one: found by trying it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from parallel3d._compat import simulation_off
 from parallel3d.errors import Parallel3dError
 
-__all__ = ["check_elementwise"]
+__all__ = ["check_elementwise", "check_one_by_one"]
 
 _SHAPE = (4, 6)
 _STEPS = 2
@@ -73,6 +73,43 @@ def check_elementwise(
         )
 
 
+def check_one_by_one(
+    optimizer_class: type[Optimizer],
+    options: dict[str, Any],
+    group: dict[str, Any],
+) -> None:
+    """Steps two small matrices, on the CPU, with one optimizer, and with two: each must come out the same.
+
+    A class that fails at this is not judged: the user's parameters may have what it needs.
+
+    Raises:
+        Parallel3dError: it looks at all its parameters together.
+    """
+    ends = []
+    eager = torch.compiler.set_stance("force_eager")  # these sizes are no example of the user's
+    with simulation_off(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), eager:
+        generator = torch.Generator().manual_seed(0)
+        both = torch.randn(_STEPS + 1, 2, *_SHAPE, generator=generator)
+        both[:, 1] *= 3
+        for apart in (False, True):
+            torch.default_generator.manual_seed(0)  # whoever draws random numbers draws the same
+            params = [nn.Parameter(start.clone()) for start in both[0]]
+            try:
+                shares = [[p] for p in params] if apart else [params]
+                optimizers = [optimizer_class([{**group, "params": s}], **options) for s in shares]
+                _steps(optimizers, params, list(both[1:]))
+            except Exception:
+                return
+            ends.append(torch.stack([p.detach() for p in params]))
+    moved = (ends[0] - both[0]).abs().max()
+    if (ends[0] - ends[1]).abs().max() > 1e-4 * moved:
+        raise Parallel3dError(
+            f"optim.local: {optimizer_class.__name__} does something else to a parameter where there are "
+            "others; the ranks step on different ones, so that it would not do what it does to the plain "
+            "model; use one that treats parameters one by one"
+        )
+
+
 def _set_lr(optimizer: Optimizer) -> None:
     """A rate that shows: the user's may be zero at first, or vanish beside rounding."""
     for group in optimizer.param_groups:
@@ -84,12 +121,14 @@ def _set_lr(optimizer: Optimizer) -> None:
 def _steps(
     optimizers: list[Optimizer], params: list[nn.Parameter], grads: list[torch.Tensor]
 ) -> None:
+    """With one for all ``params``, or one for each."""
     for optimizer in optimizers:
         _set_lr(optimizer)
     for grad in grads:
         parts = grad.flatten().split([param.numel() for param in params])
-        for optimizer, param, part in zip(optimizers, params, parts, strict=True):
+        for param, part in zip(params, parts, strict=True):
             param.grad = part.view(param.shape).to(param.device)
+        for optimizer in optimizers:
             optimizer.step()
 
 

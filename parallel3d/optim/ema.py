@@ -106,7 +106,8 @@ class EMA:
 
         What the body writes to the weights is dropped, the dtype it converts them to stays. Parameters stay
         the same objects. Units that stay gathered (``reshard_after_forward=False``, ``unshard()``) gather
-        anew at their next forward.
+        anew at their next forward. A forward and its backward belong on the same side: in backward units
+        gather what the weights are at that moment.
 
         Raises:
             StateError: within itself, or within a forward or backward.

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import assert_async, inner_tensors
 from parallel3d.errors import Parallel3dError
@@ -48,10 +49,11 @@ def global_mean(
             that is an assertion on the device).
         MeshError: ``mesh`` is no mesh.
     """
-    if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
-        shown = tuple(loss_sum.shape) if isinstance(loss_sum, torch.Tensor) else repr(loss_sum)
+    is_tensor = isinstance(loss_sum, torch.Tensor)
+    if not is_tensor or loss_sum.numel() != 1 or not loss_sum.is_floating_point():
+        shown = f"{loss_sum.dtype} {tuple(loss_sum.shape)}" if is_tensor else repr(loss_sum)
         raise Parallel3dError(
-            f"loss_sum is {shown}; it must be a tensor of one element, such as "
+            f"loss_sum is {shown}; it must be a floating-point tensor of one element, such as "
             "cross_entropy(..., reduction='sum')"
         )
     total = _count(n_tokens, loss_sum)
@@ -61,7 +63,8 @@ def global_mean(
         ranks = dist.get_world_size(group)
         dist.all_reduce(total, group=group)
     _check_total(total, n_tokens)
-    return loss_sum * (ranks / total).to(loss_sum.dtype)
+    # Multiplied in float64, also in backward: of many tokens the factor alone is below float16's range.
+    return (loss_sum.double() * (ranks / total)).to(loss_sum.dtype)
 
 
 def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
@@ -69,6 +72,11 @@ def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor
 
     float64 counts exactly, and is of one dtype on all ranks: some may have an integer 0, others weights.
     """
+    if isinstance(n_tokens, DTensor):
+        raise Parallel3dError(
+            f"n_tokens is a DTensor ({n_tokens.placements}); it must be this rank's number, such as "
+            "n_tokens.to_local()"
+        )
     if isinstance(n_tokens, torch.Tensor):
         if n_tokens.numel() != 1 or n_tokens.is_complex():
             raise Parallel3dError(

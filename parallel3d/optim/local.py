@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.optim.elementwise import check_elementwise
+from parallel3d.optim.elementwise import check_elementwise, check_one_by_one
 from parallel3d.optim.local_state import LocalState
 from parallel3d.optim.matrix import MatrixSteps
 from parallel3d.optim.pieces import State
@@ -49,7 +49,8 @@ def local(
     it does what it does to the plain model: parameters of one shape are dealt out to the ranks that share
     them, each steps on its own, and the parts go back, by all-to-alls. State shaped as the parameter stays
     sharded between steps, other tensors (Adafactor's factors) are kept by every rank. All ranks must have
-    gradients of the same parameters.
+    gradients of the same parameters. A class that looks at all parameters together works in neither way,
+    and is refused.
 
     Args:
         params: a module, or what the class itself takes: tensors, (name, tensor) pairs, groups as dicts.
@@ -71,9 +72,11 @@ def local(
             entry["params"] = list(entry["params"])
     if matrix is None:
         matrix = _needs_whole(optimizer_class)
-    if not matrix:
-        first = given[0] if given and isinstance(given[0], dict) else {}
-        own = {k: v for k, v in first.items() if k not in ("params", "param_names")}
+    first = given[0] if given and isinstance(given[0], dict) else {}
+    own = {k: v for k, v in first.items() if k not in ("params", "param_names")}
+    if matrix:
+        check_one_by_one(optimizer_class, options, own)
+    else:
         check_elementwise(optimizer_class, options, own, _device(given))
     made: Any = _local_class(optimizer_class, matrix)
     return made(given, **options)

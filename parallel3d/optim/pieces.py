@@ -146,7 +146,7 @@ class ParamPiece(Piece):
         scalar = isinstance(value, torch.Tensor) and not self.tensor.dim()
         if scalar and value.device == self.tensor.device:
             # Maybe a moment of the scalar parameter: of its own kind, also where ranks are simulated.
-            return torch.empty_like(self._local, dtype=value.dtype).copy_(value)
+            return torch.empty_like(self._local, dtype=value.dtype).copy_(local_of(value))
         return value
 
 

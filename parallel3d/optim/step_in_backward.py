@@ -52,7 +52,7 @@ def step_in_backward(
         optimizer_class: makes the optimizer; not LBFGS, which needs several backwards for a step.
             ``functools.partial(optim.local, torch.optim.AdamW)`` steps on the buckets' plain tensors.
         params: parameters or groups of them, as optimizers take; by default all that have a gradient.
-        kwargs: for ``optimizer_class``.
+        kwargs: for ``optimizer_class``, whose step, and so its hooks, runs once for each bucket.
 
     Returns:
         What stands for the optimizer: ``param_groups``, ``state_dict`` and the like.
@@ -198,8 +198,9 @@ class StepInBackward(Optimizer):
         )
 
     def remove(self) -> None:
-        """Backwards leave gradients in ``.grad`` again."""
-        for ref in self._units:
+        """Backwards leave gradients in ``.grad`` again. Once more, it does nothing."""
+        units, self._units = self._units, []
+        for ref in units:
             unit = ref()
             if unit is not None and unit.guard is not None:
                 unit.guard = None
@@ -207,7 +208,8 @@ class StepInBackward(Optimizer):
                     bucket.guard = None
         for group in self.param_groups:
             for param in group["params"]:
-                _by_parameter.pop(id(param), None)
+                if _by_parameter.get(id(param)) is self:
+                    del _by_parameter[id(param)]
 
     def __repr__(self) -> str:
         """Names the optimizer that updates."""

@@ -7,6 +7,7 @@ import torch
 from models import Lm, tokens
 from side_by_side import side_by_side
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh, optim
@@ -116,10 +117,20 @@ def test_without_ranks() -> None:
     assert loss == 1.5 and loss.dtype == torch.float16
 
 
+def test_many_tokens_in_float16() -> None:
+    """1 / 3e6 has three bits in float16; with a loss scale nothing else is that small."""
+    loss_sum = torch.tensor(60000.0, dtype=torch.float16, requires_grad=True)
+    loss = optim.global_mean(loss_sum, 3_000_000)
+    (loss * 2**15).backward()
+    assert float(loss.detach()) == pytest.approx(0.02, rel=1e-3)
+    assert float(loss_sum.grad) == pytest.approx(2**15 / 3e6, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("loss", "n", "match"),
     [
-        (torch.ones(2), 4, r"loss_sum is \(2,\)"),
+        (torch.ones(2), 4, r"loss_sum is torch.float32 \(2,\)"),
+        (torch.tensor(3), 4, r"loss_sum is torch.int64 \(\)"),
         (1.0, 4, "loss_sum is 1.0"),
         (torch.ones(()), -1, "n_tokens is -1"),
         (torch.ones(()), True, "n_tokens is True"),
@@ -132,6 +143,13 @@ def test_without_ranks() -> None:
 def test_what_is_refused(loss, n, match) -> None:
     with pytest.raises(Parallel3dError, match=match):
         optim.global_mean(loss, n)
+
+
+def test_a_number_of_tokens_that_is_a_dtensor() -> None:
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")["tp"]
+        with pytest.raises(Parallel3dError, match=r"n_tokens is a DTensor.*to_local"):
+            optim.global_mean(torch.ones(()), DTensor.from_local(torch.ones(()), mesh))
 
 
 def test_no_mesh() -> None:

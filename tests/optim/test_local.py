@@ -331,15 +331,20 @@ class Odd(nn.Module):
         return self.linear(x * self.scale + self.one)
 
 
-def test_scalars_and_empty_shards() -> None:
+@pytest.mark.parametrize(
+    ("cls", "moment"),
+    [(optim.AdamW, "exp_avg"), (optim.Adagrad, "sum")],
+    ids=["", "state at first"],
+)
+def test_scalars_and_empty_shards(cls, moment) -> None:
     torch.manual_seed(0)
     plain = Odd().double()
     model = copy.deepcopy(plain)
     x = torch.randn(3, 4, dtype=torch.float64)
-    plain_optimizer = optim.AdamW(plain.parameters(), lr=1e-2)
+    plain_optimizer = cls(plain.parameters(), lr=1e-2)
     with local_world(2) as world:
         fully_shard(model, mesh=build_mesh(MeshLayout(shard=2), device_type="cpu"))
-        optimizer = local(optim.AdamW, model, lr=1e-2)
+        optimizer = local(cls, model, lr=1e-2)
         for step in range(3):
             with world.paused():
                 plain(x).square().sum().backward()
@@ -349,7 +354,7 @@ def test_scalars_and_empty_shards() -> None:
             if step == 1:
                 saved = copy.deepcopy(plain_optimizer.state_dict())
                 for entry in saved["state"].values():
-                    entry["exp_avg"] *= 2
+                    entry[moment] *= 2
                 for each in (plain_optimizer, optimizer):
                     each.load_state_dict(copy.deepcopy(saved))
             plain_optimizer.zero_grad()
@@ -449,6 +454,7 @@ class History(optim.SGD):
         (Lamb, {}, "is not elementwise.*give matrix=True"),
         (Lamb, {"lr": 0.0}, "is not elementwise"),
         (Together, {"lr": 0.1}, "is not elementwise"),
+        (Together, {"lr": 0.1, "matrix": True}, "where there are others"),
         (History, {"lr": 0.1}, "is not elementwise"),
         (optim.Muon, {"matrix": False}, "can't step on plain local tensors.*2D"),
         (optim.Adafactor, {"matrix": False}, "is not elementwise"),

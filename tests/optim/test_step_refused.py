@@ -163,6 +163,19 @@ class TestNotTogetherWith:
             optim.clip_grad_norm_(model, 1.0)
             assert all(p.grad is not None for p in model.parameters())
 
+    def test_removed_twice(self) -> None:
+        """It does not remove what has come after it."""
+        with fake_world(0, 2):
+            model, first = build()
+            first.remove()
+            optimizer = optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
+            first.remove()
+            lm_loss(model, tokens(0)).backward()
+            assert all(p.grad is None for p in model.parameters())
+            with refused("updated in backward", model):
+                optim.clip_grad_norm_(model, 1.0)
+            assert "SGD" in repr(optimizer)
+
     def test_our_scaler(self) -> None:
         """Before anything is updated."""
         with fake_world(0, 2):
