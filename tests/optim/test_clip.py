@@ -5,24 +5,15 @@ import math
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 NORMS = [1.0, 2.0, 3.5, math.inf]
-SEQUENCE_PLAN = {
-    "embed": VocabParallel(output="sequence"),
-    "layers.*.norm": SequenceParallel(),
-    "layers.*.up": Colwise(input="sequence"),
-    "layers.*.down": Rowwise(output="sequence"),
-    "norm": SequenceParallel(),
-    "head": Colwise(input="sequence", output="replicate"),
-}
 
 
 def compare(plain: nn.Module, model: nn.Module, world, norm_type: float, max_norm: float) -> None:
