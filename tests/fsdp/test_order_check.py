@@ -97,6 +97,21 @@ class TestIterations:
             (said,) = [str(w.message) for w in caught if "execution order" in str(w.message)]
             assert "it ended after blocks.1; unit blocks.2 did not run" in said
 
+    def test_one_that_broke_off_is_not_compared_with(self) -> None:
+        with fake_world(0, 4):
+            model = self.model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            assert self.run(model, [0, 1, 2]) == []
+
+            def explode(*_: object) -> None:
+                raise KeyError
+
+            handle = model.layers[1].norm.register_forward_pre_hook(explode)
+            with pytest.raises(KeyError):
+                self.run(model, [0, 1, 2])
+            handle.remove()
+            model.reset_iter_state()
+            assert self.run(model, [0, 1, 2]) == []
+
     def test_recomputed_forwards_are_no_change(self) -> None:
         with fake_world(0, 4), warnings.catch_warnings():
             warnings.simplefilter("error")
