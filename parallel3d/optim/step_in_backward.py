@@ -112,7 +112,7 @@ class StepInBackward(Optimizer):
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state
 
-    def _update(self, bucket: Bucket, used: Sequence[int]) -> None:
+    def _update(self, bucket: Bucket) -> None:
         """Steps the parameters of ``bucket`` that have a gradient, and frees it."""
         if is_scaled(backward_id()):
             raise StateError(
