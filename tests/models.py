@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
+
 VOCAB = 19
 
 
@@ -51,6 +53,14 @@ LM_PLAN = {
     "layers.*.up": "colwise",
     "layers.*.down": "rowwise",
     "head": "colwise_gather_output",
+}
+SEQUENCE_PLAN = {
+    "embed": VocabParallel(output="sequence"),
+    "layers.*.norm": SequenceParallel(),
+    "layers.*.up": Colwise(input="sequence"),
+    "layers.*.down": Rowwise(output="sequence"),
+    "norm": SequenceParallel(),
+    "head": Colwise(input="sequence", output="replicate"),
 }
 
 

@@ -3,11 +3,10 @@
 import functools
 
 import pytest
-from models import LM_PLAN, Lm, lm_loss, tokens
+from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 MESHES = [
     (1, 1, 1),
@@ -21,14 +20,6 @@ MESHES = [
     (3, 1, 2),
     (2, 2, 2),
 ]
-SEQUENCE_PLAN = {
-    "embed": VocabParallel(output="sequence"),
-    "layers.*.norm": SequenceParallel(),
-    "layers.*.up": Colwise(input="sequence"),
-    "layers.*.down": Rowwise(output="sequence"),
-    "norm": SequenceParallel(),
-    "head": Colwise(input="sequence", output="replicate"),
-}
 full = functools.partial(pytest.param, marks=pytest.mark.full)  # in the longer run only
 lm_parity = functools.partial(assert_parity, batch=tokens, loss=lm_loss)
 

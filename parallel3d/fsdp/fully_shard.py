@@ -154,7 +154,7 @@ def fully_shard(
         for each, sharded in zip(found, params, strict=True):
             # One that others hold too can't: they could not compute with it.
             sharded.keeps_dtype = all(id(holder) in full for holder, _ in each.places)
-        buckets = make_buckets(name, params, axes, policy, offload_policy)
+        buckets = make_buckets(name, params, policy, offload_policy)
         _move_buffers(modules, mesh.device_type)
         unit = Unit(modules, ParamGroup(buckets), policy, reshard, mesh.device_type)
         for each, sharded in zip(found, params, strict=True):

@@ -114,7 +114,7 @@ class StepInBackward(Optimizer):
             "pickled; save its state_dict(), or copy the model and call step_in_backward for the copy"
         )
 
-    def _update(self, bucket: Bucket, used: Sequence[int]) -> None:
+    def _update(self, bucket: Bucket) -> None:
         """Steps the parameters of ``bucket`` that have a gradient, and frees it."""
         if is_scaled(backward_id()):
             raise StateError(

@@ -76,6 +76,19 @@ class TestBuffers:
             assert model.total.dtype is FP32 and model.total == rows(0).sum()
             assert list(model._buffers) == ["total", "other"] and model.other is None
 
+    def test_running_statistics(self) -> None:
+        """Batch norm that is not kept in full precision: it writes them unseen by version counters."""
+        plain = nn.BatchNorm1d(DIM, dtype=FP64)
+        with fake_world(0, 2):
+            policy = {"param_dtype": FP64, "buffer_dtype": FP64, "full_precision_modules": ()}
+            model = wrap(nn.BatchNorm1d(DIM), **policy)
+            mean = model.running_mean
+            for sample in range(2):
+                model(rows(sample)), plain(rows(sample).double())
+                assert model.running_mean is mean and mean.dtype is FP32
+                torch.testing.assert_close(mean, plain.running_mean.float())
+                torch.testing.assert_close(model.running_var, plain.running_var.float())
+
     def test_back_after_an_exception(self) -> None:
         with fake_world(0, 2):
             model = wrap(Net(writes=True), buffer_dtype=FP64)

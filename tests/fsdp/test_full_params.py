@@ -44,8 +44,10 @@ def test_reads_and_writes(shape) -> None:
                 model.scale.add_(1)
                 model.codes.add_(3)
             model.norm.bias.data.fill_(5)
+            model.head.bias.requires_grad_(False)
             model.layers[0].down.weight = nn.Parameter(model.layers[0].down.weight.detach() - 1)
         assert at_rest(model) and objects == [id(p) for p in model.parameters()]
+        assert not model.head.bias.requires_grad and model.norm.bias.requires_grad
         with world.paused(), torch.no_grad():
             for p, change in (
                 (plain.head.weight, lambda p: p * 2),

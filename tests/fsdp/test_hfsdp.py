@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from beside_plain import Net, Trial
-from models import LM_PLAN, Lm, lm_loss, tokens
+from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from noted_streams import Device, find, happens_before, note
 from test_accumulation import Run
 from torch import distributed as dist
@@ -20,7 +20,13 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.optim import accumulate, clip_grad_norm_
-from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
+from parallel3d.testing import (
+    LocalWorld,
+    assert_parity,
+    fake_world,
+    local_world,
+    record_collectives,
+)
 
 EVEN = {"dim": 16, "hidden": 24, "layers": 1, "vocab": 24}  # each dim divides by 8
 
@@ -352,11 +358,19 @@ class TestErrors:
 
 
 class TestWaitingSums:
-    @pytest.mark.parametrize("layout", [MeshLayout(2, 2, 1), MeshLayout(2, 1, 2)], ids=str)
-    def test_switched_scaled_and_cleared(self, layout) -> None:
+    @pytest.mark.parametrize(
+        ("layout", "plan"),
+        [
+            (MeshLayout(2, 2, 1), None),
+            (MeshLayout(2, 1, 2), LM_PLAN),
+            (MeshLayout(2, 1, 2), SEQUENCE_PLAN),
+        ],
+        ids=["", "tp", "sequence"],
+    )
+    def test_switched_scaled_and_cleared(self, layout, plan) -> None:
         """Reduced, partial and unsharded sums in turn; ``.grad`` is all there is."""
         with local_world(4) as world:
-            run = Waiting(world, layout)
+            run = Waiting(world, layout, plan)
             run.backward(0)
             run.model.set_requires_all_reduce(False)
             run.backward(1)
@@ -382,7 +396,10 @@ class TestWaitingSums:
 
 
 class Waiting(Run):
+    def __init__(self, world: LocalWorld, layout: MeshLayout, plan: dict | None) -> None:
+        self.plan = plan
+        super().__init__(world, layout)
+
     def parallel(self, model: Lm) -> nn.Module:
         mesh = build_mesh(self.layout, device_type="cpu")
-        plan = LM_PLAN if self.layout.tp > 1 else None
-        return parallelize(model, mesh, plan, shard_optimizer_over_replicate=True)
+        return parallelize(model, mesh, self.plan, shard_optimizer_over_replicate=True)

@@ -109,6 +109,21 @@ class TestIterations:
                     model.layers[1](torch.ones(2, 3, 12)).sum().backward()
                 assert len(the_unit(model).order_check.order) == 6
 
+    def test_one_that_broke_off_is_not_compared_with(self) -> None:
+        with fake_world(0, 4):
+            model = self.model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            assert self.run(model, [0, 1, 2]) == []
+
+            def explode(*_: object) -> None:
+                raise KeyError
+
+            handle = model.layers[1].norm.register_forward_pre_hook(explode)
+            with pytest.raises(KeyError):
+                self.run(model, [0, 1, 2])
+            handle.remove()
+            model.reset_iter_state()
+            assert self.run(model, [0, 1, 2]) == []
+
     def test_recomputed_forwards_are_no_change(self) -> None:
         with fake_world(0, 4), warnings.catch_warnings():
             warnings.simplefilter("error")

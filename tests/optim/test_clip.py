@@ -5,24 +5,15 @@ import math
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
-from parallel3d import MeshLayout, Parallel3dError, build_mesh, parallelize
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 NORMS = [1.0, 2.0, 3.5, math.inf]
-SEQUENCE_PLAN = {
-    "embed": VocabParallel(output="sequence"),
-    "layers.*.norm": SequenceParallel(),
-    "layers.*.up": Colwise(input="sequence"),
-    "layers.*.down": Rowwise(output="sequence"),
-    "norm": SequenceParallel(),
-    "head": Colwise(input="sequence", output="replicate"),
-}
 
 
 def compare(plain: nn.Module, model: nn.Module, world, norm_type: float, max_norm: float) -> None:
@@ -121,3 +112,13 @@ def test_nonfinite() -> None:
     assert math.isnan(clip_grad_norm_(p, 1.0))
     with pytest.raises(Parallel3dError, match="must be finite"):
         clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_a_sum_that_waits_is_refused(switch) -> None:
+    with fake_world(0, 4):
+        model = parallelize(Lm(layers=1), build_mesh(MeshLayout(2, 2, 1), device_type="cpu"))
+        getattr(model, switch)(False)
+        lm_loss(model, tokens(0)).backward()
+        with pytest.raises(StateError, match="Clip after the backward of the last micro-batch"):
+            clip_grad_norm_(model, 1.0)

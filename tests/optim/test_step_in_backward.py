@@ -151,10 +151,40 @@ class TestWeights:
         with side_by_side((1, 2, 1), Twice, apply) as sides:
             plain = adamw(sides.plain.parameters())
             optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
-            for step in range(3):
+            for step in range(
+                3
+            ):  # before: any optimizer's step lets gathered weights be gathered anew
                 sides.step_plain(plain, step)
+            for step in range(3):
                 sides.loss(step).backward()
-                sides.check()
+            sides.check()
+
+    def test_units_that_are_left_at_the_end_of_the_backward(self) -> None:
+        """A parameter that gets no gradient; what stays gathered are the weights from before."""
+
+        def build() -> Lm:
+            model = Lm()
+            for layer in model.layers:
+                layer.unused = nn.Parameter(torch.ones(3))
+            return model
+
+        def apply(model, mesh):
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+            fully_shard(model, mesh=mesh, reshard_after_forward=False)
+            model.set_reshard_after_backward(False)
+            return model
+
+        with side_by_side((1, 2, 1), build, apply) as sides:
+            plain = adamw(sides.plain.parameters())
+            optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
+            for step in range(
+                3
+            ):  # before: any optimizer's step lets gathered weights be gathered anew
+                sides.step_plain(plain, step)
+            for step in range(3):
+                sides.loss(step).backward()
+            sides.check()
 
     def test_without_a_shard_axis(self) -> None:
         """Where forward computes with the shards themselves."""

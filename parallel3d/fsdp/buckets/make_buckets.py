@@ -9,7 +9,6 @@ from parallel3d.fsdp.buckets.extension import is_extended
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.placing.axes import DataAxes
 from parallel3d.fsdp.precision.eval_precision import in_own_dtype
 
 __all__ = ["make_buckets"]
@@ -18,15 +17,13 @@ __all__ = ["make_buckets"]
 def make_buckets(
     unit: str,
     params: Sequence[ShardedParam],
-    axes: DataAxes,
     policy: MixedPrecisionPolicy,
     offload: Any = None,
 ) -> list[Bucket]:
     """Sorts a unit's parameters into buckets, in order of their first parameter.
 
-    Each bucket has its parameters' own axes, and ``axes`` is what most of them have. Parameters on meta
-    may get values one by one, so they are apart from those that have some. Those that keep
-    their dtype have a policy that says so.
+    Each bucket has its parameters' own axes. Parameters on meta may get values one by one, so they are apart
+    from those that have some. Those that keep their dtype have a policy that says so.
     """
     grouped: dict[tuple[type[Bucket], *tuple[object, ...]], list[ShardedParam]] = {}
     policies: dict[object, MixedPrecisionPolicy] = {}

@@ -31,8 +31,8 @@ __all__ = ["StepGuard", "refuse_accumulation"]
 
 _NONE = -1  # what ``backward_id`` is outside a backward
 
-Update = Callable[["Bucket", Sequence[int]], None]
-"""Updates the parameters of these indices in a bucket, and frees their gradients."""
+Update = Callable[["Bucket"], None]
+"""Updates the parameters of a bucket that have a gradient, and frees it."""
 
 
 class StepGuard:
@@ -103,7 +103,7 @@ class StepGuard:
             group.stamp()  # what is gathered are the weights from before
         self.updates += 1
         self.updated_in = backward_id()
-        self._update(bucket, used)
+        self._update(bucket)
 
     # -- checks --------------------------------------------------------------------------------------
 
