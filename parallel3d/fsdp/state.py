@@ -199,9 +199,9 @@ class Unit(Settings):
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
-        if self.follows_mode and not (self.depth or self.to_run):
-            follow_mode(self, context)
         if not context.in_backward:
+            if self.follows_mode and not (self.depth or self.to_run):
+                follow_mode(self, context)
             current = context.running and self.gathered_in == context.iteration
             if not current:
                 # Left over from another forward: the weights may have changed since, and no version

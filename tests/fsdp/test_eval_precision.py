@@ -129,6 +129,26 @@ class TestFullPrecisionInEval:
             model(rows(0)).sum().backward()
             assert [layer.seen[0][:2] for layer in model.layers] == [(BF16, BF16), (FP32, FP32)]
 
+    @pytest.mark.parametrize("limit", [None, 1])
+    def test_a_backward_gathers_what_its_forward_computed_with(self, limit) -> None:
+        """Also where the mode has changed since, and whatever says what is gathered ahead."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+            policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+            model = parallelize(Net(), mesh, mp_policy=policy)
+            model.set_limit_all_gathers(limit)
+            with record_collectives(mesh) as forward:
+                loss = model(rows(0)).float().sum()
+            model.eval()
+            with record_collectives(mesh) as backward:
+                loss.backward()
+            gathered = [
+                {c.unit: c.bytes for c in recorder.select("all_gather") if "layers" in c.unit}
+                for recorder in (forward, backward)
+            ]
+            assert gathered[0] == gathered[1] and len(gathered[0]) == 2
+            assert len(backward.select("all_gather")) == 2
+
     def test_neither_over_is_an_error(self) -> None:
         """An unused parameter's gradient never comes: the later call's backward may not be over."""
         with fake_world(0, 2):
