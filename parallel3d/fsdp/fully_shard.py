@@ -111,10 +111,11 @@ def fully_shard(
             forward sees them so. See ``fsdp.placing.spmd``.
         shard_optimizer_over_replicate: HFSDP: on an HSDP mesh, shard what the optimizer sees over replicate x
             shard, and keep a copy in compute dtype that is sharded over shard, renewed once after each
-            change of the weights, which all ranks must make. What goes through ``.data``, or
-            ``torch._foreach_`` functions outside of an optimizer, is not seen: call
-            ``torch.autograd.graph.increment_version(parameters)`` after it. Parameters of which no dim
-            divides by all data ranks stay as they are. See ``fsdp.buckets.hybrid_bucket``.
+            change of the weights, which all ranks must make. What goes through ``.data``, through the
+            local tensors of ``state_dict()``, or through ``torch._foreach_`` functions outside of an
+            optimizer, is not seen: call ``torch.autograd.graph.increment_version(parameters)`` after it.
+            Parameters of which no dim divides by all data ranks stay as they are. See
+            ``fsdp.buckets.hybrid_bucket``.
 
     Returns:
         ``module`` itself, its class extended by ``FSDPModule``.

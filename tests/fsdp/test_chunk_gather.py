@@ -75,10 +75,36 @@ def test_from_a_tensor_parallel_one(sizes, rows) -> None:
                 assert all(torch.equal(a, b) for a, b in pairs), (own, layout)
 
 
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("rows", [9, 17])
+def test_cuts_too_uneven_for_full_tensor(sizes, rows) -> None:
+    """It raises on the last rank only, where the others wait, or takes rows for others."""
+    whole = torch.arange(rows * 2.0).view(rows, 2)
+    _, shard, tp = sizes
+    with local_world(8) as world:
+        mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
+        for layout in (
+            (R, StridedShard(0, split_factor=tp), Shard(0)),
+            (StridedShard(0, split_factor=shard * tp), Shard(0), Shard(1)),
+        ):
+            cut = chunk(whole, mesh, layout)
+            for axis, name in enumerate(("replicate", "shard", "tp")):
+                joined = gather(cut, over=name)
+                assert joined.placements[axis] == R
+                want = world.per_rank(chunk(whole, mesh, joined.placements))
+                pairs = zip(world.per_rank(joined), want, strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs), (layout, name)
+            again = chunk(cut, mesh, (Shard(0), R, Shard(1)))
+            assert whole_on_ranks(world, again, whole), layout
+
+
 def test_refusals() -> None:
     with fake_world(0, 4):
         mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
         whole = torch.zeros(4, 3)
+        partial = DTensor.from_local(whole, mesh, [R, Partial(), R], run_check=False)
+        with pytest.raises(Parallel3dError, match="reduce partial values first"):
+            chunk(partial, mesh, [R, R, Shard(0)])
         for layout, match in (
             ([R, Shard(0)], "2 placements"),
             ([R, Shard(2), R], "no such dim"),

@@ -8,7 +8,8 @@ shard, as torch lays parameters out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import torch
@@ -63,6 +64,8 @@ def chunk(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
             "DeviceMesh"
         )
     placements = _checked(tensor, mesh, placements)
+    if isinstance(tensor, DTensor):
+        _checked(tensor, tensor.device_mesh, tensor.placements)
     with torch.no_grad():
         whole = tensor.detach()
         spec = make_spec(mesh, placements, whole.shape, whole.dtype)
@@ -70,7 +73,7 @@ def chunk(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
             local = _from_dtensor(whole, mesh, placements)
             if local is not None:
                 return make_dtensor(local, spec)
-            whole = whole.full_tensor()
+            whole = _read(whole)
         local = whole
         for cut in _cuts(placements):
             local = _cut(local, mesh, cut)
@@ -201,9 +204,13 @@ def _cut_anew(
 
 def _cut(local: torch.Tensor, mesh: DeviceMesh, cut: _Cut) -> torch.Tensor:
     """One axis's cut of what the axes before it have left."""
-    ways, rank = mesh.size(cut.axis), mesh.get_local_rank(cut.axis)
-    if ways == 1:
+    if mesh.size(cut.axis) == 1:
         return local
+    return _part(local, cut, mesh.size(cut.axis), mesh.get_local_rank(cut.axis))
+
+
+def _part(local: torch.Tensor, cut: _Cut, ways: int, rank: int) -> torch.Tensor:
+    """That of ``rank`` of ``ways``."""
     if cut.factor == 1:
         return local_chunk(local, cut.dim, ways, rank)
     # By number, not torch.chunk, which makes fewer where a size is small.
@@ -241,6 +248,39 @@ def _from_dtensor(
             return None
         result = _cut(result, mesh, _Cut(cut.axis, cut.dim, 1 if same else cut.factor))
     return result.clone(memory_format=torch.contiguous_format) if result is local else result
+
+
+def _read(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor. Uneven strided cuts are undone here: ``full_tensor`` fails there, on some ranks only,
+    for which the others then wait, or takes rows for others."""
+    mesh, shape = tensor.device_mesh, tensor.shape
+    cuts = [cut for cut in _cuts(tensor.placements) if mesh.size(cut.axis) > 1]
+    if all(cut.factor == 1 for cut in cuts):
+        return tensor.full_tensor()
+    ways = [mesh.size(cut.axis) for cut in cuts]
+    places = []  # by rank along the axes that cut: which rows of each dim it has
+    for ranks in product(*map(range, ways)):
+        rows = [torch.arange(size, device=tensor.device) for size in shape]
+        for cut, size, rank in zip(cuts, ways, ranks, strict=True):
+            rows[cut.dim] = _part(rows[cut.dim], replace(cut, dim=0), size, rank)
+        places.append(rows)
+    largest = max(prod(map(len, rows)) for rows in places)
+    local = get_local_tensor(tensor)
+    gathered = torch.zeros(largest, dtype=tensor.dtype, device=tensor.device)
+    gathered.narrow(0, 0, local.numel()).copy_(local.reshape(-1))
+    for cut in reversed(cuts if largest else ()):
+        size = mesh.size(cut.axis) * gathered.numel()
+        output = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        work = all_gather(output, gathered, mesh.get_group(cut.axis), unit="")
+        if work is not None:
+            work.wait()
+        gathered = output
+    whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    for rows, part in zip(places, gathered.view(len(places), largest), strict=True):
+        sizes = [len(each) for each in rows]
+        if prod(sizes):
+            whole[torch.meshgrid(*rows, indexing="ij")] = part.narrow(0, 0, prod(sizes)).view(sizes)
+    return whole
 
 
 def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
