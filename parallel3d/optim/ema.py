@@ -130,8 +130,9 @@ class EMA:
         # Also around an evaluation in inference mode, whose writes no version would count.
         with torch.inference_mode(False), torch.no_grad():
             targets = [each.current(converted) for each in self._all]
-            foreach_copy_(targets, list(values))
-            increment_version(targets)
+            if targets:
+                foreach_copy_(targets, list(values))
+                increment_version(targets)
 
     # -- checkpoints ---------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from parallel3d._compat import (
     tensors_by_rank,
 )
 from parallel3d._trace import issuing
+from parallel3d.errors import MeshError
 from parallel3d.optim.pieces import State, local_of, part_of, placed_as, reduced
 
 __all__ = ["MatrixSteps"]
@@ -54,7 +55,11 @@ class Owners:
         if len(axes) == 1:
             self.group, self.coordinate = mesh.get_group(axes[0]), mesh.get_local_rank(axes[0])
         else:
-            assert names is not None  # build_mesh and the engine name theirs
+            if names is None:
+                raise MeshError(
+                    f"optim.local: a parameter of shape {tuple(shape)} is shared over several axes of "
+                    f"{mesh}, which have no names; name them, as parallel3d.build_mesh does"
+                )
             flat = flatten_axes(mesh, tuple(names[axis] for axis in axes))
             self.group, self.coordinate = flat.get_group(), flat.get_local_rank()
         self.size = self.group.size()

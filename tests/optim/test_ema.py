@@ -309,6 +309,8 @@ class TestRefused:
                 optim.EMA(*arguments)
         with pytest.raises(Parallel3dError, match="dtype is"):
             optim.EMA(model, dtype=torch.int32)
+        with optim.EMA(nn.Identity()).swapped():
+            pass  # nothing to average
         ema = optim.EMA(model, lambda n: n + 0.5)
         ema.update()
         with pytest.raises(Parallel3dError, match="returns one"):

@@ -146,6 +146,31 @@ class TestTraining:
                 sides.model.layers[1].norm.weight, {}
             )
 
+    def test_gradients_that_change_places(self) -> None:
+        """They are the bucket's, and the user has put them elsewhere."""
+
+        def change(model: nn.Module, step: int) -> None:
+            first, second = model.layers[0].norm.parameters()
+            if step == 0:
+                first.grad, second.grad = second.grad, first.grad
+            else:
+                first.grad = second.grad
+
+        with local_world(2) as world:
+            sides = Sides(world, MeshLayout(1, 2, 1))
+            sgd = functools.partial(optim.SGD, lr=0.1)
+            sides.optimizers(everything, sgd, functools.partial(local, optim.SGD, lr=0.1))
+            for step in range(2):
+                sides.backward(step)
+                with world.paused():
+                    change(sides.plain, step)
+                change(sides.model, step)
+                if step == 0:
+                    sides.backward(3)  # adds to them
+                sides.step()
+                sides.zero_grad()
+                sides.check(moved=False)
+
     def test_state_from_a_plain_model_and_a_conversion(self) -> None:
         """Whole tensors are cut, edits of the state are seen, and buckets may be built anew."""
         with local_world(4) as world:

@@ -8,9 +8,11 @@ import torch
 from local_sides import Sides, everything, matrices
 from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d import MeshLayout, StateError, build_mesh, parallelize
+from parallel3d import MeshError, MeshLayout, StateError, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
 from parallel3d.optim import local
 from parallel3d.testing import fake_world, local_world, record_collectives
 
@@ -168,6 +170,16 @@ def test_the_argument_and_the_attribute() -> None:
         assert optimizer.state[plain.weight]["step"] == 1
     with pytest.raises(ValueError, match="2D"):
         local(optim.Muon, plain)
+
+
+def test_axes_without_names() -> None:
+    with fake_world(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        model = fully_shard(nn.Linear(4, 8), mesh=mesh, shard_optimizer_over_replicate=True)
+        optimizer = local(optim.Muon, [model.weight])
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(MeshError, match=r"shape \(8, 4\).*name them"):
+            optimizer.step()
 
 
 def test_a_sum_that_waits_is_no_gradient() -> None:

@@ -32,13 +32,22 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientSlots", "flat_gradient"]
 
-_FLAT = "_parallel3d_flat"  # on a gradient: the buffer that it and its bucket's others are views of
+# On a gradient: the buffer (S,) that it and its bucket's others are views of, and its parameter's index.
+_PLACE = "_parallel3d_place"
 
 
 def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The buffer (S,) that all ``grads`` of a bucket are views of; None if they are not."""
-    flat = getattr(grads[0], _FLAT, None)
-    return flat if all(getattr(grad, _FLAT, None) is flat for grad in grads) else None
+    """The buffer (S,) that the gradients of all parameters of a bucket are views of, in their order.
+
+    None if they are not: the user has put others there, or these where they don't belong.
+    """
+    flat = None
+    for index, grad in enumerate(grads):
+        buffer, place = getattr(grad, _PLACE, (None, None))
+        if place != index or (index and buffer is not flat):
+            return None
+        flat = buffer
+    return flat
 
 
 class GradientSlots:
@@ -348,12 +357,10 @@ class GradientSlots:
 
     def _accumulate(self, flat: torch.Tensor, parts: list[torch.Tensor], used: list[int]) -> None:
         params = self.bucket.params
-        before = getattr(params[0].sharded.grad, _FLAT, None)
-        if (
-            before is not None
-            and len(used) == len(params)
-            and all(getattr(p.sharded.grad, _FLAT, None) is before for p in params)
-        ):
+        before = None
+        if len(used) == len(params):
+            before = flat_gradient([p.sharded.grad for p in params])
+        if before is not None:
             before.add_(flat)  # one kernel for the bucket
             return
         keep = self.bucket.policy.keep_low_precision_grads
@@ -365,7 +372,7 @@ class GradientSlots:
                 continue
             spec = params[index].spec if low is None else params[index].reduced_spec(low)
             grad = make_dtensor(parts[index], spec)
-            setattr(grad, _FLAT, flat)
+            setattr(grad, _PLACE, (flat, index))
             if keep:
                 set_grad(param, grad, lasting=True)
             elif self.bucket.sum_dtype is self.bucket.dtype:
