@@ -53,8 +53,8 @@ def full_params(
     objects, which the optimizer has, stay the same. If the body raises, its edits are dropped: a rank
     that raises alone could not communicate. Ignored parameters are as ever.
 
-    Every rank of the mesh must enter it. No forward, backward or conversion runs inside. Replaces
-    ``FullyShardedDataParallel.summon_full_params``.
+    Every rank of the mesh must enter it. No forward, backward, optimizer step or conversion goes inside.
+    Replaces ``FullyShardedDataParallel.summon_full_params``.
 
     Args:
         module: a unit, or a module with units inside.
