@@ -220,8 +220,12 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         """As ``nn.Module.zero_grad``, also after a backward that an exception ended, and while ``unshard()``
         shows other parameters than those that have the gradients.
         """
-        the_unit(self).come_to_rest()
+        unit = the_unit(self)
+        unit.come_to_rest()
         super().zero_grad(set_to_none)  # type: ignore[misc]
+        inside = unit.context.units if unit.context is not None else units_of(self, recurse=True)
+        if not any(each.group.shown for each in inside):
+            return
         seen = self.parameters()  # type: ignore[attr-defined]
         for param in set(parameters_at_rest(self)).difference(seen):  # type: ignore[arg-type]
             if param.grad is not None and set_to_none:
