@@ -76,7 +76,7 @@ class Averaged:
         self.is_averaged = is_averaged and floating
         self.shape = tensor.shape
         local = _local(tensor)
-        self._kind = (tensor.shape, local.dtype, local.device)
+        self._kind = _kind_of(tensor)
         kept = dtype if dtype is not None and floating else local.dtype
         self.value = local.detach().to(kept, copy=True)
 
@@ -88,11 +88,11 @@ class Averaged:
         """
         tensor = self._read()
         local = _local(tensor)
-        kind = (tensor.shape, local.dtype, local.device)
-        if kind != self._kind and not (converted and tensor.shape == self.shape):
+        kind = _kind_of(tensor)
+        if kind != self._kind and not (converted and kind[:2] == self._kind[:2]):
             raise StateError(
                 f"EMA: {self.names[0]} was {_shown(self._kind)} and is {_shown(kind)} now; "
-                "convert the model first, and then make the EMA"
+                "shard or convert the model first, and then make the EMA"
             )
         return local
 
@@ -122,6 +122,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _shown(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
-    shape, dtype, device = kind
-    return f"{dtype} {tuple(shape)} on {device}"
+_Kind = tuple[torch.Size, bool, torch.dtype, torch.device]
+
+
+def _kind_of(tensor: torch.Tensor) -> _Kind:
+    local = _local(tensor)
+    return tensor.shape, isinstance(tensor, DTensor), local.dtype, local.device
+
+
+def _shown(kind: _Kind) -> str:
+    shape, sharded, dtype, device = kind
+    return f"{'a DTensor of ' if sharded else ''}{dtype} {tuple(shape)} on {device}"

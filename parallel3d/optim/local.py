@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.param import owner_of
 from parallel3d.optim.elementwise import check_elementwise, check_one_by_one
 from parallel3d.optim.local_state import LocalState
 from parallel3d.optim.matrix import MatrixSteps
@@ -134,6 +135,7 @@ class LocalSteps:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As the class's, on local tensors."""
         loss = _evaluated(closure)
+        _check_not_replaced(self.param_groups)
         if self._local is None or not self._local.is_current(self.param_groups, self.state):
             self._local = LocalState(self.param_groups, self.state)
         with self._local.shown_to(self):
@@ -158,14 +160,29 @@ class LocalMatrixSteps:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As the class's, on whole parameters, some on each rank."""
         loss = _evaluated(closure)
+        optimizer: Any = self
+        _check_not_replaced(optimizer.param_groups)
         if self._matrices is None:
             self._matrices = MatrixSteps()
-        optimizer: Any = self
         self._matrices.step(optimizer, _step_of(self.local_base))
         return loss
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_from, (self.local_base, True), self.__getstate__()
+
+
+def _check_not_replaced(groups: list[dict[str, Any]]) -> None:
+    """Raises if a step has nothing to do because the model was sharded after the optimizer was made."""
+    params = [param for group in groups for param in group["params"]]
+    if any(param.grad is not None for param in params):
+        return
+    for param in params:
+        owner = owner_of(param)
+        if owner is not None and owner.sharded is not param:
+            raise StateError(
+                f"optim.local: parameter {owner.name} was sharded after the optimizer was made, which holds "
+                "what it was before; make the optimizer after parallelize or fully_shard"
+            )
 
 
 def _evaluated(closure: Callable[[], Any] | None) -> Any:

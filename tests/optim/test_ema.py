@@ -344,3 +344,12 @@ class TestRefused:
             with pytest.raises(StateError, match="convert the model first"):
                 ema.update()
             assert ema.updates == 0
+
+
+def test_made_before_the_model_was_sharded() -> None:
+    with fake_world(0, 4):
+        model = Lm(layers=1)
+        ema = optim.EMA(model)
+        parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+        with pytest.raises(StateError, match=r"is a DTensor of .* and then make the EMA"):
+            ema.update()
