@@ -45,10 +45,11 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         keep_low_precision_grads: whether ``.grad`` stays in the dtype it was reduced in. Otherwise it has the
             sharded parameter's. Accumulation over micro-batches then adds in that dtype too, but for sums
             that wait for their reduction. Not every optimizer takes such gradients: ``SGD`` does, ``AdamW``
-            wants ``p.grad = p.grad.to(p.dtype)`` before.
+            wants ``p.grad = p.grad.to(p.dtype)`` before, which ``optim.step_in_backward`` leaves no room for.
         full_precision_in_eval: whether a unit whose modules are in ``eval()`` gathers, computes and reduces
             in the parameters' own dtype, with buffers in theirs. Its inputs are not cast, but for those in
-            ``param_dtype``, as a unit in training hands them over.
+            ``param_dtype``, as a unit in training hands them over; its outputs are, if at all, by
+            ``output_dtype``: give one where a unit in ``eval()`` hands over to one in training.
         full_precision_modules: classes of modules that keep parameters and buffers in their own dtype, and
             compute and reduce in it. Where ``param_dtype`` is given, their inputs are cast to it and their
             outputs back. Modules of these classes without parameters and buffers compute in float32 at
