@@ -89,14 +89,17 @@ def _end_with_parent() -> None:
 
 
 def _run(connection: Connection, job: Job) -> None:
-    kind, answer = "done", None
+    kind, answer, started = "done", None, False
     try:
         _start_group(job)
+        started = True
         answer = pickle.dumps(_call(job))
     except BaseException as error:  # also SystemExit: the worker outlives what it runs
         kind, answer = "failed", pickle.dumps(_failure(job.rank, error))
     _send(connection, kind, answer)
-    if connection.recv_bytes() != RELEASE:
+    if connection.recv_bytes() != RELEASE or not started:
+        # Where a peer died while groups were made, torch has counted this one all the same: the next
+        # would have another name than on the other ranks, and all would wait for each other.
         raise EOFError
     _clean_up()
     _send(connection, "idle", None)

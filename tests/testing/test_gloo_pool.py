@@ -1,10 +1,12 @@
 """GlooPool: results, errors, hanging ranks, and that the pool survives them."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import MeshError, Parallel3dError, StateError
-from parallel3d.testing import GlooPool, WorkerError, WorkerTimeout
+from parallel3d.testing import GlooPool, WorkerError, WorkerTimeout, _gloo_worker
 
 
 def total(offset: int) -> tuple[int, int, torch.Tensor]:
@@ -145,6 +147,28 @@ def test_a_dying_process_is_named_first(gloo_pool: GlooPool) -> None:
         gloo_pool.run(fail, 2, "kill", True, world_size=3)
     assert caught.value.failures[2].died
     assert len(gloo_pool.run(total, 0, world_size=3)) == 3
+
+
+def test_a_worker_without_a_group_ends(monkeypatch) -> None:
+    """torch counts groups that could not be made: the next would have a name that no other rank knows."""
+
+    class Pipe:
+        sent: typing.ClassVar[list[str]] = []
+
+        def send_bytes(self, data: bytes) -> None:
+            self.sent.append(pickle.loads(data)[0])
+
+        def recv_bytes(self) -> bytes:
+            return _gloo_worker.RELEASE
+
+    def broken(job: object) -> None:
+        raise RuntimeError("connectFullMesh failed")
+
+    monkeypatch.setattr(_gloo_worker, "_start_group", broken)
+    job = _gloo_worker.Job(0, 1, "", 1.0, (), ("", None), b"")
+    with pytest.raises(EOFError):
+        _gloo_worker._run(Pipe(), job)
+    assert Pipe.sent == ["failed"]
 
 
 def test_an_exit_does_not_end_the_worker(gloo_pool: GlooPool) -> None:
