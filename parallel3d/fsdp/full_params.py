@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._arguments import as_bool
 from parallel3d._compat import get_local_tensor, make_dtensor, set_grad
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
 from parallel3d.fsdp.checks import check_module
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.fsdp.whole.first_rank import is_first, meshes_of
@@ -120,11 +121,10 @@ def _check_reduced(unit: Unit) -> None:
     for bucket in unit.group.buckets:
         for param in bucket.params:
             grad = param.sharded.grad
-            if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+            if waits_for_reduction(grad):
                 raise StateError(
-                    f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} is "
-                    f"{grad.placements} and waits for its reduction; call it after the backward of "
-                    "the last micro-batch"
+                    f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
+                    "waits for its reduction; call it after the backward of the last micro-batch"
                 )
 
 

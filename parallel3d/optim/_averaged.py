@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import get_local_tensor, make_dtensor, make_spec
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.param import owner_of
+from parallel3d.optim.pieces import local_of
 
 __all__ = ["Averaged", "tensors_of"]
 
@@ -75,7 +76,7 @@ class Averaged:
         floating = tensor.is_floating_point()
         self.is_averaged = is_averaged and floating
         self.shape = tensor.shape
-        local = _local(tensor)
+        local = local_of(tensor)
         self._kind = _kind_of(tensor)
         kept = dtype if dtype is not None and floating else local.dtype
         self.value = local.detach().to(kept, copy=True)
@@ -87,7 +88,7 @@ class Averaged:
             StateError: its shape is no longer what it was; or, unless ``converted``, dtype or device.
         """
         tensor = self._read()
-        local = _local(tensor)
+        local = local_of(tensor)
         kind = _kind_of(tensor)
         if kind != self._kind and not (converted and kind[:2] == self._kind[:2]):
             raise StateError(
@@ -118,15 +119,11 @@ class Averaged:
         return get_local_tensor(replicated.redistribute(placements=tensor.placements))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 _Kind = tuple[torch.Size, bool, torch.dtype, torch.device]
 
 
 def _kind_of(tensor: torch.Tensor) -> _Kind:
-    local = _local(tensor)
+    local = local_of(tensor)
     return tensor.shape, isinstance(tensor, DTensor), local.dtype, local.device
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallel3d._compat import get_local_tensor
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.running.members import parameters_at_rest
+from parallel3d.optim.pieces import local_of
 from parallel3d.optim.step_in_backward import refuse_stepped
 
 __all__ = ["clip_grad_norm_"]
@@ -58,7 +58,7 @@ def clip_grad_norm_(
             f"the {norm_type}-norm of the gradients is {norm.item()}; it must be finite to clip by"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for local in map(_local, grads):
+    for local in map(local_of, grads):
         local.mul_(factor.to(local.dtype))
     return norm
 
@@ -84,10 +84,6 @@ def _tensors(
             f"parameters is {parameters!r}; it must be a module, a tensor or an iterable of tensors"
         )
     return list(parameters)
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return get_local_tensor(grad) if isinstance(grad, DTensor) else grad
 
 
 def _cut_by(grad: torch.Tensor, groups: dict[str, ProcessGroup]) -> frozenset[str]:
@@ -118,7 +114,7 @@ def _total_norm(grads: list[torch.Tensor], p: float) -> torch.Tensor:
     groups: dict[str, ProcessGroup] = {}
     members: dict[frozenset[str], list[torch.Tensor]] = {}
     for grad in grads:
-        members.setdefault(_cut_by(grad, groups), []).append(_local(grad))
+        members.setdefault(_cut_by(grad, groups), []).append(local_of(grad))
     parts = {key: _power_sum(locals_, p) for key, locals_ in members.items()}
     for name, group in groups.items():
         _reduce_over(name, group, parts, p)

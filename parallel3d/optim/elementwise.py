@@ -98,7 +98,7 @@ def check_one_by_one(
                 shares = [[p] for p in params] if apart else [params]
                 optimizers = [optimizer_class([{**group, "params": s}], **options) for s in shares]
                 _steps(optimizers, params, list(both[1:]))
-            except Exception:
+            except Exception:  # of a trial on sizes and a device that are not the user's
                 return
             ends.append(torch.stack([p.detach() for p in params]))
     moved = (ends[0] - both[0]).abs().max()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from parallel3d._compat import get_local_tensor, unscale_
 from parallel3d._tree import tensors_in
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
 from parallel3d.optim._ranks import group_of
 from parallel3d.optim._scaled import mark_scaled
 
@@ -127,12 +128,12 @@ class GradScaler(torch.amp.GradScaler):
 def _local_values(param: torch.Tensor) -> torch.Tensor:
     """The part of the gradient of ``param`` that is in this rank's memory; of a sparse one its values."""
     grad = param.grad
+    if waits_for_reduction(grad):
+        raise StateError(
+            f"GradScaler: the gradient of a parameter of shape {tuple(param.shape)} waits for its reduction. "
+            "Unscale after the backward of the last micro-batch"
+        )
     if isinstance(grad, DTensor):
-        if any(placement.is_partial() for placement in grad.placements):
-            raise StateError(
-                f"GradScaler: the gradient of a parameter of shape {tuple(param.shape)} is {grad.placements} "
-                "on its mesh: it waits for its reduction. Unscale after the backward of the last micro-batch"
-            )
         return get_local_tensor(grad)
     assert grad is not None
     if grad.is_sparse:

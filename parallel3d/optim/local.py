@@ -173,10 +173,9 @@ class LocalMatrixSteps:
 
 def _check_not_replaced(groups: list[dict[str, Any]]) -> None:
     """Raises if a step has nothing to do because the model was sharded after the optimizer was made."""
-    params = [param for group in groups for param in group["params"]]
-    if any(param.grad is not None for param in params):
+    if any(param.grad is not None for group in groups for param in group["params"]):
         return
-    for param in params:
+    for param in (param for group in groups for param in group["params"]):
         owner = owner_of(param)
         if owner is not None and owner.sharded is not param:
             raise StateError(

@@ -7,6 +7,7 @@ is what ``optimizer.state`` shows under its parameters: DTensors, placed as they
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from parallel3d.errors import StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.buckets.grads import flat_gradient
+from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.storage import with_own_storage
 
@@ -74,15 +76,15 @@ def reduced(grad: torch.Tensor) -> torch.Tensor:
     Raises:
         StateError: it waits.
     """
-    if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+    if waits_for_reduction(grad):
         raise StateError(
-            f"a gradient of shape {tuple(grad.shape)} is {grad.placements}: it waits for its reduction. Step "
-            "after the backward of the last micro-batch"
+            f"a gradient of shape {tuple(grad.shape)} waits for its reduction. Step after the backward of "
+            "the last micro-batch"
         )
     return grad
 
 
-class Piece:
+class Piece(ABC):
     """Some parameters of one group, stepped on as one plain tensor.
 
     Attributes:
@@ -94,21 +96,21 @@ class Piece:
     tensor: nn.Parameter
 
     @property
+    @abstractmethod
     def is_current(self) -> bool:
         """Whether the parameters still live in ``tensor``, and the piece can be stepped on as one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grad(self) -> torch.Tensor | None:
         """The gradient, in the shape and dtype of ``tensor``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
         """A state of ``tensor``, parameter by parameter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, states: list[State]) -> State | None:
         """The states of the parameters as that of ``tensor``; None if they can't be one's."""
-        raise NotImplementedError
 
     def is_elementwise(self, value: Any) -> bool:
         """Whether ``value``, in a state, has an element for each of ``tensor``: others are single numbers."""

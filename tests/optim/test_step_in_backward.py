@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
-from side_by_side import side_by_side
+from side_by_side import Sides, side_by_side
 from stepped import build, local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -78,6 +78,17 @@ def check_training(
 
 
 TIED = functools.partial(Lm, layers=1, tied=True)
+
+
+def train_apart(sides: Sides) -> None:
+    """All of the plain steps first: any optimizer's step lets gathered weights be gathered anew."""
+    plain = adamw(sides.plain.parameters())
+    optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
+    for step in range(3):
+        sides.step_plain(plain, step)
+    for step in range(3):
+        sides.loss(step).backward()
+    sides.check()
 
 
 class TestWeights:
@@ -149,15 +160,7 @@ class TestWeights:
             return model
 
         with side_by_side((1, 2, 1), Twice, apply) as sides:
-            plain = adamw(sides.plain.parameters())
-            optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
-            for step in range(
-                3
-            ):  # before: any optimizer's step lets gathered weights be gathered anew
-                sides.step_plain(plain, step)
-            for step in range(3):
-                sides.loss(step).backward()
-            sides.check()
+            train_apart(sides)
 
     def test_units_that_are_left_at_the_end_of_the_backward(self) -> None:
         """A parameter that gets no gradient; what stays gathered are the weights from before."""
@@ -176,15 +179,7 @@ class TestWeights:
             return model
 
         with side_by_side((1, 2, 1), build, apply) as sides:
-            plain = adamw(sides.plain.parameters())
-            optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
-            for step in range(
-                3
-            ):  # before: any optimizer's step lets gathered weights be gathered anew
-                sides.step_plain(plain, step)
-            for step in range(3):
-                sides.loss(step).backward()
-            sides.check()
+            train_apart(sides)
 
     def test_without_a_shard_axis(self) -> None:
         """Where forward computes with the shards themselves."""

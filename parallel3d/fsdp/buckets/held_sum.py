@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, make_dtensor, set_grad
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.param import ShardedParam
 
-__all__ = ["HeldSum"]
+__all__ = ["HeldSum", "waits_for_reduction"]
+
+
+def waits_for_reduction(grad: torch.Tensor | None) -> bool:
+    """Whether ``grad`` is a sum that is still to be reduced, and not the gradient."""
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
 class HeldSum:
