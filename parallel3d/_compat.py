@@ -354,6 +354,13 @@ def value_on_rank(value: Any, rank: int) -> Any:
     return value
 
 
+def ranks_of(value: torch.SymInt) -> Iterator[int]:
+    """The simulated ranks that ``value``, a number that differs by rank, has a value for."""
+    node = value.node
+    assert isinstance(node, LocalIntNode)
+    return iter(node._local_ints)
+
+
 def simulation_off() -> AbstractContextManager[None]:
     """Within it tensors are plain, also where ranks are simulated: for what no rank does as such."""
     mode = local_tensor_mode()

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d._packing import Packing
+
 __all__ = ["ParamLayout", "get_param_layout", "local_chunk", "set_param_layout"]
 
 _ATTRIBUTE = "_parallel3d_layout"
@@ -25,10 +27,12 @@ class ParamLayout:
             it sees a DTensor on the ``tp`` axis, as torch's own parallel styles need.
         tp_grad: ``"whole"``: each tp rank's gradient is complete for what it holds.
             ``"partial"``: it is a part, which the engine sums over ``tp`` once per bucket.
+        packing: the rows each tp rank holds, where they are not ``torch.chunk``'s.
     """
 
     compute: Literal["local", "dtensor"] = "dtensor"
     tp_grad: Literal["whole", "partial"] = "whole"
+    packing: Packing | None = None
 
 
 def set_param_layout(param: nn.Parameter, layout: ParamLayout) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 from parallel3d._compat import make_dtensor, make_spec, ranks_are_simulated
 from parallel3d._layout import local_chunk, set_param_layout
+from parallel3d._packed import make_packed
 from parallel3d.errors import MeshError, PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
@@ -78,12 +79,19 @@ def _find_modules(plan: "ResolvedPlan", model: nn.Module) -> list[nn.Module]:
 def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
     """The parameter as a DTensor on ``tp``, of which this rank holds its chunk."""
     whole = param.detach()
-    if isinstance(rule.placement, Shard):
+    if rule.packing is not None:
+        local = rule.packing.take(whole, axis.rank)
+    elif isinstance(rule.placement, Shard):
         local = local_chunk(whole, rule.placement.dim, axis.size, axis.rank)
     else:
         local = _own_copy(whole)
     spec = make_spec(axis.mesh, (rule.placement,), param.shape, param.dtype)
-    new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
+    made = (
+        make_dtensor(local, spec)
+        if rule.packing is None
+        else make_packed(local, spec, rule.packing, 0)
+    )
+    new = nn.Parameter(made, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)  # marks people put on parameters, such as "no weight decay"
     set_param_layout(new, rule.layout)
     return new

@@ -9,6 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from parallel3d._layout import ParamLayout
+from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
 
 __all__ = [
@@ -24,15 +25,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ParamRule:
-    """What becomes of one parameter: its placement on ``tp`` and what its gradient is there."""
+    """What becomes of one parameter: its placement on ``tp`` and what its gradient is there.
+
+    Attributes:
+        placement: on ``tp``.
+        tp_grad: as in ``ParamLayout``.
+        packing: the rows of ``placement.dim`` each rank holds, where they are not ``torch.chunk``'s.
+    """
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
+    packing: Packing | None = None
 
     @property
     def layout(self) -> ParamLayout:
         """The mark the engine reads."""
-        return ParamLayout(compute="local", tp_grad=self.tp_grad)
+        return ParamLayout(compute="local", tp_grad=self.tp_grad, packing=self.packing)
 
     @property
     def changes_compute(self) -> bool:
@@ -42,7 +50,8 @@ class ParamRule:
     def describe(self) -> str:
         """The rule in words."""
         if isinstance(self.placement, Shard):
-            return f"split along dim {self.placement.dim}"
+            packed = "" if self.packing is None else f" as {self.packing.rows}"
+            return f"split along dim {self.placement.dim}{packed}"
         return "whole" if self.tp_grad == "whole" else "whole with its gradient summed"
 
 

@@ -1,4 +1,4 @@
-"""The forwards that styles give to module instances, and what those forwards need to know.
+"""Giving a module instance a tensor-parallel forward, and what such forwards share.
 
 A forward is a plain function, the method of a subclass that the module's class becomes; all it needs
 lies in the module's ``_parallel3d_tp``. So a copy of a model has its own, ``torch.compile`` traces it,
@@ -13,28 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from parallel3d._compat import assert_async
 from parallel3d._forward import as_if, wrap_forward
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
-    gather_from_tp,
     gather_sequence,
     reduce_from_tp,
     reduce_scatter_sequence,
-    scatter_sequence,
-    split_to_tp,
 )
 
 if TYPE_CHECKING:
-    from parallel3d.tp.styles import Style
+    from parallel3d.tp.styles.base import Style
 
-__all__ = ["SequenceLength", "TpState", "bind_forward"]
+__all__ = ["SequenceLength", "TpState", "bind_forward", "finish_sum", "map_first", "take_input"]
 
 _STATE = "_parallel3d_tp"
 
@@ -109,7 +103,7 @@ def bind_forward(module: nn.Module, forward: Any, state: TpState) -> None:
     module.__dict__[_STATE] = state
 
 
-def _take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+def take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
     if layout == "replicate":
         return copy_to_tp(x, tp.axis)
     if layout == "sequence":
@@ -117,111 +111,14 @@ def _take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
     return x  # "gathered": the enclosing PrepareInput did it, and sums the gradient
 
 
-def _finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+def finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
     if layout == "replicate":
         return reduce_from_tp(y, tp.axis, in_place=True)  # y was made for this
     tp.sequence.length = y.shape[dim]
     return reduce_scatter_sequence(y, dim, tp.axis)
 
 
-def colwise_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> (..., out / tp), or (..., out) when gathered."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    x = _take_input(input, style.input, style.sequence_dim, tp)
-    y = F.linear(x, self.weight, self.bias)
-    if style.output == "replicate":
-        y = gather_from_tp(y, -1, self.out_features, tp.axis)
-    return y
-
-
-def rowwise_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in / tp), or (..., in) when it is to be split, -> (..., out)."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    x = input
-    if style.input == "replicate":
-        x = split_to_tp(x, -1, tp.axis)
-    elif isinstance(x.shape[-1], int) and x.shape[-1] == self.in_features != self.weight.shape[1]:
-        raise StateError(
-            f"a Rowwise linear of {self.in_features} input features got all of them, but each tp "
-            f'rank\'s part was expected (the output of Colwise). Rowwise(input="replicate") splits '
-            "a whole input."
-        )
-    y = _finish_sum(F.linear(x, self.weight), style.output, style.sequence_dim, tp)
-    # After the sum: added before, it would count tp times.
-    return y if self.bias is None else y + self.bias
-
-
-def colwise_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width / tp), or (..., width) when gathered."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    y = tp.inner(self, input)
-    if style.output == "replicate":
-        y = gather_from_tp(y, -1, self.embedding_dim, tp.axis)
-    return y
-
-
-def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width): each rank looks up the ids it holds, the sum has them all.
-
-    An id outside the vocabulary is an error on every rank, as in the plain module.
-    """
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
-    start = tp.axis.rank * chunk
-    ids = input
-    if isinstance(start, torch.SymInt):  # simulated ranks: a factory call makes one tensor each
-        ids = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device).copy_(ids)
-    assert_async(((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}")
-    local = ids - start
-    elsewhere = (local < 0) | (local >= chunk)
-    weight = self.weight
-    if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
-        weight = F.pad(weight, (0, 0, 0, 1))  # one to look id 0 up in
-    y = F.embedding(local.masked_fill(elsewhere, 0), weight)
-    y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
-    if self.padding_idx is not None:  # its row is looked up but not trained
-        y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
-    return _finish_sum(y, style.output, style.sequence_dim, tp)
-
-
-def sequence_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module on this rank's part of the sequence; splits before and joins after as asked."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    dim = style.sequence_dim
-
-    def split(x: Tensor) -> Tensor:
-        tp.sequence.length = x.shape[dim]
-        return scatter_sequence(x, dim, tp.axis)
-
-    if style.input == "replicate":
-        args, kwargs = _map_first(tp, args, kwargs, split)
-    y = tp.inner(self, *args, **kwargs)
-    if style.output == "replicate":
-        y = gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
-    return y
-
-
-def prepare_input(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module on an input copied or gathered once for all its children."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-
-    def take(x: Tensor) -> Tensor:
-        return _take_input(x, style.layout, style.sequence_dim, tp)
-
-    args, kwargs = _map_first(tp, args, kwargs, take)
-    for name in style.keywords:
-        if name != tp.first and isinstance(kwargs.get(name), Tensor):
-            kwargs[name] = take(kwargs[name])
-    return tp.inner(self, *args, **kwargs)
-
-
-def _map_first(
+def map_first(
     tp: TpState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -39,8 +39,9 @@ class PlannedParam:
         """Shape of the largest part a rank holds."""
         if not isinstance(self.rule.placement, Shard):
             return self.shape
-        dim = self.rule.placement.dim
-        return (*self.shape[:dim], -(-self.shape[dim] // tp), *self.shape[dim + 1 :])
+        dim, packing = self.rule.placement.dim, self.rule.packing
+        rows = -(-self.shape[dim] // tp) if packing is None else max(packing.lengths)
+        return (*self.shape[:dim], rows, *self.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""VocabParallel: the vocabulary of an embedding split over ``tp``."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+
+from parallel3d._compat import assert_async
+from parallel3d.tp.checks import (
+    ParamRule,
+    check_size,
+    fit_rules,
+    need_plain,
+    refuse_lookup_options,
+)
+from parallel3d.tp.collectives import TpAxis, gather_from_tp
+from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum
+from parallel3d.tp.styles.base import Style, summed
+
+__all__ = ["VocabParallel", "colwise_embedding"]
+
+
+@dataclass(frozen=True)
+class VocabParallel(Style):
+    """The vocabulary of an ``nn.Embedding`` split over ``tp``: each rank looks up the tokens it
+    holds. ``padding_idx`` is respected; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` are
+    refused.
+
+    Attributes:
+        output: ``"replicate"``: whole. ``"sequence"``: this rank's part along ``sequence_dim``.
+        sequence_dim: of the output, when ``output="sequence"``.
+    """
+
+    choices: ClassVar = {"output": ("replicate", "sequence")}
+
+    output: Literal["replicate", "sequence"] = "replicate"
+    sequence_dim: int = 1
+
+    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
+        need_plain(self, module, nn.Embedding)
+        refuse_lookup_options(module, scale_grad_by_freq=False)
+        check_size(module, "num_embeddings", 1, tp)
+        return fit_rules(module, weight=ParamRule(Shard(0)))
+
+    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+        bind_forward(module, vocab_parallel_embedding, TpState(self, axis, sequence))
+
+    def communicates(self) -> tuple[str, str]:
+        return summed(self.output)
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.output == "sequence"
+
+
+def colwise_embedding(self: Any, input: Tensor) -> Tensor:
+    """(...) ids -> (..., width / tp), or (..., width) when gathered."""
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    y = tp.inner(self, input)
+    if style.output == "replicate":
+        y = gather_from_tp(y, -1, self.embedding_dim, tp.axis)
+    return y
+
+
+def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
+    """(...) ids -> (..., width): each rank looks up the ids it holds, the sum has them all.
+
+    An id outside the vocabulary is an error on every rank, as in the plain module.
+    """
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
+    start = tp.axis.rank * chunk
+    ids = input
+    if isinstance(start, torch.SymInt):  # simulated ranks: a factory call makes one tensor each
+        ids = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device).copy_(ids)
+    assert_async(((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}")
+    local = ids - start
+    elsewhere = (local < 0) | (local >= chunk)
+    weight = self.weight
+    if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
+        weight = F.pad(weight, (0, 0, 0, 1))  # one to look id 0 up in
+    y = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
+    if self.padding_idx is not None:  # its row is looked up but not trained
+        y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
+    return finish_sum(y, style.output, style.sequence_dim, tp)
