@@ -79,6 +79,10 @@ class Resolution:
             before = self.ruled.get(id(module))
             if before is None:
                 fit = style.for_module(module)
+                try:
+                    fit = fit.in_model(self._modules[""], name)
+                except PlanError as error:
+                    self.problems.append(str(error))
                 self.ruled[id(module)] = RuledModule(name, pattern, fit, module)
             elif before.pattern != pattern:
                 self.problems.append(
