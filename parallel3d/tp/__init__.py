@@ -1,5 +1,6 @@
 """Tensor parallelism on local tensors: styles, plans, and the collectives under them."""
 
+from parallel3d.tp.auto import auto_plan
 from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
@@ -46,6 +47,7 @@ __all__ = [
     "Style",
     "TpAxis",
     "VocabParallel",
+    "auto_plan",
     "check_same_batch",
     "copy_to_tp",
     "gather_from_tp",

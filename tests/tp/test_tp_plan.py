@@ -108,9 +108,8 @@ def test_a_star_does_not_cross_a_dot():
 
 def test_an_unmatched_rule_shows_the_nearest_names():
     said = problems(Model(), {"layers.*.wk": "colwise"})
-    assert "'layers.*.wk' matches no module; nearest: 'layers.*.w" in said
-    said = problems(Model(), {"head.weight": "colwise"})
-    assert "'head.weight' is a parameter" in said
+    assert "'layers.*.wk' matches no module and no parameter; nearest: 'layers.*.w" in said
+    assert "nearest: 'conv.weight'" in problems(Model(), {"conv.weigt": "colwise"})
     assert "the model's modules are 'embed', 'layers'" in problems(Model(), {"zzz": "colwise"})
 
 

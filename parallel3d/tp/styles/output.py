@@ -122,14 +122,14 @@ class RopeOutput(Style):
             size = getattr(place, "qk_rope_head_dim", None)
             if isinstance(size, int) and size > 0:
                 return replace(self, features=size)
-        raise PlanError(
-            f"module {name!r}: neither the module around it nor the model's config has a qk_rope_head_dim; "
-            "give RopeOutput(features=...)"
-        )
+        return self
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if not self.features:
-            raise PlanError("RopeOutput needs the number of features: RopeOutput(features=...)")
+            raise PlanError(
+                "neither the module around it nor the model's config has a qk_rope_head_dim; give "
+                "RopeOutput(features=...)"
+            )
         own = [name for name, p in module._parameters.items() if p is not None]
         return fit_rules(module, **{name: ParamRule(Replicate()) for name in own})
 
