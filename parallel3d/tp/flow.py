@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parallel3d._tree import tensors_in
-from parallel3d.tp.styles import Colwise, PrepareInput, Replicated, Rowwise, Style
+from parallel3d.tp.styles import (
+    Colwise,
+    Experts,
+    LocalParams,
+    PrepareInput,
+    Replicated,
+    RopeOutput,
+    Rowwise,
+    Style,
+)
 
 __all__ = ["Clash", "Flow", "Meeting", "trace_flow"]
 
@@ -156,8 +165,8 @@ class _Watch(TorchFunctionMode):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
-        if style is not None and _puts_out_its_input(style):  # its code chooses by values
-            module.forward = lambda x, *args, **kwargs: x * 1
+        if isinstance(style, Experts):  # its code chooses by values
+            module.forward = lambda *args, **kwargs: next(tensors_in((args, kwargs))) * 1
 
     def _check_input(self, path: str, style: Any, args: Any, kwargs: Any) -> None:
         given = [self._get(x) for x in tensors_in((args, kwargs)) if x.is_floating_point()]
@@ -176,7 +185,7 @@ class _Watch(TorchFunctionMode):
         for x in tensors_in(output):
             local = isinstance(style, Colwise) and style.output == "shard"
             sources = frozenset([path]) if local else frozenset[str]()
-            copied = type(style).__name__ == "MlaKvAProj"
+            copied = isinstance(style, RopeOutput)
             self._set(x, _Value(sources, x.dim(), None, copied, path))
 
     def check_result(self, result: Any) -> None:
@@ -259,17 +268,13 @@ def _said(sources: frozenset[str]) -> str:
 
 def _is_transparent(style: Style) -> bool:
     """Whether the module's own code runs on what it is given."""
-    return isinstance(style, (Replicated, PrepareInput)) or type(style).__name__ == "LocalParams"
+    return isinstance(style, (Replicated, PrepareInput, LocalParams))
 
 
 def _wants(style: Style) -> str:
     """What a style's module must be given: ``"whole"``, ``"local"`` or anything."""
-    if isinstance(style, Colwise) or type(style).__name__ in ("Experts", "MlaKvAProj"):
+    if isinstance(style, (Colwise, Experts, RopeOutput)):
         return "whole"
     if isinstance(style, Rowwise):
         return "local" if style.input == "shard" else "whole"
     return ""
-
-
-def _puts_out_its_input(style: Style) -> bool:
-    return type(style).__name__ == "Experts"

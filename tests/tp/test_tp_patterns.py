@@ -141,7 +141,9 @@ def test_a_parameter_of_a_module_whose_style_takes_none():
 
 
 def test_two_rules_on_one_parameter():
-    said = problems({"layers.*": "local_params", "layers.*.sinks": "colwise", "*.0.sinks": "colwise"})
+    said = problems(
+        {"layers.*": "local_params", "layers.*.sinks": "colwise", "*.0.sinks": "colwise"}
+    )
     assert "parameter 'layers.0.sinks' has two rules" in said
 
 
@@ -161,7 +163,9 @@ def test_a_wildcard_at_the_end_is_for_modules_only():
 def test_several_spellings_of_hugging_faces_names():
     new = {"layers.*.q_proj": "colwise_gather_output", "layers.*.o_proj": "rowwise_split_input"}
     old = {"layers.*.q_proj": "colwise_rep", "layers.*.o_proj": "rowwise_rep"}
-    assert resolve_plan(Model(), new, 2).fingerprint() == resolve_plan(Model(), old, 2).fingerprint()
+    assert (
+        resolve_plan(Model(), new, 2).fingerprint() == resolve_plan(Model(), old, 2).fingerprint()
+    )
 
 
 def test_the_model_is_not_touched_by_a_refused_plan():
