@@ -13,6 +13,7 @@ from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
+from parallel3d.tp.hf_fixes import fixes
 from parallel3d.tp.patterns import matches
 from parallel3d.tp.styles import Style
 
@@ -70,4 +71,7 @@ def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
     notes = []
     if left_out:
         notes.append(f"rules of the model's plan that match nothing here: {', '.join(left_out)}")
-    return ChosenPlan(rules, {}, tuple(notes), "the model's plan", specific_first=True)
+    added = fixes(model, rules)
+    rules |= {fix.path: fix.style for fix in added}
+    why = {fix.path: fix.why for fix in added}
+    return ChosenPlan(rules, why, tuple(notes), "the model's plan", specific_first=True)

@@ -164,7 +164,7 @@ ODDITIES: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "per_layer_config": {
             1: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 12}
-        }
+        },
     },
     "dots1": {"n_shared_experts": 1},
     "flint": {"mlp_only_layers": [0]},
