@@ -4,6 +4,7 @@ A fused gate-and-up weight is cut so that every rank has its part of gate and it
 weights are cut between heads, also where the heads don't divide. DTensor's placements can't tell such rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -80,6 +81,31 @@ class Packing:
         if not parts:
             parts = [whole.narrow(self.dim, 0, 0)]
         return torch.cat(parts, self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The other way: what the ranks hold, in their order -> the whole."""
+        pieces = []
+        for part, held in zip(parts, self.rows, strict=True):
+            start = 0
+            for first, number in held:
+                pieces.append((first, part.narrow(self.dim, start, number)))
+                start += number
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([piece for _, piece in pieces], self.dim)
+
+    def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
+        """Where ``number`` of ``rank``'s rows from ``first`` on are in the whole.
+
+        Returns:
+            (how many of them come before, the interval of the whole), one after another.
+        """
+        found, start = [], 0
+        for begin, length in self.rows[rank]:
+            low, high = max(first, start), min(first + number, start + length)
+            if low < high:
+                found.append((low - first, (begin + low - start, high - low)))
+            start += length
+        return found
 
 
 def cut_sections(
