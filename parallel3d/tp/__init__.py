@@ -10,6 +10,7 @@ from parallel3d.tp.collectives import (
     scatter_sequence,
     split_to_tp,
 )
+from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
 from parallel3d.tp.same_batch import check_same_batch
@@ -26,6 +27,7 @@ from parallel3d.tp.styles import (
 __all__ = [
     "STYLE_NAMES",
     "Colwise",
+    "PlannedAttribute",
     "PlannedModule",
     "PlannedParam",
     "PrepareInput",
@@ -40,6 +42,7 @@ __all__ = [
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",
+    "local_attributes",
     "parse_style",
     "reduce_from_tp",
     "reduce_scatter_sequence",

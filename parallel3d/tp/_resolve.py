@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.styles import (
     Colwise,
@@ -44,6 +45,8 @@ class Resolution:
         ruled: the modules with a style, by identity, so that one with two paths counts once.
         problems: what is wrong.
         notes: what was done that the plan doesn't say.
+        modules: the model's, by path.
+        attributes: what modules' attributes become on each rank.
     """
 
     def __init__(self, model: nn.Module, tp: int) -> None:
@@ -51,8 +54,9 @@ class Resolution:
         self.ruled: dict[int, RuledModule] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.attributes: list[PlannedAttribute] = []
         self._rules_given = 0
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self._params = dict(model.named_parameters(remove_duplicate=False))
 
     # ---- patterns -> modules ----
@@ -70,12 +74,12 @@ class Resolution:
         except PlanError as error:
             self.problems.append(f"rule {pattern!r}: {error}")
             return
-        matched = [name for name in self._modules if matches(pattern, name)]
+        matched = [name for name in self.modules if matches(pattern, name)]
         if not matched:
             said = f"rule {pattern!r} matches no module; {self._nearest(pattern)}"
             (self.problems if strict else self.notes).append(said)
         for name in matched:
-            module = self._modules[name]
+            module = self.modules[name]
             before = self.ruled.get(id(module))
             if before is None:
                 fit = style.for_module(module)
@@ -90,7 +94,7 @@ class Resolution:
         if pattern in self._params:
             return f"{pattern!r} is a parameter; a rule names the module that owns it"
         # Numbered modules once each, so that one layer's names don't fill the list.
-        names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self._modules if name)
+        names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self.modules if name)
         wanted = re.sub(r"\b\d+\b", "*", pattern)
         near = difflib.get_close_matches(wanted, names, 3, 0.4)
         if not near:
@@ -106,7 +110,7 @@ class Resolution:
         paths: dict[int, str] = {}
         for path, param in self._params.items():
             parent, _, name = path.rpartition(".")
-            module = self._modules[parent]
+            module = self.modules[parent]
             paths.setdefault(id(param), path)
             owners.setdefault(id(param), {})[id(module), name] = (module, name)
         for key, found in owners.items():
@@ -115,7 +119,7 @@ class Resolution:
     def add_tied_embeddings(self) -> None:
         """Gives an embedding without a rule that shares a column-parallel head's weight the
         vocabulary-parallel style, which splits the same dim."""
-        names = {id(module): name for name, module in reversed(self._modules.items())}
+        names = {id(module): name for name, module in reversed(self.modules.items())}
         for _, owners in self._owners():
             heads = [
                 ruled
@@ -145,7 +149,7 @@ class Resolution:
 
     def ruled_in_order(self) -> list[tuple[int, RuledModule]]:
         """The modules with a style, in the model's order, whatever the order of the rules."""
-        place = {name: i for i, name in enumerate(self._modules)}
+        place = {name: i for i, name in enumerate(self.modules)}
         return sorted(self.ruled.items(), key=lambda item: place[item[1].name])
 
     # ---- checks ----
@@ -172,7 +176,7 @@ class Resolution:
         self._check_sequence()
 
     def _check_shared(self, rules: dict[int, dict[str, ParamRule]]) -> None:
-        names = {id(module): name for name, module in reversed(self._modules.items())}
+        names = {id(module): name for name, module in reversed(self.modules.items())}
         for _, owners in self._owners():
             if len(owners) == 1:
                 continue
@@ -206,7 +210,7 @@ class Resolution:
                     f"module {ruled.name!r} as {ruled.style}: no module around it has the style "
                     'PrepareInput, which prepares a "gathered" input'
                 )
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             if isinstance(module, _READS_CHILDREN):
                 inside = [
                     r.name

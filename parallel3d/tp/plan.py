@@ -16,6 +16,8 @@ from parallel3d.errors import PlanError
 from parallel3d.tp._resolve import Resolution
 from parallel3d.tp.apply import apply_plan
 from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.heads import align_heads
+from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.styles import Style
 
 __all__ = ["PlannedModule", "PlannedParam", "ResolvedPlan", "resolve_plan"]
@@ -71,12 +73,14 @@ class ResolvedPlan:
         unplanned: names of the parameters no style has; they stay plain tensors, whole on every
             rank.
         notes: what the resolution did that the plan doesn't say.
+        attributes: what numbers that modules keep, such as of heads, become on each rank.
     """
 
     tp_size: int
     modules: tuple[PlannedModule, ...]
     unplanned: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    attributes: tuple[PlannedAttribute, ...] = ()
 
     def fingerprint(self) -> str:
         """Text that is equal on two ranks exactly when they would do the same."""
@@ -84,6 +88,7 @@ class ResolvedPlan:
         for m in self.modules:
             params = ", ".join(f"{p.name} {p.shape} {p.rule}" for p in m.params)
             lines.append(f"{m.name}: {m.style!r} [{params}]")
+        lines += [f"{a.module}.{a.name} = {a.values}" for a in self.attributes]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -101,6 +106,7 @@ class ResolvedPlan:
                 f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters "
                 f"({', '.join(self.unplanned[:4])}{', ...' if len(self.unplanned) > 4 else ''})"
             )
+        lines += [f"Attribute: {line}" for line in describe_attributes(self.attributes)]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -155,6 +161,7 @@ def resolve_plan(
     for pattern, value in plan.items():
         resolution.add_rule(pattern, value, strict=strict)
     resolution.add_tied_embeddings()
+    align_heads(resolution)
     rules = resolution.rules()
     resolution.check_as_a_whole(rules)
     if resolution.problems:
@@ -175,7 +182,11 @@ def resolve_plan(
         for key, ruled in resolution.ruled_in_order()
     )
     return ResolvedPlan(
-        tp_size, modules, tuple(resolution.unplanned(rules)), tuple(resolution.notes)
+        tp_size,
+        modules,
+        tuple(resolution.unplanned(rules)),
+        tuple(resolution.notes),
+        tuple(resolution.attributes),
     )
 
 

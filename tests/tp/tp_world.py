@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._layout import get_param_layout
+from parallel3d._packing import Packing
 from parallel3d.testing.worlds import LocalWorld, local_world
 from parallel3d.tp import resolve_plan
 
@@ -33,9 +34,12 @@ class Local:
     param: nn.Parameter
     dim: int | None
     partial: bool
+    packing: Packing | None = None
 
     def full_grad(self, world: LocalWorld) -> Tensor:
         grads = world.per_rank(self.param.grad)
+        if self.packing is not None:
+            return unpacked(grads, self.packing)
         if self.dim is not None:
             return torch.cat(grads, self.dim)
         if self.partial:
@@ -62,7 +66,9 @@ def use_local_tensors(model: nn.Module, world: LocalWorld) -> dict[str, Local]:
                 else:
                     dim, plain = None, param.detach()
                     local = world.map(lambda rank, plain=plain: plain.clone())
-                made[id(param)] = Local(nn.Parameter(local), dim, layout.tp_grad == "partial")
+                made[id(param)] = Local(
+                    nn.Parameter(local), dim, layout.tp_grad == "partial", layout.packing
+                )
             module._parameters[name] = made[id(param)].param
     by_param = {id(m.param): m for m in made.values()}
     return {name: by_param[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -110,6 +116,20 @@ def check_parity(
         assert params.keys() == grads.keys()
         for name, local in params.items():
             same(local.full_grad(world), grads[name])
+
+
+def unpacked(parts: list[Tensor], packing: Packing) -> Tensor:
+    """The whole of which each rank's part holds the packing's rows."""
+    shape = list(parts[0].shape)
+    shape[packing.dim] = packing.size
+    whole = parts[0].new_zeros(shape)
+    for part, intervals in zip(parts, packing.rows, strict=True):
+        at = 0
+        for first, number in intervals:
+            rows = part.narrow(packing.dim, at, number)
+            whole.narrow(packing.dim, first, number).copy_(rows)
+            at += number
+    return whole
 
 
 def _generator(seed: int) -> torch.Generator:

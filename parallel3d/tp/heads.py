@@ -1,0 +1,159 @@
+"""Sizes of attention layers that don't divide: whole heads for every rank, as evenly as can be.
+
+==================================== ====================================================================
+key and value heads divide           nothing to do: ``torch.chunk`` cuts between heads
+at least as many as ranks            each rank gets whole heads, the first ranks one more; the query heads
+                                     go with the key and value head that they attend to
+fewer, but enough query heads        key and value projections whole at rest; each rank computes the heads
+                                     its query heads attend to (``GroupedKv``)
+fewer query heads than ranks, or     the whole layer on every rank, its weights split at rest: right, but
+a layer that isn't understood        not faster; a note of the plan says so
+==================================== ====================================================================
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel3d.tp._resolve import Resolution
+from parallel3d.tp.attention import (
+    GROUP_SIZES,
+    KV_NUMBERS,
+    NUMBERS,
+    Attention,
+    Projection,
+    find_attention,
+)
+from parallel3d.tp.local_attributes import local_attributes, reads_of
+from parallel3d.tp.styles import Colwise, Replicated, Rowwise, Style
+from parallel3d.tp.styles.heads import GroupedKv, HeadColwise, HeadRowwise
+
+__all__ = ["align_heads", "share_out"]
+
+
+def share_out(number: int, ranks: int) -> tuple[int, ...]:
+    """How many of ``number`` each rank gets: as many, the first ranks one more."""
+    return tuple(number // ranks + (rank < number % ranks) for rank in range(ranks))
+
+
+def align_heads(resolution: Resolution) -> None:
+    """Changes the styles of attention layers so that no head is cut, and plans their attributes."""
+    if resolution.tp == 1:
+        return
+    for layer in find_attention(resolution.ruled, resolution.modules):
+        _Alignment(resolution, layer).run()
+
+
+class _Alignment:
+    """One attention layer being fitted to the ranks."""
+
+    def __init__(self, resolution: Resolution, layer: Attention) -> None:
+        self.resolution, self.layer, self.tp = resolution, layer, resolution.tp
+
+    def run(self) -> None:
+        layer, tp = self.layer, self.tp
+        reads = reads_of(layer.module)
+        if layer.heads is None or layer.kv_heads is None:
+            if any(p.size % tp for p in layer.projections):
+                self.keep_whole(layer.why)
+            return
+        of_config = [f"config.{name}" for name in (*NUMBERS, *KV_NUMBERS)]
+        unset = sorted(reads & set(of_config)) if reads is not None else []
+        fused = any(p.role == "fused" for p in layer.inputs)
+        if unset:
+            self.keep_whole(f"its forward reads self.{unset[0]}, which all layers share")
+        elif layer.kv_heads >= tp:
+            kv = share_out(layer.kv_heads, tp)
+            if layer.kv_heads % tp:
+                self.follow_kv_heads(kv)
+            self.set_attributes([n * layer.group for n in kv], kv)
+        elif layer.heads >= tp and not fused:
+            self.group_kv_heads()
+        else:
+            self.keep_whole(
+                f"{layer.heads} heads ({layer.kv_heads} of keys and values) are too few for {tp} ranks"
+            )
+
+    def follow_kv_heads(self, kv: tuple[int, ...]) -> None:
+        """Whole groups of heads for each rank."""
+        for p in self.layer.projections:
+            self.give(p, kv)
+        self.note(f"{self.layer.kv_heads} groups of heads as {kv}")
+
+    def group_kv_heads(self) -> None:
+        """Query heads as evenly as can be; each rank with the key and value heads that they need."""
+        layer, tp = self.layer, self.tp
+        assert layer.heads is not None and layer.kv_heads is not None
+        mine = share_out(layer.heads, tp)
+        ends = [sum(mine[: rank + 1]) for rank in range(tp)]
+        # [rank][local query head] -> the key and value head it attends to
+        wanted = [
+            [head // layer.group for head in range(end - number, end)]
+            for end, number in zip(ends, mine, strict=True)
+        ]
+        each = [sorted(set(heads)) for heads in wanted]
+        groups = {heads.count(head) for heads, kv in zip(wanted, each, strict=True) for head in kv}
+        if len(groups) == 1:  # alike on all ranks: the module's own repetition does it
+            read, group = each, groups.pop()
+        else:
+            read, group = wanted, 1
+        for p in layer.projections:
+            if p.role in ("key", "value"):
+                style = p.ruled.style
+                assert isinstance(style, Colwise)
+                made = GroupedKv(
+                    input=style.input,
+                    sequence_dim=style.sequence_dim,
+                    kv_heads=layer.kv_heads,
+                    heads=tuple(map(tuple, read)),
+                )
+                self.put(p, made)
+            elif layer.heads % tp:
+                self.give(p, mine)
+        self.set_attributes(mine, [len(heads) for heads in read], group)
+        self.note(
+            f"ranks share key and value heads: {layer.kv_heads} for {layer.heads} query heads"
+        )
+
+    def keep_whole(self, why: str) -> None:
+        """Every rank computes the whole layer."""
+        for p in self.layer.inputs:
+            self.put(p, replace(p.ruled.style, output="replicate"))  # type: ignore[call-arg]
+        for p in self.layer.outputs:
+            self.put(p, replace(p.ruled.style, input="replicate"))  # type: ignore[call-arg]
+        inside = f"{self.layer.name}." if self.layer.name else ""
+        for key, ruled in self.resolution.ruled.items():
+            if ruled.name.startswith(inside) and ruled.style == Replicated("partial"):
+                self.resolution.ruled[key] = replace(ruled, style=Replicated())
+        self.note(f"every rank computes the whole layer: {why}")
+
+    def give(self, p: Projection, heads: tuple[int, ...]) -> None:
+        """Gives a projection's ranks so many heads, or groups of heads, each."""
+        style = p.ruled.style
+        made: Style
+        if isinstance(style, Colwise):
+            made = HeadColwise(input=style.input, sequence_dim=style.sequence_dim, heads=heads)
+        else:
+            assert isinstance(style, Rowwise)
+            made = HeadRowwise(output=style.output, sequence_dim=style.sequence_dim, heads=heads)
+        self.put(p, made)
+
+    def put(self, p: Projection, style: Style) -> None:
+        self.resolution.ruled[p.key] = replace(p.ruled, style=style)
+
+    def note(self, said: str) -> None:
+        self.resolution.notes.append(f"{self.layer.name!r}: {said}")
+
+    def set_attributes(
+        self, heads: Sequence[int], kv: Sequence[int], group: int | None = None
+    ) -> None:
+        """Plans the values of the module's attributes on ranks of so many heads."""
+        layer = self.layer
+        assert layer.heads is not None and layer.kv_heads is not None
+        named = {
+            **dict.fromkeys(NUMBERS, (layer.heads, heads)),
+            **dict.fromkeys(KV_NUMBERS, (layer.kv_heads, kv)),
+            **dict.fromkeys(GROUP_SIZES, (layer.group, [group or layer.group] * self.tp)),
+        }
+        own = vars(layer.module)
+        values = {n: tuple(local) for n, (whole, local) in named.items() if own.get(n) == whole}
+        self.resolution.attributes += local_attributes(layer.name, layer.module, values)
