@@ -5,7 +5,7 @@ Read off names and sizes only, and believed only where all of them agree.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -23,7 +23,7 @@ GROUP_SIZES = ("num_key_value_groups", "num_queries_per_kv", "num_kv_groups", "n
 """... and of query heads that attend to the same key and value head."""
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
 
-Role = Literal["query", "key", "value", "fused", "other"]
+Role = Literal["query", "key", "value", "fused", "latent", "other"]
 
 _ROLES: tuple[tuple[Role, set[str]], ...] = (
     ("query", {"q", "wq", "query", "queries", "qproj"}),
@@ -40,7 +40,8 @@ class Projection:
     Attributes:
         key: of its module in ``Resolution.ruled``.
         ruled: the module and its style.
-        role: what it makes; ``"fused"``: of several kinds.
+        role: what it makes; ``"fused"``: of several kinds; ``"latent"``: keys and values for each query
+            head, as DeepSeek's kv_b_proj.
         size: how many of its features the plan splits.
     """
 
@@ -109,7 +110,7 @@ def find_attention(
             rowwise.append(Projection(key, found, "other", module.in_features))
     for parent, inputs in parents.items():
         roles = {p.role for p in inputs}
-        if "fused" not in roles and not roles >= {"query", "key"}:
+        if "fused" not in roles and not ("query" in roles and roles & {"key", "latent"}):
             continue
         # Beside the others, or as BERT has it, in a module beside theirs.
         outputs = [p for p in rowwise if p.ruled.name.rpartition(".")[0] == parent]
@@ -122,6 +123,8 @@ def find_attention(
 
 def _role(name: str) -> Role:
     words = set(re.split(r"[_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+    if "kv" in words and words & {"b", "up"}:
+        return "latent"
     found = [role for role, names in _ROLES if words & names]
     if len(found) > 1 or {"c", "attn"} <= words:
         return "fused"
@@ -131,9 +134,9 @@ def _role(name: str) -> Role:
 def _with_heads(layer: Attention) -> Attention:
     """The layer with its numbers of heads, or with why they aren't known."""
     if not layer.outputs:
-        return _unknown(layer, "no linear split by its input features follows it")
+        return replace(layer, why="no linear split by its input features follows it")
     size = _own(layer.module, _HEAD_SIZES)
-    wide = [p.size for p in layer.projections if p.role in ("query", "other")]
+    wide = [p.size for p in layer.projections if p.role in ("query", "latent", "other")]
     query = [p.size for p in layer.inputs if p.role == "query"]
 
     def may_be_heads(n: int) -> bool:
@@ -145,15 +148,13 @@ def _with_heads(layer: Attention) -> Attention:
     named = _numbers(layer.module, NUMBERS)
     heads = next((n for n in (*named, *sizes) if n > 0 and may_be_heads(n)), None)
     if heads is None:
-        return _unknown(
-            layer, f"no number of heads fits its sizes; looked for {', '.join(NUMBERS)}"
-        )
+        said = f"no number of heads fits its sizes; looked for {', '.join(NUMBERS)}"
+        return replace(layer, why=said)
     kv = _kv_heads(layer, heads, size)
     if kv is None:
-        return _unknown(
-            layer, f"no number of key and value heads, to {heads} heads, fits its sizes"
-        )
-    return Attention(layer.name, layer.module, layer.inputs, layer.outputs, heads, kv)
+        said = f"no number of key and value heads, to {heads} heads, fits its sizes"
+        return replace(layer, heads=heads, why=said)
+    return replace(layer, heads=heads, kv_heads=kv)
 
 
 def _kv_heads(layer: Attention, heads: int, size: int | None) -> int | None:
@@ -167,8 +168,11 @@ def _kv_heads(layer: Attention, heads: int, size: int | None) -> int | None:
         return heads % n == 0 and all(total % n == 0 for total in shared) and sized
 
     groups = [heads // n for n in _numbers(layer.module, GROUP_SIZES) if n > 0]
-    query = [p.size // heads for p in layer.inputs if p.role == "query"]
-    sizes = [total // unit for total in keys for unit in ([size] if size else query) if unit]
+    query = [p.size for p in layer.inputs if p.role == "query"]
+    unit = size or (query or [p.size for p in layer.outputs])[0] // heads
+    # What is fused has a key and a value for each head, and the queries unless they come apart.
+    fused = [p.size // unit - (0 if query else heads) for p in layer.inputs if p.role == "fused"]
+    sizes = [total // unit for total in keys] + [number // 2 for number in fused]
     candidates = (*_numbers(layer.module, KV_NUMBERS), *groups, *sizes)
     return next((n for n in candidates if n > 0 and may_be(n)), None)
 
@@ -184,7 +188,3 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
             value = getattr(owner, name, None)
             if type(value) is int:
                 yield value
-
-
-def _unknown(layer: Attention, why: str) -> Attention:
-    return Attention(layer.name, layer.module, layer.inputs, layer.outputs, why=why)

@@ -23,7 +23,7 @@ from parallel3d.tp.attention import (
     Projection,
     find_attention,
 )
-from parallel3d.tp.local_attributes import local_attributes, reads_of
+from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
 from parallel3d.tp.styles import Colwise, Replicated, Rowwise, Style
 from parallel3d.tp.styles.heads import GroupedKv, HeadColwise, HeadRowwise
 
@@ -53,7 +53,7 @@ class _Alignment:
         layer, tp = self.layer, self.tp
         reads = reads_of(layer.module)
         if layer.heads is None or layer.kv_heads is None:
-            if any(p.size % tp for p in layer.projections):
+            if any(p.size % tp for p in layer.projections) or (layer.heads or 0) % tp:
                 self.keep_whole(layer.why)
             return
         of_config = [f"config.{name}" for name in (*NUMBERS, *KV_NUMBERS)]
@@ -156,4 +156,10 @@ class _Alignment:
         }
         own = vars(layer.module)
         values = {n: tuple(local) for n, (whole, local) in named.items() if own.get(n) == whole}
+        for p in layer.projections:
+            whole = layer.heads_of(p)
+            local = kv if whole == layer.kv_heads else heads
+            widths = tuple(p.size // whole * number for number in local)
+            for name in width_attributes(layer.module, p.size):
+                values.setdefault(name, widths)
         self.resolution.attributes += local_attributes(layer.name, layer.module, values)

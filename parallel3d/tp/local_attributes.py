@@ -16,10 +16,41 @@ from torch import nn
 
 from parallel3d._packing import pick_by_rank
 
-__all__ = ["PlannedAttribute", "describe_attributes", "local_attributes", "reads_of"]
+__all__ = [
+    "PlannedAttribute",
+    "describe_attributes",
+    "local_attributes",
+    "reads_of",
+    "width_attributes",
+]
 
 # They run before or beside computing.
 _NOT_COMPUTING = {"__init__", "extra_repr", "reset_parameters", "_init_weights", "__repr__"}
+_WIDTH = {
+    "size",
+    "dim",
+    "width",
+    "features",
+    "channels",
+    "embd",
+    "embed",
+    "hidden",
+    "model",
+    "inner",
+}
+# Sizes of something else, which may be the same number: Mistral's sliding_window is its width.
+_NO_WIDTH = {
+    "head",
+    "heads",
+    "vocab",
+    "rope",
+    "nope",
+    "rotary",
+    "window",
+    "max",
+    "position",
+    "chunk",
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,24 @@ def local_attributes(
         if type(whole) is int and set(by_rank) != {whole}:
             planned.append(PlannedAttribute(path, name, whole, tuple(by_rank)))
     return planned
+
+
+def width_attributes(module: nn.Module, width: int) -> list[str]:
+    """The module's own attributes that hold ``width``, are named like a width, and are read in computing."""
+    reads = reads_of(module)
+    return [
+        name
+        for name, value in vars(module).items()
+        if type(value) is int
+        and value == width
+        and _is_width(name)
+        and (reads is None or name in reads)
+    ]
+
+
+def _is_width(name: str) -> bool:
+    words = set(name.split("_"))
+    return name == "all_head_size" or bool(words & _WIDTH and not words & _NO_WIDTH)
 
 
 def describe_attributes(attributes: Sequence[PlannedAttribute]) -> Iterator[str]:
