@@ -1,5 +1,6 @@
 """Tensor parallelism on local tensors: styles, plans, and the collectives under them."""
 
+from parallel3d.tp.auto import auto_plan
 from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
@@ -16,8 +17,13 @@ from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolv
 from parallel3d.tp.same_batch import check_same_batch
 from parallel3d.tp.styles import (
     Colwise,
+    Experts,
+    IdentityExpert,
+    LocalParams,
     PrepareInput,
+    PrepareOutput,
     Replicated,
+    RopeOutput,
     Rowwise,
     SequenceParallel,
     Style,
@@ -27,17 +33,23 @@ from parallel3d.tp.styles import (
 __all__ = [
     "STYLE_NAMES",
     "Colwise",
+    "Experts",
+    "IdentityExpert",
+    "LocalParams",
     "PlannedAttribute",
     "PlannedModule",
     "PlannedParam",
     "PrepareInput",
+    "PrepareOutput",
     "Replicated",
     "ResolvedPlan",
+    "RopeOutput",
     "Rowwise",
     "SequenceParallel",
     "Style",
     "TpAxis",
     "VocabParallel",
+    "auto_plan",
     "check_same_batch",
     "copy_to_tp",
     "gather_from_tp",

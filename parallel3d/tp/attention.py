@@ -6,12 +6,14 @@ Read off names and sizes only, and believed only where all of them agree.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
+from parallel3d.errors import PlanError
 from parallel3d.tp._resolve import RuledModule
 from parallel3d.tp.styles import Colwise, Rowwise
+from parallel3d.tp.styles.kinds import linear_kind
 
 __all__ = ["GROUP_SIZES", "KV_NUMBERS", "NUMBERS", "Attention", "Projection", "find_attention"]
 
@@ -43,12 +45,14 @@ class Projection:
         role: what it makes; ``"fused"``: of several kinds; ``"latent"``: keys and values for each query
             head, as DeepSeek's kv_b_proj.
         size: how many of its features the plan splits.
+        dim: of its weight that they are.
     """
 
     key: int
     ruled: RuledModule
     role: Role
     size: int
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -99,15 +103,17 @@ def find_attention(
     parents: dict[str, list[Projection]] = {}
     rowwise: list[Projection] = []
     for key, found in ruled.items():
-        module: Any = found.module
         parent, _, name = found.name.rpartition(".")
-        if not isinstance(module, nn.Linear):
+        try:
+            kind = linear_kind(found.style, found.module)
+        except PlanError:
             continue
         if isinstance(found.style, Colwise) and found.style.output == "shard":
-            made = Projection(key, found, _role(name), module.out_features)
+            made = Projection(key, found, _role(name), kind.out_features, kind.out_dim)
             parents.setdefault(parent, []).append(made)
         elif isinstance(found.style, Rowwise) and found.style.input == "shard":
-            rowwise.append(Projection(key, found, "other", module.in_features))
+            made = Projection(key, found, "other", kind.in_features, kind.in_dim)
+            rowwise.append(made)
     for parent, inputs in parents.items():
         roles = {p.role for p in inputs}
         if "fused" not in roles and not ("query" in roles and roles & {"key", "latent"}):

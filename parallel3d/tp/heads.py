@@ -11,9 +11,12 @@ a layer that isn't understood        not faster; a note of the plan says so
 ==================================== ====================================================================
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
+from parallel3d._packing import Packing
 from parallel3d.tp._resolve import Resolution
 from parallel3d.tp.attention import (
     GROUP_SIZES,
@@ -24,15 +27,29 @@ from parallel3d.tp.attention import (
     find_attention,
 )
 from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
-from parallel3d.tp.styles import Colwise, Replicated, Rowwise, Style
-from parallel3d.tp.styles.heads import GroupedKv, HeadColwise, HeadRowwise
+from parallel3d.tp.styles import Colwise, LocalParams, Replicated, Rowwise, Style
+from parallel3d.tp.styles.grouped_kv import GroupedKv
+from parallel3d.tp.styles.sections import sections_of
 
-__all__ = ["align_heads", "share_out"]
+__all__ = ["align_heads", "pack_heads", "share_out"]
 
 
 def share_out(number: int, ranks: int) -> tuple[int, ...]:
     """How many of ``number`` each rank gets: as many, the first ranks one more."""
     return tuple(number // ranks + (rank < number % ranks) for rank in range(ranks))
+
+
+def pack_heads(dim: int, sections: tuple[int, ...], heads: tuple[int, ...]) -> Packing:
+    """The packing of a ``dim`` packed of ``sections``, of each of which a rank holds so many heads."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in heads]
+    at = 0
+    for section in sections:
+        unit = section // sum(heads)
+        for held, number in zip(rows, heads, strict=True):
+            if number:
+                held.append((at, number * unit))
+            at += number * unit
+    return Packing(dim, tuple(tuple(held) for held in rows))
 
 
 def align_heads(resolution: Resolution) -> None:
@@ -77,6 +94,7 @@ class _Alignment:
         """Whole groups of heads for each rank."""
         for p in self.layer.projections:
             self.give(p, kv)
+        self.give_raw(kv)
         self.note(f"{self.layer.kv_heads} groups of heads as {kv}")
 
     def group_kv_heads(self) -> None:
@@ -109,6 +127,8 @@ class _Alignment:
                 self.put(p, made)
             elif layer.heads % tp:
                 self.give(p, mine)
+        if layer.heads % tp:
+            self.give_raw(mine)
         self.set_attributes(mine, [len(heads) for heads in read], group)
         self.note(
             f"ranks share key and value heads: {layer.kv_heads} for {layer.heads} query heads"
@@ -124,18 +144,40 @@ class _Alignment:
         for key, ruled in self.resolution.ruled.items():
             if ruled.name.startswith(inside) and ruled.style == Replicated("partial"):
                 self.resolution.ruled[key] = replace(ruled, style=Replicated())
+        self.put_raw(lambda style, param: None)
         self.note(f"every rank computes the whole layer: {why}")
 
     def give(self, p: Projection, heads: tuple[int, ...]) -> None:
         """Gives a projection's ranks so many heads, or groups of heads, each."""
         style = p.ruled.style
-        made: Style
-        if isinstance(style, Colwise):
-            made = HeadColwise(input=style.input, sequence_dim=style.sequence_dim, heads=heads)
-        else:
-            assert isinstance(style, Rowwise)
-            made = HeadRowwise(output=style.output, sequence_dim=style.sequence_dim, heads=heads)
-        self.put(p, made)
+        assert isinstance(style, (Colwise, Rowwise)) and not isinstance(style.packed, Packing)
+        sections = sections_of(p.ruled.name, p.size, style.packed)
+        packing = pack_heads(p.dim, sections, heads)
+        self.put(p, replace(style, packed=packing, multiple_of=1))
+
+    def give_raw(self, heads: tuple[int, ...]) -> None:
+        """Gives each rank so many heads' part of the layer's own parameters that the plan splits."""
+
+        def fit(style: Style, param: Tensor) -> Style | None:
+            dim = max(param.dim() - 2, 0)
+            if not isinstance(style, Colwise) or param.shape[dim] % sum(heads):
+                return style
+            return replace(style, packed=pack_heads(dim, (param.shape[dim],), heads))
+
+        self.put_raw(fit)
+
+    def put_raw(self, fit: Callable[[Style, Tensor], Style | None]) -> None:
+        """Changes the rules of the layer's own parameters; None: whole, with whole gradients."""
+        module = self.layer.module
+        ruled = self.resolution.ruled.get(id(module))
+        if ruled is None or not isinstance(ruled.style, LocalParams):
+            return
+        old, params = dict(ruled.style.params), module._parameters
+        new = {n: fit(style, param) for n, style in old.items() if (param := params[n]) is not None}
+        kept = tuple((name, style) for name, style in new.items() if style is not None)
+        grad = ruled.style.tp_grad if kept else "whole"
+        style = replace(ruled.style, params=kept, tp_grad=grad)
+        self.resolution.ruled[id(module)] = replace(ruled, style=style)
 
     def put(self, p: Projection, style: Style) -> None:
         self.resolution.ruled[p.key] = replace(p.ruled, style=style)

@@ -5,7 +5,7 @@ meta models; the :class:`ResolvedPlan` it returns can be printed, compared betwe
 and applied.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.errors import PlanError
 from parallel3d.tp._resolve import Resolution
 from parallel3d.tp.apply import apply_plan
+from parallel3d.tp.auto import choose
 from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.chosen import ChosenPlan, Plan, check_plan_type
 from parallel3d.tp.heads import align_heads
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.styles import Style
@@ -55,12 +57,14 @@ class PlannedModule:
         pattern: the plan's key that matched it.
         style: what it gets.
         params: its own parameters, in its order.
+        why: where the rule comes from, when it isn't the user's.
     """
 
     name: str
     pattern: str
     style: Style
     params: tuple[PlannedParam, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,27 +132,26 @@ class ResolvedPlan:
 
 
 def resolve_plan(
-    model: nn.Module, plan: Mapping[str, str | Style], tp_size: int, *, strict: bool = True
+    model: nn.Module, plan: Plan, tp_size: int, *, strict: bool = True
 ) -> ResolvedPlan:
     """Resolves ``plan`` against ``model`` for ``tp_size`` ranks; changes nothing.
 
     Args:
         model: a plain model, possibly on the meta device.
-        plan: pattern -> style or style name. A pattern is a module's path in which ``*`` stands for
-            any characters within one segment (also ``?`` and ``[...]``); ``""`` is the root.
+        plan: pattern -> style or style name. A pattern is the path of a module, or of a parameter
+            (its own name without wildcards) whose module has a style that takes rules for parameters.
+            In it ``*`` stands for any characters within one segment (also ``?`` and ``[...]``) and
+            ``{q,k,v}_proj`` for three names; ``""`` is the root. ``"auto"``: the plan
+            :func:`auto_plan` finds.
         tp_size: ranks of the ``tp`` axis.
-        strict: a rule that matches no module is an error; otherwise a note of the result.
+        strict: a rule that matches nothing is an error; otherwise a note of the result.
 
     Raises:
         PlanError: lists everything that is wrong: unmatched rules, two rules on one module, styles
             that don't fit their module, sizes that can't be shared by ``tp_size`` ranks, shared
             parameters split in two ways, a model that is parallel already, an empty plan.
     """
-    if not isinstance(plan, Mapping):
-        raise PlanError(
-            f"the plan is {plan!r}; it must be a dict from module-name patterns to styles, such as "
-            '{"layers.*.wq": "colwise"}'
-        )
+    check_plan_type(plan)
     if type(tp_size) is not int or tp_size < 1:
         raise PlanError(f"tp_size {tp_size!r}: an axis has at least one rank, as an int")
     parallel = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
@@ -157,9 +160,10 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
+    chosen = choose(model, tp_size) if isinstance(plan, str) else ChosenPlan(plan)
     resolution = Resolution(model, tp_size)
-    for pattern, value in plan.items():
-        resolution.add_rule(pattern, value, strict=strict)
+    resolution.notes += chosen.notes
+    resolution.add_plan(chosen, strict=strict and not chosen.source)
     resolution.add_tied_embeddings()
     align_heads(resolution)
     rules = resolution.rules()
@@ -178,6 +182,7 @@ def resolve_plan(
                 PlannedParam(name, tuple(ruled.module._parameters[name].shape), rule)  # type: ignore[union-attr]
                 for name, rule in rules[key].items()
             ),
+            ruled.why,
         )
         for key, ruled in resolution.ruled_in_order()
     )

@@ -60,7 +60,7 @@ class Local:
     def full_grad(self, world: LocalWorld) -> Tensor:
         grads = world.per_rank(self.param.grad)
         if self.packing is not None:
-            return unpacked(grads, self.packing)
+            return _unpack(grads, self.packing)
         if self.dim is not None:
             return torch.cat(grads, self.dim)
         if self.partial:
@@ -88,7 +88,10 @@ def use_local_tensors(model: nn.Module, world: LocalWorld) -> dict[str, Local]:
                     dim, plain = None, param.detach()
                     local = world.map(lambda rank, plain=plain: plain.clone())
                 made[id(param)] = Local(
-                    nn.Parameter(local), dim, layout.tp_grad == "partial", layout.packing
+                    nn.Parameter(local, requires_grad=param.requires_grad),
+                    dim,
+                    layout.tp_grad == "partial",
+                    layout.packing,
                 )
             module._parameters[name] = made[id(param)].param
     by_param = {id(m.param): m for m in made.values()}
@@ -138,17 +141,20 @@ def check_parity(
                 _same_whole(world.per_rank(mine.grad), theirs.grad, sequence_in)
         assert params.keys() == grads.keys()
         for name, local in params.items():
-            same(local.full_grad(world), grads[name])
+            if grads[name] is None:
+                assert local.param.grad is None, name
+            else:
+                same(local.full_grad(world), grads[name])
 
 
-def unpacked(parts: list[Tensor], packing: Packing) -> Tensor:
-    """The whole of which each rank's part holds the packing's rows."""
-    shape = list(parts[0].shape)
-    shape[packing.dim] = packing.size
-    whole = parts[0].new_zeros(shape)
-    for part, intervals in zip(parts, packing.rows, strict=True):
+def _unpack(parts: list[Tensor], packing: Packing) -> Tensor:
+    """What each rank holds of a packed dim, put in the places of the whole."""
+    size = list(parts[0].shape)
+    size[packing.dim] = packing.size
+    whole = parts[0].new_full(size, float("nan"))
+    for part, held in zip(parts, packing.rows, strict=True):
         at = 0
-        for first, number in intervals:
+        for first, number in held:
             rows = part.narrow(packing.dim, at, number)
             whole.narrow(packing.dim, first, number).copy_(rows)
             at += number

@@ -1,6 +1,6 @@
-"""The styles of an attention layer's projections whose heads ``torch.chunk`` would cut.
+"""GroupedKv: the key or value projection where tp ranks have key and value heads in common.
 
-Plans don't name them: ``tp/heads.py`` puts them in the place of Colwise and Rowwise.
+Plans don't name it: ``tp/heads.py`` puts it in the place of Colwise.
 """
 
 from dataclasses import dataclass, field
@@ -8,60 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
 from parallel3d._compat import combine_ranks, ranks_of, value_on_rank
-from parallel3d._packing import Packing, pick_by_rank
+from parallel3d._packing import pick_by_rank
 from parallel3d.tp.checks import ParamRule, fit_rules, need_plain
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
-from parallel3d.tp.styles.linear import Colwise, Rowwise
+from parallel3d.tp.styles.linear import Colwise
 
-__all__ = ["GroupedKv", "HeadColwise", "HeadRowwise", "pack_heads"]
-
-
-def pack_heads(dim: int, size: int, heads: tuple[int, ...]) -> Packing:
-    """The packing of a ``dim`` of ``size`` of which each rank holds so many whole heads, in order."""
-    unit = size // sum(heads)
-    rows, at = [], 0
-    for number in heads:
-        rows.append(((at, number * unit),) if number else ())
-        at += number * unit
-    return Packing(dim, tuple(rows))
-
-
-@dataclass(frozen=True)
-class HeadColwise(Colwise):
-    """Colwise whose ranks hold whole heads, not all equally many.
-
-    Attributes:
-        heads: how many each rank holds.
-    """
-
-    heads: tuple[int, ...] = ()
-
-    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        need_plain(self, module, nn.Linear)
-        size: Any = module.out_features
-        rule = ParamRule(Shard(0), packing=pack_heads(0, size, self.heads))
-        return fit_rules(module, weight=rule, bias=rule)
-
-
-@dataclass(frozen=True)
-class HeadRowwise(Rowwise):
-    """Rowwise on the output of attention whose heads a :class:`HeadColwise` splits.
-
-    Attributes:
-        heads: how many each rank holds.
-    """
-
-    heads: tuple[int, ...] = ()
-
-    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        size: Any = module.in_features
-        rules = super().plan(module, tp)
-        return {**rules, "weight": ParamRule(Shard(1), packing=pack_heads(1, size, self.heads))}
+__all__ = ["GroupedKv"]
 
 
 @dataclass(frozen=True)
