@@ -43,6 +43,9 @@ def apply_plan(plan: "ResolvedPlan", model: nn.Module, mesh: DeviceMesh) -> nn.M
     sequence = SequenceLength()
     for planned, module in zip(plan.modules, modules, strict=True):
         planned.style.install(module, axis, sequence)
+    by_name = dict(model.named_modules(remove_duplicate=False))
+    for attribute in plan.attributes:
+        attribute.set(by_name[attribute.module], axis.rank)
     return model
 
 
