@@ -96,8 +96,6 @@ def check_count(what: str, size: int, multiple_of: int, tp: int) -> None:
             f"{what} {size} is {groups} groups of {multiple_of}, which {tp} tp ranks can't share "
             f"equally; tp sizes that work: {', '.join(map(str, fits))}"
         )
-    if size < tp:
-        raise PlanError(f"{what} {size} is too small for {tp} tp ranks; the largest tp is {size}")
 
 
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:

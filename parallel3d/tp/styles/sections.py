@@ -10,7 +10,7 @@ from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, check_count
 
-__all__ = ["Packed", "cut_features", "packing_of"]
+__all__ = ["Packed", "cut_features", "packing_of", "sections_of"]
 
 Packed = int | tuple[int, ...] | Packing
 """How features are packed: so many equal sections, sections of these sizes, or these rows on each rank."""
@@ -34,7 +34,7 @@ def cut_features(
                 f"tp is {tp}"
             )
         return ParamRule(Shard(dim), packing=replace(packed, dim=dim))
-    sections = _sections(what, size, packed)
+    sections = sections_of(what, size, packed)
     groups = multiple_of if isinstance(multiple_of, tuple) else (multiple_of,) * len(sections)
     if len(groups) != len(sections):
         raise PlanError(
@@ -60,7 +60,7 @@ def cut_features(
     return ParamRule(Shard(dim), packing=Packing(dim, tuple(rows)))
 
 
-def _sections(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
+def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(packed, int):
         if packed < 1 or size % packed:
             raise PlanError(f"{what} {size} is not {packed} equal sections")
