@@ -108,7 +108,7 @@ class Resolution:
         module = self._modules[name]
         before = self.ruled.get(id(module))
         if before is None:
-            fit = style.for_module(module)
+            fit = style.for_module(module).in_model(self._modules[""], name)
             self.ruled[id(module)] = RuledModule(name, pattern, fit, module, chosen.reason(pattern))
         elif before.pattern != pattern and not chosen.specific_first:
             self.problems.append(

@@ -14,6 +14,7 @@ from parallel3d.errors import PlanError
 
 __all__ = [
     "ParamRule",
+    "check_count",
     "check_size",
     "fit_rules",
     "is_plain",
@@ -79,7 +80,11 @@ def need_plain(style: object, module: nn.Module, *kinds: type[nn.Module]) -> Non
 
 def check_size(module: nn.Module, what: str, multiple_of: int, tp: int) -> None:
     """Refuses a size, the module's attribute ``what``, that ``tp`` ranks can't share."""
-    size: Any = getattr(module, what)
+    check_count(what, getattr(module, what), multiple_of, tp)
+
+
+def check_count(what: str, size: int, multiple_of: int, tp: int) -> None:
+    """Refuses a size, called ``what``, that ``tp`` ranks can't share."""
     if type(multiple_of) is not int or multiple_of < 1:
         raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
     if size % multiple_of:

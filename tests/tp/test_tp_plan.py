@@ -163,8 +163,8 @@ def _integer() -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "style", "said"),
     [
-        (nn.Conv1d(4, 4, 1), "colwise", "is for nn.Linear and nn.Embedding .* not Conv1d"),
-        (Scaled(4, 4), "colwise", "with their own forward, not Scaled"),
+        (nn.Conv1d(4, 4, 1), "colwise", "is for nn.Linear, nn.Embedding and .* not Conv1d"),
+        (Scaled(4, 4), "colwise", "Scaled does something with the output of nn.Linear"),
         (_replaced(), "rowwise", "with their own forward"),
         (nn.Linear(4, 4), "embedding", "VocabParallel is for nn.Embedding"),
         (_integer(), "colwise", "weight is torch.int8; only floating-point"),
@@ -178,7 +178,7 @@ def _integer() -> nn.Module:
         (nn.LayerNorm((3, 4)), "sequence_parallel", "normalizes over the dims"),
         (nn.Linear(4, 4), "sequence_parallel", "not Linear"),
         (nn.LazyLinear(4), "colwise", "has no size yet"),
-        (nn.ReLU(), "replicated", "has no parameters of its own"),
+        (nn.Sequential(nn.Linear(4, 4)), "replicated", "has no parameters of its own"),
         (nn.Linear(4, 3), "colwise", "out_features 3 is too small for 4 .* largest tp is 3"),
         (nn.Linear(3, 4), "rowwise", "in_features 3 is too small"),
         (nn.Embedding(3, 9), "embedding", "num_embeddings 3 is too small"),

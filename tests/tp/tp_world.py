@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._layout import get_param_layout
+from parallel3d._packing import Packing
 from parallel3d.testing.worlds import LocalWorld, local_world
 from parallel3d.tp import resolve_plan
 
@@ -33,9 +34,12 @@ class Local:
     param: nn.Parameter
     dim: int | None
     partial: bool
+    packing: Packing | None = None
 
     def full_grad(self, world: LocalWorld) -> Tensor:
         grads = world.per_rank(self.param.grad)
+        if self.packing is not None:
+            return _unpack(grads, self.packing)
         if self.dim is not None:
             return torch.cat(grads, self.dim)
         if self.partial:
@@ -62,7 +66,12 @@ def use_local_tensors(model: nn.Module, world: LocalWorld) -> dict[str, Local]:
                 else:
                     dim, plain = None, param.detach()
                     local = world.map(lambda rank, plain=plain: plain.clone())
-                made[id(param)] = Local(nn.Parameter(local), dim, layout.tp_grad == "partial")
+                made[id(param)] = Local(
+                    nn.Parameter(local, requires_grad=param.requires_grad),
+                    dim,
+                    layout.tp_grad == "partial",
+                    layout.packing,
+                )
             module._parameters[name] = made[id(param)].param
     by_param = {id(m.param): m for m in made.values()}
     return {name: by_param[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -109,7 +118,24 @@ def check_parity(
                 _same_whole(world.per_rank(mine.grad), theirs.grad, sequence_in)
         assert params.keys() == grads.keys()
         for name, local in params.items():
-            same(local.full_grad(world), grads[name])
+            if grads[name] is None:
+                assert local.param.grad is None, name
+            else:
+                same(local.full_grad(world), grads[name])
+
+
+def _unpack(parts: list[Tensor], packing: Packing) -> Tensor:
+    """What each rank holds of a packed dim, put in the places of the whole."""
+    size = list(parts[0].shape)
+    size[packing.dim] = packing.size
+    whole = parts[0].new_full(size, float("nan"))
+    for part, held in zip(parts, packing.rows, strict=True):
+        at = 0
+        for first, number in held:
+            rows = part.narrow(packing.dim, at, number)
+            whole.narrow(packing.dim, first, number).copy_(rows)
+            at += number
+    return whole
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -8,13 +8,13 @@ from torch import nn
 
 from parallel3d._compat import simulation_off
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import is_plain
 from parallel3d.tp.chosen import ChosenPlan
 from parallel3d.tp.derive.groups import Group, Way, find_groups, ways_to_split
 from parallel3d.tp.derive.inputs import Example, check_example, examples
 from parallel3d.tp.derive.trace import INPUT, OUTPUT, Flow, Layer, trace
 from parallel3d.tp.derive.verify import NotEqual, Proof, prove
 from parallel3d.tp.styles import Colwise, Replicated, Style, VocabParallel
+from parallel3d.tp.styles.kinds import is_embedding, linear_kind
 
 __all__ = ["derive_plan"]
 
@@ -269,12 +269,13 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     for name, module in model.named_modules():
         if any(name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"):
             continue
-        if is_plain(module, nn.Linear):
-            layers[name] = Layer("linear", module.out_features)  # type: ignore[arg-type]
-        elif is_plain(module, nn.Embedding):
+        if is_embedding(module):
             layers[name] = Layer("embedding", module.embedding_dim)  # type: ignore[arg-type]
-        elif (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):
-            layers[name] = Layer("linear", module.nf)  # type: ignore[arg-type]
+            continue
+        try:
+            layers[name] = Layer("linear", linear_kind(Colwise(), module).out_features)
+        except PlanError:
+            continue
     return layers
 
 

@@ -49,6 +49,14 @@ class Style(ABC):
         """The style this one means on ``module``: itself, but for names used for two things."""
         return self
 
+    def in_model(self, model: nn.Module, name: str) -> "Style":
+        """The style with what it reads from the model around its module, whose path is ``name``."""
+        return self
+
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[object, ...]]:
+        """Attributes of the module that must be another on each rank: name -> value for each rank."""
+        return {}
+
     def with_params(self, params: dict[str, "Style"]) -> "Style":
         """This style for a module some of whose own parameters have rules of their own, by name.
 
