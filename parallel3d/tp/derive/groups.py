@@ -39,10 +39,12 @@ class Way:
     styles: tuple[tuple[str, Style], ...]
 
 
-def find_groups(
-    flow: Flow, layers: dict[str, Layer]
-) -> tuple[list[Group], dict[str, str]]:
-    """The groups in the order of the model, and why layers are in none, by layer."""
+def find_groups(flow: Flow, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
+    """The groups, and why layers are in none, by layer.
+
+    A layer between two others is in two groups, of which one may be split. Those that should have the choice
+    come first: of more layers (q, k and v before what makes their input), then the earlier in the model.
+    """
     linear = [name for name in flow.reads if name in layers and layers[name].kind == "linear"]
     why_not: dict[str, str] = {}
     ups: dict[str, list[str]] = {}
@@ -50,30 +52,27 @@ def find_groups(
         readers = flow.readers(name)
         if len(readers) == 1 and readers[0] in linear and readers[0] != name:
             ups.setdefault(readers[0], []).append(name)
-        elif not readers:
-            why_not[name] = "nobody reads its output in the trace"
-        elif readers == [OUTPUT]:
-            why_not[name] = "its output is the model's output"
         else:
-            shown = ", ".join(readers[:3]) + (", ..." if len(readers) > 3 else "")
-            why_not[name] = f"its output is read by {len(readers)} others ({shown}), not by one linear layer"
-    groups: list[Group] = []
-    taken: set[str] = set()
-    # A layer between two others can be in one group only; the group of more layers first, as q, k and v.
-    for down in sorted(ups, key=lambda name: (-len(ups[name]), -linear.index(name))):
-        names = ups[down]
-        if down in taken or any(name in taken for name in names):
-            continue
-        owner = _owner([*names, down], flow)
-        if owner is None:
-            continue
-        groups.append(Group(owner, tuple(names), down))
-        taken.update((*names, down))
-    for name in linear:
-        if name not in taken:
-            why_not.setdefault(name, "no linear layer around it can be split with it")
-    groups.sort(key=lambda group: linear.index(group.ups[0]))
-    return groups, {name: said for name, said in why_not.items() if name not in taken}
+            why_not[name] = _why_alone(readers)
+    groups = [
+        Group(owner, tuple(names), down)
+        for down, names in ups.items()
+        if (owner := _owner([*names, down], flow)) is not None
+    ]
+    groups.sort(key=lambda group: (-len(group.ups), linear.index(group.ups[0])))
+    grouped = {name for group in groups for name in group.members}
+    return groups, {name: said for name, said in why_not.items() if name not in grouped}
+
+
+def _why_alone(readers: list[str]) -> str:
+    if not readers:
+        return "nobody reads its output in the trace"
+    if readers == [OUTPUT]:
+        return "its output is the model's output"
+    if len(readers) == 1:
+        return f"its output is read by {readers[0]}, which is no linear layer"
+    shown = ", ".join(readers[:3]) + (", ..." if len(readers) > 3 else "")
+    return f"its output is read by {len(readers)} ({shown}), not by one linear layer only"
 
 
 def _owner(names: list[str], flow: Flow) -> str | None:

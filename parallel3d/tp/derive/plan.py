@@ -87,6 +87,8 @@ class _Derivation:
         self.refused.update(why_not)
         proven: dict[Any, tuple[Group, Way, Proof] | str] = {}
         for group in groups:
+            if any(name in self.styles for name in group.members):
+                continue  # one of its layers is split with others already
             key = self._kind(group)
             if key not in proven:
                 proven[key] = self._prove(group)
@@ -136,6 +138,8 @@ class _Derivation:
     def _accept(self, group: Group, found: tuple[Group, Way, Proof] | str) -> None:
         if isinstance(found, str):
             for name in group.members:
+                if name in self.refused:
+                    continue
                 with_ = ", ".join(_short(n, group) for n in group.members)
                 self.refused[name] = f"{with_} of {group.owner or 'the model'} together: {found}"
             return
@@ -144,9 +148,10 @@ class _Derivation:
             own = _join(group.owner, _inside(name, proven.owner))
             self.styles[own] = style
             self.why[own] = self._reason(own, style, group, proof)
+            self.refused.pop(own, None)
 
     def _reason(self, name: str, style: Style, group: Group, proof: Proof) -> str:
-        equal = f"proven equal on {self.tp} ranks ({proof.difference:.0e})"
+        equal = f"proven equal on {self.tp} ranks"
         down = _short(group.down, group)
         if name == group.down:
             return f"reads {', '.join(_short(n, group) for n in group.ups)} and nothing else split; {equal}"
