@@ -28,6 +28,7 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.torch_styles import TorchStyle
 
 __all__ = [
     "STYLE_NAMES",
@@ -45,6 +46,7 @@ __all__ = [
     "Rowwise",
     "SequenceParallel",
     "Style",
+    "TorchStyle",
     "TpAxis",
     "VocabParallel",
     "auto_plan",
