@@ -29,6 +29,7 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.torch_styles import TorchStyle
 
 __all__ = [
     "STYLE_NAMES",
@@ -47,6 +48,7 @@ __all__ = [
     "Rowwise",
     "SequenceParallel",
     "Style",
+    "TorchStyle",
     "TpAxis",
     "VocabParallel",
     "auto_plan",
