@@ -75,6 +75,31 @@ class Packing:
             parts = [whole.narrow(self.dim, 0, 0)]
         return torch.cat(parts, self.dim)
 
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The other way: what the ranks hold, in their order -> the whole."""
+        pieces = []
+        for part, held in zip(parts, self.rows, strict=True):
+            start = 0
+            for first, number in held:
+                pieces.append((first, part.narrow(self.dim, start, number)))
+                start += number
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([piece for _, piece in pieces], self.dim)
+
+    def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
+        """Where ``number`` of ``rank``'s rows from ``first`` on are in the whole.
+
+        Returns:
+            (how many of them come before, the interval of the whole), one after another.
+        """
+        found, start = [], 0
+        for begin, length in self.rows[rank]:
+            low, high = max(first, start), min(first + number, start + length)
+            if low < high:
+                found.append((low - first, (begin + low - start, high - low)))
+            start += length
+        return found
+
 
 def pick_by_rank(values: Sequence[int], rank: int) -> int:
     """``values[rank]``; for a ``SymInt`` of simulated ranks, one that differs by rank."""
