@@ -55,18 +55,22 @@ class TpAxis:
         size: how many ranks it has.
         rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
         group: its process group.
+        copies, gathered: what ``shared_input`` remembers.
     """
 
     mesh: DeviceMesh
     size: int
     rank: int
     group: ProcessGroup
+    copies: list[Any]
+    gathered: list[Any]
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.group = mesh.get_group()
+        self.copies, self.gathered = [], []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TpAxis":
         return self  # a copied model runs on the same ranks; process groups can't be copied

@@ -126,7 +126,7 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp)
+    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
     y = F.linear(x, self.weight, self.bias)
     if style.output == "replicate":
         y = gather_from_tp(y, -1, self.out_features, tp.axis)
