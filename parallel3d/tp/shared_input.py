@@ -24,6 +24,16 @@ from parallel3d.tp.collectives import (
     gather_sequence,
     reduce_from_tp,
     reduce_scatter_sequence,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from parallel3d.tp.linear_overlap import (
+    Pending,
+    may_wait,
+    number_start,
+    pays,
+    pending_of,
+    start_after,
 )
 
 __all__ = ["share_copy", "share_sequence"]
@@ -47,8 +57,8 @@ def share_copy(x: Tensor, axis: TpAxis, *, read_only: bool = False) -> Tensor:
         return copy_to_tp(x, axis)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x  # nothing will be summed
-    y = _share(x, (), axis.copies, _COPIES, lambda: _SharedCopy.apply(x, axis))
-    return y if read_only else _View.apply(y)
+    y = _share(x, (), axis.copies, _COPIES, lambda: _copy(x, axis))
+    return y if read_only else _View.apply(y, pending_of(y))
 
 
 def share_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
@@ -59,9 +69,7 @@ def share_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tenso
         return gather_sequence(x, dim, global_size, axis)
     dim %= x.dim()
     how = (dim, global_size, x.requires_grad, torch.is_grad_enabled())
-    return _share(
-        x, how, axis.gathered, _GATHERED, lambda: _SharedGather.apply(x, dim, global_size, axis)
-    )
+    return _share(x, how, axis.gathered, _GATHERED, lambda: _gather(x, dim, global_size, axis))
 
 
 def _not_shareable(x: Tensor) -> bool:
@@ -121,37 +129,66 @@ def _drop(node: Any, recent: list[Any]) -> None:
 # ---- the operations ----
 
 
+def _copy(x: Tensor, axis: TpAxis) -> Tensor:
+    if not pays(x):
+        return _SharedCopy.apply(x, axis, None)
+    pending = Pending()
+    y = _SharedCopy.apply(start_after(x, pending), axis, pending)
+    number_start(y, pending)
+    return y
+
+
+def _gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
+    if not (x.requires_grad and torch.is_grad_enabled() and pays(x, axis.size)):
+        return _SharedGather.apply(x, dim, size, axis, None)
+    pending = Pending()
+    y = _SharedGather.apply(start_after(x, pending), dim, size, axis, pending)
+    number_start(y, pending)
+    return y
+
+
 class _SharedCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: TpAxis, pending: Pending | None) -> Tensor:
+        ctx.axis, ctx.parallel3d_pending = axis, pending
         return x.detach()  # no view: that would keep ``x``, which keeps this in the list
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _drop(ctx, ctx.axis.copies)
-        return reduce_from_tp(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        axis, pending = ctx.axis, ctx.parallel3d_pending
+        _drop(ctx, axis.copies)
+        if pending is None or not may_wait():
+            return reduce_from_tp(grad, axis), None, None
+        total, pending.work = start_all_reduce(grad, axis)
+        return total, None, None
 
 
 class _SharedGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
+    def forward(
+        ctx: Any, x: Tensor, dim: int, size: int, axis: TpAxis, pending: Pending | None
+    ) -> Tensor:
+        ctx.dim, ctx.axis, ctx.parallel3d_pending = dim, axis, pending
         return gather_sequence(x, dim, size, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _drop(ctx, ctx.axis.gathered)
-        return reduce_scatter_sequence(grad, ctx.dim, ctx.axis), None, None, None
+        axis, pending = ctx.axis, ctx.parallel3d_pending
+        _drop(ctx, axis.gathered)
+        if pending is None or not may_wait():
+            return reduce_scatter_sequence(grad, ctx.dim, axis), None, None, None, None
+        own, pending.work = start_reduce_scatter(grad, ctx.dim, axis)
+        return own, None, None, None, None
 
 
 class _View(torch.autograd.Function):
     """A view that autograd lets nobody change."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pending: Pending | None) -> Tensor:
+        ctx.parallel3d_pending = pending
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -18,6 +18,7 @@ from parallel3d.tp.checks import (
 )
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum, take_input
+from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.styles.base import Style, joined, summed
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
 
@@ -127,7 +128,7 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
     x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-    y = F.linear(x, self.weight, self.bias)
+    y = linear(x, self.weight, self.bias)
     if style.output == "replicate":
         y = gather_from_tp(y, -1, self.out_features, tp.axis)
     return y
