@@ -32,6 +32,7 @@ __all__ = [
     "assert_async",
     "backend_name",
     "backward_id",
+    "backward_order",
     "clear_dtensor_caches",
     "combine_ranks",
     "concatenate_meshes",
@@ -63,6 +64,7 @@ __all__ = [
     "ranks_are_simulated",
     "reduce_scatter_single",
     "root_mesh",
+    "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
@@ -258,6 +260,16 @@ def in_backward_pass() -> bool:
 def backward_id() -> int:
     """The number of the backward that runs on this thread, one inside another having its own; -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def backward_order(node: Any) -> int:
+    """The number of ``node`` of the graph: of those that can run, backward runs the highest first."""
+    return node._sequence_nr()
+
+
+def set_backward_order(node: Any, number: int) -> None:
+    """Gives ``node`` another one."""
+    node._set_sequence_nr(number)
 
 
 def node_is_in_backward(node: Any) -> bool:
