@@ -57,6 +57,7 @@ __all__ = [
     "make_simulated",
     "make_spec",
     "make_symmetric",
+    "no_torch_function",
     "node_is_in_backward",
     "preserved_versions",
     "process_group_of",
@@ -73,6 +74,7 @@ __all__ = [
     "spec_of",
     "symmetric_memory",
     "tensors_by_rank",
+    "torch_function_off",
     "unflatten_mesh",
     "unscale_",
     "untraced",
@@ -471,6 +473,15 @@ def is_torch_hook_state(state: object) -> bool:
 def functorch_is_active() -> bool:
     """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
     return torch._C._are_functorch_transforms_active()
+
+
+# A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def torch_function_off() -> AbstractContextManager[None]:
+    """Within it ``__torch_function__`` of subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.
