@@ -79,7 +79,7 @@ class TorchStyle(Style):
     def _check(self, module: nn.Module, name: str, dim: int, tp: int) -> None:
         param: Any = module._parameters[name]
         size = param.shape[dim]
-        check_count(f"dim {dim} of {name}", size, 1, tp)
+        check_count(f"dim {dim} of {name}", size, 1)
         if size % tp and isinstance(module, nn.Linear):
             ours = "colwise" if isinstance(self.style, ColwiseParallel) else "rowwise"
             raise PlanError(
