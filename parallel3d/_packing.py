@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel3d._compat import combine_ranks, ranks_of, value_on_rank
 
-__all__ = ["Packing", "cut_sections"]
+__all__ = ["Packing", "cut_sections", "pick_by_rank"]
 
 Interval = tuple[int, int]  # (first row, number of rows)
 
@@ -55,14 +55,7 @@ class Packing:
 
     def length_on(self, rank: int) -> int:
         """How many rows ``rank`` holds; for a ``SymInt`` of simulated ranks, one that differs by rank."""
-        if isinstance(rank, torch.SymInt):
-            # One comparison a rank: arithmetic is all that a SymInt that differs by rank can do.
-            total = 0
-            for index, length in enumerate(self.lengths):
-                is_it = 1 - torch.sym_min(torch.sym_max(rank - index, index - rank), 1)
-                total = total + is_it * length
-            return total
-        return self.lengths[rank]
+        return pick_by_rank(self.lengths, rank)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """The rows of ``whole`` that ``rank`` holds: contiguous, with storage of its own.
@@ -106,6 +99,18 @@ class Packing:
                 found.append((low - first, (begin + low - start, high - low)))
             start += length
         return found
+
+
+def pick_by_rank(values: Sequence[int], rank: int) -> int:
+    """``values[rank]``; for a ``SymInt`` of simulated ranks, one that differs by rank."""
+    if not isinstance(rank, torch.SymInt):
+        return values[rank]
+    # One comparison a rank: arithmetic is all that a SymInt that differs by rank can do.
+    total = 0
+    for index, value in enumerate(values):
+        is_it = 1 - torch.sym_min(torch.sym_max(rank - index, index - rank), 1)
+        total = total + is_it * value
+    return total
 
 
 def cut_sections(
