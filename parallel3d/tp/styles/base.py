@@ -18,8 +18,9 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength
+from parallel3d.tp.styles.traffic import Traffic
 
-__all__ = ["Style", "joined", "summed"]
+__all__ = ["Style"]
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class Style(ABC):
     ) -> None:
         """Gives ``module`` its tensor-parallel forward. Base: the forward it has is right."""
 
-    def communicates(self) -> tuple[str, str]:
-        """What it communicates in forward and in backward, for the report."""
-        return "-", "-"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        """What the module communicates for each token, for the report."""
+        return ()
 
     @property
     def splits_sequence(self) -> bool:
@@ -109,13 +110,3 @@ def _shown(value: object) -> str:
     if isinstance(value, Packing):
         return f"{value.lengths} by rank"
     return repr(value)
-
-
-def summed(output: str) -> tuple[str, str]:
-    """What summing an output over ``tp`` communicates in forward and in backward."""
-    return ("all-reduce", "-") if output == "replicate" else ("reduce-scatter", "all-gather")
-
-
-def joined(*operations: str) -> str:
-    """Several operations in one cell of the report."""
-    return ", ".join(op for op in operations if op not in ("", "-")) or "-"

@@ -9,6 +9,7 @@ from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, map_first, take_input
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.traffic import Traffic, entered
 
 __all__ = ["PrepareInput"]
 
@@ -41,10 +42,8 @@ class PrepareInput(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, prepare_input, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return (
-            ("-", "all-reduce") if self.layout == "replicate" else ("all-gather", "reduce-scatter")
-        )
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return entered(self.layout, None)
 
     @property
     def takes_parts(self) -> bool:
