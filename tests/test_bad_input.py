@@ -108,9 +108,9 @@ CASES = [
     ),
     Case(
         "a rule for a parameter",
-        given(plan(head__weight="colwise")),
+        given({**LM_PLAN, "layers.*.norm.weight": "colwise"}),
         PlanError,
-        (r"'head\.weight' is a parameter", r"names the module that owns it"),
+        (r"'layers\.\*\.norm\.weight' on 'layers\.0\.norm'", r"has no style", r"'local_params'"),
     ),
     Case(
         "two rules on one module",

@@ -9,12 +9,14 @@ from parallel3d.tp.styles.output import PrepareOutput, RopeOutput
 from parallel3d.tp.styles.prepare import PrepareInput
 from parallel3d.tp.styles.replicated import Replicated
 from parallel3d.tp.styles.sequence import SequenceParallel
+from parallel3d.tp.styles.sizes import LocalSizes
 
 __all__ = [
     "Colwise",
     "Experts",
     "IdentityExpert",
     "LocalParams",
+    "LocalSizes",
     "PrepareInput",
     "PrepareOutput",
     "Replicated",
