@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from parallel3d._layout import get_param_layout
-from parallel3d._packing import Packing
+from parallel3d._packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, check_count
 
@@ -22,10 +22,11 @@ def cut_features(
     """The rule of a weight whose dim ``dim``, ``size`` features called ``what``, is cut among ``tp`` ranks.
 
     Sections are cut as ``torch.chunk`` cuts, so that what reads their product (the down projection after gate
-    and up) is cut alike without being packed.
+    and up) is cut alike without being packed. Where that would cut a group of ``multiple_of``, ranks get
+    whole groups, the first ranks one more.
 
     Raises:
-        PlanError: the sections don't make up ``size``, or can't be shared by ``tp`` ranks.
+        PlanError: the sections don't make up ``size``, or aren't made of whole groups.
     """
     if isinstance(packed, Packing):
         if len(packed.rows) != tp or packed.size != size:
@@ -43,7 +44,13 @@ def cut_features(
         )
     for index, (section, group) in enumerate(zip(sections, groups, strict=True)):
         name = what if len(sections) == 1 else f"section {index} of {what}"
-        check_count(name, section, group, tp)
+        check_count(name, section, group)
+    if any(
+        group > 1 and section % (group * tp)
+        for section, group in zip(sections, groups, strict=True)
+    ):
+        # Chunks would cut a group.
+        return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
     if len(sections) == 1:
         return ParamRule(Shard(dim))
     rows = []
