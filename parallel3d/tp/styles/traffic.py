@@ -11,13 +11,14 @@ class Traffic:
     """One collective of a module's forward or backward.
 
     Attributes:
-        op: ``"all-reduce"``, ``"all-gather"`` or ``"reduce-scatter"``.
+        op: ``"all-reduce"``, ``"all-gather"`` or ``"reduce-scatter"``; or ``"torch's own"``, whatever its
+            DTensors do.
         phase: when it runs.
         elements: of the whole tensor for each token: what is reduced, or what is gathered. ``None``: only
             the input shows it.
     """
 
-    op: Literal["all-reduce", "all-gather", "reduce-scatter"]
+    op: Literal["all-reduce", "all-gather", "reduce-scatter", "torch's own"]
     phase: Literal["forward", "backward"]
     elements: int | None
 
