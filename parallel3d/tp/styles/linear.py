@@ -75,6 +75,12 @@ class Colwise(Style):
         return joined(into[0], out[0]), joined(out[1], into[1])
 
     @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        if self.output == "shard":
+            return "features"
+        return "whole" if self.input == "sequence" else ""
+
+    @property
     def takes_parts(self) -> bool:
         return self.input == "sequence"
 
@@ -117,6 +123,10 @@ class Rowwise(Style):
     def communicates(self) -> tuple[str, str]:
         out = summed(self.output)
         return out[0], joined(out[1], "all-gather" if self.input == "replicate" else "")
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "sequence" if self.output == "sequence" else "whole"
 
     @property
     def splits_sequence(self) -> bool:
