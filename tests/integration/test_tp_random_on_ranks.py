@@ -96,7 +96,9 @@ def test_masks(gloo_pool, sequence: bool, tp: int, world: int) -> None:
                 rate = torch.cat([m.flatten() for m in of_ranks]).double().mean().item()
                 assert 0.3 < rate < 0.7
     if world > tp:  # other data, other masks
-        assert not torch.equal(results[0]["masks"]["embedded"][0], results[tp]["masks"]["embedded"][0])
+        assert not torch.equal(
+            results[0]["masks"]["embedded"][0], results[tp]["masks"]["embedded"][0]
+        )
 
 
 def attention(sdpa: bool) -> list[Tensor]:
