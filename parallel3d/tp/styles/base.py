@@ -9,7 +9,7 @@ are replaced by :meth:`~parallel3d.tp.ResolvedPlan.apply`, which knows about sha
 import difflib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -94,6 +94,16 @@ class Style(ABC):
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         """What the module communicates for each token, for the report."""
         return ()
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        """What its output is a part of, for random numbers (``tp/random.py``); ``""``: as before it."""
+        return ""
+
+    @property
+    def random_before(self) -> bool:
+        """Whether the module itself computes on parts, though its input is whole."""
+        return False
 
     @property
     def splits_sequence(self) -> bool:

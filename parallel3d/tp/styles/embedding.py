@@ -63,6 +63,10 @@ class VocabParallel(Style):
         return summed(self.output, module.embedding_dim)
 
     @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "sequence" if self.output == "sequence" else "whole"
+
+    @property
     def splits_sequence(self) -> bool:
         return self.output == "sequence"
 

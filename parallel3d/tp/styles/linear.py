@@ -103,6 +103,12 @@ class Colwise(Style):
         return found
 
     @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        if self.output == "shard":
+            return "features"
+        return "whole" if self.input == "sequence" else ""
+
+    @property
     def takes_parts(self) -> bool:
         return self.input == "sequence"
 
@@ -170,6 +176,10 @@ class Rowwise(Style):
         if self.input == "replicate":
             found += (Traffic("all-gather", "backward", kind.in_features),)
         return found
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "sequence" if self.output == "sequence" else "whole"
 
     @property
     def splits_sequence(self) -> bool:

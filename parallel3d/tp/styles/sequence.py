@@ -54,6 +54,14 @@ class SequenceParallel(Style):
         return found
 
     @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "sequence" if self.output == "sequence" else "whole"
+
+    @property
+    def random_before(self) -> bool:
+        return True
+
+    @property
     def splits_sequence(self) -> bool:
         return self.input == "replicate"
 
