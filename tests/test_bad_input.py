@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bad_input import DATA, Call, Case, With, X, check, given
-from models import LM_PLAN, Lm, tokens
+from models import LM_PLAN, Lm
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,19 +143,10 @@ CASES = [
         (r"module 'norm' as Rowwise\(\)", r"for nn\.Linear .*not LayerNorm"),
     ),
     Case(
-        "more tp ranks than rows",
-        given(LM_PLAN),
+        "heads of another size",
+        given({"layers.*.up": Colwise(multiple_of=3), "layers.*.down": Rowwise(multiple_of=3)}),
         PlanError,
-        (r"'embed'", r"num_embeddings 3 is too small for 4 tp ranks", r"the largest tp is 3"),
-        TP,
-        functools.partial(Lm, vocab=3),
-        (tokens(0, vocab=3),),
-    ),
-    Case(
-        "heads that tp can't share",
-        given({"layers.*.up": Colwise(multiple_of=4), "layers.*.down": Rowwise(multiple_of=4)}),
-        PlanError,
-        (r"20 is 5 groups of 4", r"2 tp ranks can't share", r"tp sizes that work: 1, 5"),
+        (r"out_features 20 is not a multiple of multiple_of=3", r"in_features 20"),
     ),
     Case(
         "an option of a style",

@@ -11,6 +11,7 @@ from parallel3d.tp.collectives import (
     scatter_sequence,
     split_to_tp,
 )
+from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
 from parallel3d.tp.same_batch import check_same_batch
@@ -35,6 +36,7 @@ __all__ = [
     "Experts",
     "IdentityExpert",
     "LocalParams",
+    "PlannedAttribute",
     "PlannedModule",
     "PlannedParam",
     "PrepareInput",
@@ -52,6 +54,7 @@ __all__ = [
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",
+    "local_attributes",
     "parse_style",
     "reduce_from_tp",
     "reduce_scatter_sequence",

@@ -9,6 +9,7 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
+from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
 from parallel3d.tp.styles import (
@@ -54,6 +55,7 @@ class Resolution:
         ruled: the modules with a style, by identity, so that one with two paths counts once.
         problems: what is wrong.
         notes: what was done that the plan doesn't say.
+        attributes: what modules' attributes become on each rank.
     """
 
     def __init__(self, model: nn.Module, tp: int) -> None:
@@ -61,10 +63,16 @@ class Resolution:
         self.ruled: dict[int, RuledModule] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.attributes: list[PlannedAttribute] = []
         self._rules_given = 0
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._params = dict(model.named_parameters(remove_duplicate=False))
         self._param_rules: dict[str, _ParamStyle] = {}
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The model's modules, by each of their paths."""
+        return self._modules
 
     # ---- patterns -> modules and parameters ----
 

@@ -15,7 +15,6 @@ from parallel3d.errors import PlanError
 __all__ = [
     "ParamRule",
     "check_count",
-    "check_size",
     "fit_rules",
     "is_plain",
     "need_per_token",
@@ -78,26 +77,12 @@ def need_plain(style: object, module: nn.Module, *kinds: type[nn.Module]) -> Non
         )
 
 
-def check_size(module: nn.Module, what: str, multiple_of: int, tp: int) -> None:
-    """Refuses a size, the module's attribute ``what``, that ``tp`` ranks can't share."""
-    check_count(what, getattr(module, what), multiple_of, tp)
-
-
-def check_count(what: str, size: int, multiple_of: int, tp: int) -> None:
-    """Refuses a size, called ``what``, that ``tp`` ranks can't share."""
+def check_count(what: str, size: int, multiple_of: int) -> None:
+    """Refuses a size, called ``what``, that isn't made of whole groups of ``multiple_of``."""
     if type(multiple_of) is not int or multiple_of < 1:
         raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
     if size % multiple_of:
         raise PlanError(f"{what} {size} is not a multiple of multiple_of={multiple_of}")
-    groups = size // multiple_of
-    if multiple_of > 1 and groups % tp:
-        fits = [n for n in range(1, groups + 1) if groups % n == 0]
-        raise PlanError(
-            f"{what} {size} is {groups} groups of {multiple_of}, which {tp} tp ranks can't share "
-            f"equally; tp sizes that work: {', '.join(map(str, fits))}"
-        )
-    if size < tp:
-        raise PlanError(f"{what} {size} is too small for {tp} tp ranks; the largest tp is {size}")
 
 
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:

@@ -18,6 +18,8 @@ from parallel3d.tp.apply import apply_plan
 from parallel3d.tp.auto import choose
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.chosen import ChosenPlan, Plan, check_plan_type
+from parallel3d.tp.heads import align_heads
+from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.styles import Style
 
 __all__ = ["PlannedModule", "PlannedParam", "ResolvedPlan", "resolve_plan"]
@@ -75,12 +77,14 @@ class ResolvedPlan:
         unplanned: names of the parameters no style has; they stay plain tensors, whole on every
             rank.
         notes: what the resolution did that the plan doesn't say.
+        attributes: what numbers that modules keep, such as of heads, become on each rank.
     """
 
     tp_size: int
     modules: tuple[PlannedModule, ...]
     unplanned: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    attributes: tuple[PlannedAttribute, ...] = ()
 
     def fingerprint(self) -> str:
         """Text that is equal on two ranks exactly when they would do the same."""
@@ -88,6 +92,7 @@ class ResolvedPlan:
         for m in self.modules:
             params = ", ".join(f"{p.name} {p.shape} {p.rule}" for p in m.params)
             lines.append(f"{m.name}: {m.style!r} [{params}]")
+        lines += [f"{a.module}.{a.name} = {a.values}" for a in self.attributes]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -105,6 +110,7 @@ class ResolvedPlan:
                 f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters "
                 f"({', '.join(self.unplanned[:4])}{', ...' if len(self.unplanned) > 4 else ''})"
             )
+        lines += [f"Attribute: {line}" for line in describe_attributes(self.attributes)]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -159,6 +165,7 @@ def resolve_plan(
     resolution.notes += chosen.notes
     resolution.add_plan(chosen, strict=strict and not chosen.source)
     resolution.add_tied_embeddings()
+    align_heads(resolution)
     rules = resolution.rules()
     resolution.check_as_a_whole(rules)
     if resolution.problems:
@@ -180,7 +187,11 @@ def resolve_plan(
         for key, ruled in resolution.ruled_in_order()
     )
     return ResolvedPlan(
-        tp_size, modules, tuple(resolution.unplanned(rules)), tuple(resolution.notes)
+        tp_size,
+        modules,
+        tuple(resolution.unplanned(rules)),
+        tuple(resolution.notes),
+        tuple(resolution.attributes),
     )
 
 

@@ -101,7 +101,6 @@ def test_an_even_split_is_packed_too():
     [
         (Colwise(packed=5), "out_features 12 is not 5 equal sections"),
         (Colwise(packed=(4, 4)), r"packed=\(4, 4\): .* must be positive and add up to 12"),
-        (Colwise(packed=(11, 1)), "section 1 of out_features 1 is too small for 2"),
         (
             Colwise(packed=(8, 4), multiple_of=(2, 3)),
             "section 1 of out_features 4 is not a multiple",

@@ -179,10 +179,6 @@ def _integer() -> nn.Module:
         (nn.Linear(4, 4), "sequence_parallel", "not Linear"),
         (nn.LazyLinear(4), "colwise", "has no size yet"),
         (nn.Sequential(nn.Linear(4, 4)), "replicated", "has no parameters of its own"),
-        (nn.Linear(4, 3), "colwise", "out_features 3 is too small for 4 .* largest tp is 3"),
-        (nn.Linear(3, 4), "rowwise", "in_features 3 is too small"),
-        (nn.Embedding(3, 9), "embedding", "num_embeddings 3 is too small"),
-        (nn.Linear(4, 18), Colwise(multiple_of=3), "6 groups of 3.* that work: 1, 2, 3, 6"),
         (nn.Linear(4, 16), Colwise(multiple_of=3), "16 is not a multiple of multiple_of=3"),
     ],
 )
@@ -200,6 +196,9 @@ def test_modules_that_read_their_childrens_weights_are_refused():
 def test_whole_heads():
     resolved = resolve_plan(nn.Linear(4, 18), {"": Colwise(multiple_of=3)}, 6)
     assert resolved.modules[0].params[0].local_shape(6) == (3, 4)
+    resolved = resolve_plan(nn.Linear(4, 18), {"": Colwise(multiple_of=3)}, 4)
+    packing = resolved.modules[0].params[0].rule.packing
+    assert packing is not None and packing.lengths == (6, 6, 3, 3)
 
 
 def test_a_gathered_input_needs_prepare_input_around_it():

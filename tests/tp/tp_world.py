@@ -1,11 +1,14 @@
 """Helpers of the tensor-parallel tests: simulated tp ranks against the plain module, no engine."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -16,6 +19,24 @@ from parallel3d.testing.worlds import LocalWorld, local_world
 from parallel3d.tp import resolve_plan
 
 TOLERANCE = 1e-10
+
+
+class RealWorld:
+    """This process's rank, and what ``LocalWorld`` gives of all ranks."""
+
+    def map(self, fn: Callable[[int], Tensor]) -> Tensor:
+        return fn(dist.get_rank())
+
+    def per_rank(self, tensor: Tensor) -> list[Tensor]:
+        parts: list[Tensor] = [tensor] * dist.get_world_size()
+        dist.all_gather_object(parts, tensor.detach())
+        return parts
+
+
+@contextmanager
+def real_world(tp: int) -> Iterator[RealWorld]:
+    assert dist.get_world_size() == tp
+    yield RealWorld()
 
 
 def tp_mesh(tp: int) -> DeviceMesh:
@@ -85,11 +106,13 @@ def check_parity(
     sequence_in: bool = False,
     sequence_out: bool = False,
     call: Callable[..., Tensor] = lambda model, *args: model(*args),
+    on: Callable[[int], AbstractContextManager[Any]] = local_world,
 ) -> None:
     """Forward, input gradients and parameter gradients of ``plain`` under ``plan`` on ``tp``
     simulated ranks equal those of ``plain``.
 
     ``sequence_in`` / ``sequence_out``: floating inputs / the output are parts along dim 1.
+    ``on``: what ranks there are; ``real_world`` where this process is one of ``tp``.
     """
     plain = plain.double()
     wanted_in = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -101,7 +124,7 @@ def check_parity(
 
     model = copy.deepcopy(plain)
     keys = list(model.state_dict())
-    with local_world(tp) as world:
+    with on(tp) as world:
         resolved = resolve_plan(model, plan, tp)
         assert resolved.apply(model, tp_mesh(tp)) is model
         assert list(model.state_dict()) == keys

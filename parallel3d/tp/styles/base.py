@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
@@ -39,7 +40,7 @@ class Style(ABC):
 
     def __str__(self) -> str:
         shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
+            f"{f.name}={_shown(getattr(self, f.name))}"
             for f in fields(self)
             if getattr(self, f.name) != f.default
         ]
@@ -102,6 +103,12 @@ class Style(ABC):
     def takes_parts(self) -> bool:
         """Whether it must know the global length of the sequence it gets a part of."""
         return False
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Packing):
+        return f"{value.lengths} by rank"
+    return repr(value)
 
 
 def summed(output: str) -> tuple[str, str]:

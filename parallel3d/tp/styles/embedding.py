@@ -13,7 +13,6 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import (
     ParamRule,
-    check_size,
     fit_rules,
     is_plain,
     refuse_lookup_options,
@@ -54,7 +53,6 @@ class VocabParallel(Style):
                 'sequence; VocabParallel(output="replicate") gives it all'
             )
         refuse_lookup_options(module, scale_grad_by_freq=False)
-        check_size(module, "num_embeddings", 1, tp)
         return fit_rules(module, weight=ParamRule(Shard(0)))
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:

@@ -34,7 +34,7 @@ class Colwise(Style):
             ``"gathered"``: an enclosing :class:`PrepareInput` has prepared it.
         output: ``"shard"``: (..., out / tp). ``"replicate"``: gathered, (..., out).
         multiple_of: never cut inside groups of so many features: the size of a head, so that every
-            rank holds whole heads, equally many. For each section, or for all.
+            rank holds whole heads, the first ranks one more if need be. For each section, or for all.
         packed: the output is packed of sections, each of which is split: so many equal ones (2 for fused
             gate and up), or ones of these sizes (fused q, k and v). A ``Packing`` says for each rank which
             features it holds. A gathered output has the order of the plain module's.

@@ -6,11 +6,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from parallel3d._layout import get_param_layout
-from parallel3d._packing import Packing
+from parallel3d._packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, check_count
 
-__all__ = ["Packed", "cut_features", "packing_of"]
+__all__ = ["Packed", "cut_features", "packing_of", "sections_of"]
 
 Packed = int | tuple[int, ...] | Packing
 """How features are packed: so many equal sections, sections of these sizes, or these rows on each rank."""
@@ -22,10 +22,11 @@ def cut_features(
     """The rule of a weight whose dim ``dim``, ``size`` features called ``what``, is cut among ``tp`` ranks.
 
     Sections are cut as ``torch.chunk`` cuts, so that what reads their product (the down projection after gate
-    and up) is cut alike without being packed.
+    and up) is cut alike without being packed. Where that would cut a group of ``multiple_of``, ranks get
+    whole groups, the first ranks one more.
 
     Raises:
-        PlanError: the sections don't make up ``size``, or can't be shared by ``tp`` ranks.
+        PlanError: the sections don't make up ``size``, or aren't made of whole groups.
     """
     if isinstance(packed, Packing):
         if len(packed.rows) != tp or packed.size != size:
@@ -34,7 +35,7 @@ def cut_features(
                 f"tp is {tp}"
             )
         return ParamRule(Shard(dim), packing=replace(packed, dim=dim))
-    sections = _sections(what, size, packed)
+    sections = sections_of(what, size, packed)
     groups = multiple_of if isinstance(multiple_of, tuple) else (multiple_of,) * len(sections)
     if len(groups) != len(sections):
         raise PlanError(
@@ -43,7 +44,13 @@ def cut_features(
         )
     for index, (section, group) in enumerate(zip(sections, groups, strict=True)):
         name = what if len(sections) == 1 else f"section {index} of {what}"
-        check_count(name, section, group, tp)
+        check_count(name, section, group)
+    if any(
+        group > 1 and section % (group * tp)
+        for section, group in zip(sections, groups, strict=True)
+    ):
+        # Chunks would cut a group.
+        return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
     if len(sections) == 1:
         return ParamRule(Shard(dim))
     rows = []
@@ -60,7 +67,7 @@ def cut_features(
     return ParamRule(Shard(dim), packing=Packing(dim, tuple(rows)))
 
 
-def _sections(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
+def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(packed, int):
         if packed < 1 or size % packed:
             raise PlanError(f"{what} {size} is not {packed} equal sections")
