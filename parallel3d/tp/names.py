@@ -14,6 +14,7 @@ from parallel3d.tp.styles import (
     RopeOutput,
     Rowwise,
     SequenceParallel,
+    SplitHeads,
     Style,
     VocabParallel,
 )
@@ -21,6 +22,7 @@ from parallel3d.tp.styles import (
 __all__ = ["STYLE_NAMES", "parse_style"]
 
 STYLE_NAMES: dict[str, Style] = {
+    "attention": SplitHeads(),
     "colwise": Colwise(),
     "colwise_gather_output": Colwise(output="replicate"),
     "colwise_rep": Colwise(output="replicate"),
