@@ -154,6 +154,7 @@ def resolve_plan(
     resolution.notes += chosen.notes
     resolution.add_plan(chosen, strict=strict and not chosen.source)
     resolution.add_tied_embeddings()
+    resolution.leave_fast_paths()
     align_heads(resolution)
     rules = resolution.rules()
     resolution.check_as_a_whole(rules)

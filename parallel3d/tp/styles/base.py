@@ -55,6 +55,10 @@ class Style(ABC):
         """The style with what it reads from the model around its module, whose path is ``name``."""
         return self
 
+    def inside(self, module: nn.Module) -> dict[str, "Style"]:
+        """Styles that modules inside get with this one, by their path from ``module``."""
+        return {}
+
     def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[object, ...]]:
         """Attributes of the module that must be another on each rank: name -> value for each rank."""
         return {}
