@@ -59,8 +59,8 @@ class Style(ABC):
         """Styles that modules inside get with this one, by their path from ``module``."""
         return {}
 
-    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[object, ...]]:
-        """Attributes of the module that must be another on each rank: name -> value for each rank."""
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
+        """Attributes of the module that are others on a rank: name -> value on each rank."""
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
