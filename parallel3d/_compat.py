@@ -32,12 +32,14 @@ __all__ = [
     "assert_async",
     "backend_name",
     "backward_id",
+    "backward_order",
     "clear_dtensor_caches",
     "combine_ranks",
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
     "flatten_axes",
+    "for_each_rank",
     "foreach_copy_",
     "foreach_lerp_",
     "fully_shard_state",
@@ -56,6 +58,7 @@ __all__ = [
     "make_simulated",
     "make_spec",
     "make_symmetric",
+    "no_torch_function",
     "node_is_in_backward",
     "preserved_versions",
     "process_group_of",
@@ -63,6 +66,7 @@ __all__ = [
     "ranks_are_simulated",
     "reduce_scatter_single",
     "root_mesh",
+    "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
@@ -71,6 +75,7 @@ __all__ = [
     "spec_of",
     "symmetric_memory",
     "tensors_by_rank",
+    "torch_function_off",
     "unflatten_mesh",
     "unscale_",
     "untraced",
@@ -260,6 +265,16 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def backward_order(node: Any) -> int:
+    """The number of ``node`` of the graph: of those that can run, backward runs the highest first."""
+    return node._sequence_nr()
+
+
+def set_backward_order(node: Any, number: int) -> None:
+    """Gives ``node`` another one."""
+    node._set_sequence_nr(number)
+
+
 def node_is_in_backward(node: Any) -> bool:
     """Whether the backward that runs on this thread comes, or has come, to ``node`` of the graph."""
     return torch._C._will_engine_execute_node(node)
@@ -376,6 +391,18 @@ def ranks_of(value: torch.SymInt) -> Iterator[int]:
     return iter(node._local_ints)
 
 
+def for_each_rank(fn: Callable[[int], None]) -> None:
+    """Runs ``fn(rank)`` for each simulated rank, with its random state."""
+    mode = local_tensor_mode()
+    assert mode is not None
+    before = torch.get_rng_state()
+    for rank, (state, devices) in list(mode._per_rank_rng_states.items()):
+        torch.set_rng_state(state)
+        fn(rank)
+        mode._per_rank_rng_states[rank] = (torch.get_rng_state(), devices)
+    torch.set_rng_state(before)
+
+
 def simulation_off() -> AbstractContextManager[None]:
     """Within it tensors are plain, also where ranks are simulated: for what no rank does as such."""
     mode = local_tensor_mode()
@@ -459,6 +486,15 @@ def is_torch_hook_state(state: object) -> bool:
 def functorch_is_active() -> bool:
     """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
     return torch._C._are_functorch_transforms_active()
+
+
+# A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def torch_function_off() -> AbstractContextManager[None]:
+    """Within it ``__torch_function__`` of subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.

@@ -12,6 +12,8 @@ from parallel3d.tp.collectives import (
     split_to_tp,
 )
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
+from parallel3d.tp.logits_head import LogitsHead
+from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
 from parallel3d.tp.same_batch import check_same_batch
@@ -22,6 +24,7 @@ from parallel3d.tp.styles import (
     LocalParams,
     LocalSizes,
     PrepareInput,
+    PrepareInputOutput,
     PrepareOutput,
     Replicated,
     RopeOutput,
@@ -31,6 +34,8 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.torch_styles import TorchStyle
+from parallel3d.tp.vocab_logits import VocabLogits
 
 __all__ = [
     "STYLE_NAMES",
@@ -39,10 +44,12 @@ __all__ = [
     "IdentityExpert",
     "LocalParams",
     "LocalSizes",
+    "LogitsHead",
     "PlannedAttribute",
     "PlannedModule",
     "PlannedParam",
     "PrepareInput",
+    "PrepareInputOutput",
     "PrepareOutput",
     "Replicated",
     "ResolvedPlan",
@@ -51,13 +58,16 @@ __all__ = [
     "SequenceParallel",
     "SplitHeads",
     "Style",
+    "TorchStyle",
     "TpAxis",
+    "VocabLogits",
     "VocabParallel",
     "auto_plan",
     "check_same_batch",
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",
+    "linear_cross_entropy",
     "local_attributes",
     "parse_style",
     "reduce_from_tp",
@@ -65,4 +75,5 @@ __all__ = [
     "resolve_plan",
     "scatter_sequence",
     "split_to_tp",
+    "vocab_parallel_cross_entropy",
 ]

@@ -9,10 +9,12 @@ was done already.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
+from parallel3d.tp.completion import complete
 from parallel3d.tp.patterns import matches
 from parallel3d.tp.styles import Style
 
@@ -48,10 +50,10 @@ def _rules_of(owner: Any, attribute: str) -> dict[str, str]:
 
 
 def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
-    """The model's plan, without the rules that match nothing here.
+    """The model's plan, without the rules that match nothing here, completed.
 
     Raises:
-        PlanError: no rule of it matches.
+        PlanError: no rule of it matches, or it is wrong in a way that can't be repaired.
     """
     names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     names += [n for n, _ in model.named_parameters(remove_duplicate=False)]
@@ -70,4 +72,15 @@ def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
     notes = []
     if left_out:
         notes.append(f"rules of the model's plan that match nothing here: {', '.join(left_out)}")
-    return ChosenPlan(rules, {}, tuple(notes), "the model's plan", specific_first=True)
+    rules, why, more = complete(model, rules, tp_size, _run)
+    return ChosenPlan(rules, why, (*notes, *more), "the model's plan", specific_first=True)
+
+
+def _run(model: nn.Module) -> Any:
+    """Runs a meta copy as transformers' models are run, without a cache."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "eager"  # the kernels of others don't run on meta
+    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
+    return model(input_ids=ids, use_cache=False)

@@ -10,7 +10,8 @@ def on_real_ranks(kind: type, cases: list[tuple[int, int]], tp: int) -> None:
     for heads, kv in cases:
         torch.manual_seed(heads)
         x = torch.randn(2, 5, DIM).double()
-        check_parity(kind(heads, kv), kind.plan, tp, x, on=real_world)
+        model = kind(heads, kv)
+        check_parity(model, model.plan, tp, x, on=real_world)
 
 
 @pytest.mark.parametrize(("heads", "kv", "tp"), GRID)

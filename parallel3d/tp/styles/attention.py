@@ -15,6 +15,7 @@ from parallel3d.tp.collectives import TpAxis, reduce_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
 from parallel3d.tp.packed_collectives import gather_packed
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
 __all__ = ["NoFastPath", "SplitHeads"]
 
@@ -64,8 +65,8 @@ class SplitHeads(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, split_heads, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return "all-reduce", "all-reduce"
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        return *summed("replicate", module.embed_dim), *entered("replicate", module.embed_dim)
 
     @property
     def random_before(self) -> bool:
