@@ -199,7 +199,7 @@ def test_heads_that_do_not_divide_are_left_whole() -> None:
 
 def test_reasons_are_in_the_report() -> None:
     report = str(resolve_plan(Lm(False), "auto", 2))
-    assert "Colwise()" in report and "proven equal on 2 ranks" in report
+    assert "reaches down only" in report and "proven equal on 2 ranks" in report
 
 
 def test_ranks_that_fail_or_disagree_end_with_the_error() -> None:
