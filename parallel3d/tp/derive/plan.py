@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallel3d._compat import simulation_off
@@ -16,6 +17,7 @@ from parallel3d.tp.derive.verify import NotEqual, Proof, prove
 from parallel3d.tp.patterns import matches
 from parallel3d.tp.styles import (
     Colwise,
+    LocalParams,
     LocalSizes,
     Replicated,
     SplitHeads,
@@ -48,7 +50,8 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPl
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with simulation_off():
+    with simulation_off(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         return _Derivation(model, tp_size, example).plan()
 
 
@@ -242,7 +245,7 @@ class _Derivation:
             op = self.flow.read_directly[f"{table}.weight"]
             self.refused[table] = f"its weight is read by {op} outside its module"
             return
-        heads = self._heads(size)
+        heads = [name for name in self._heads(size) if self._share_out(name)]
         tied = [n for n in self._tied_modules(table) if n not in heads]
         other = [n for n in tied if n not in self.layers or self.layers[n].kind != "embedding"]
         if other:
@@ -280,6 +283,26 @@ class _Derivation:
                 continue
             heads.append(name)
         return heads
+
+    def _share_out(self, head: str) -> bool:
+        """Whether the head's parameters can be split where other modules have them as their own too; gives
+        such modules, which don't read them, rules that split them alike."""
+        own = {id(p): n for n, p in self.modules[head]._parameters.items() if p is not None}
+        for name, module in self.modules.items():
+            layer = self.layers.get(name)
+            if name == head or (layer is not None and layer.kind == "embedding"):
+                continue
+            shared = [n for n, p in module._parameters.items() if id(p) in own]
+            if not shared:
+                continue
+            read = [n for n in shared if _join(name, n) in self.flow.read_directly]
+            others = [n for n, p in module._parameters.items() if p is not None and n not in shared]
+            if layer is not None or read or others or any(n != "bias" for n in shared):
+                self.refused[head] = f"its {shared[0]} is also {name}'s, which can't be split so"
+                return False
+            self.styles[name] = LocalParams((("bias", Colwise()),))
+            self.why[name] = f"has the bias of {head}, which is split, and doesn't read it"
+        return True
 
     def _tied_modules(self, table: str) -> list[str]:
         weight = self.modules[table].weight
