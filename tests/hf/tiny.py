@@ -245,12 +245,13 @@ def families() -> list[str]:
     """
     found = []
     for name in CAUSAL_LMS:
-        config = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None
-        parts = getattr(config, "sub_configs", {})
-        text = parts.get("text_config")
-        if text is not None and getattr(text, "model_type", None) in CAUSAL_LMS:
+        if name not in CONFIG_MAPPING:
             continue
-        if getattr(config, "base_model_tp_plan", None):
+        config = CONFIG_MAPPING[name]
+        text = config.sub_configs.get("text_config")
+        if getattr(text, "model_type", None) in CAUSAL_LMS:
+            continue
+        if config.base_model_tp_plan:
             found.append(name)
     return found
 
