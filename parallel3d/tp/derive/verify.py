@@ -153,9 +153,7 @@ class _Case:
                     torch.randn(t.shape, dtype=torch.float64, generator=self.generator)
                     for t in trained
                 ]
-            torch.autograd.backward(
-                trained, [g.to(t.dtype) for g, t in zip(self.upstream, trained, strict=True)]
-            )
+            torch.autograd.backward(trained, [g.to(t.dtype) for g, t in zip(self.upstream, trained, strict=True)])
         return _Result(
             [t.detach() for t in outputs],
             [x.grad for x in leaves],
