@@ -32,6 +32,7 @@ __all__ = [
     "assert_async",
     "backend_name",
     "backward_id",
+    "backward_order",
     "clear_dtensor_caches",
     "combine_ranks",
     "concatenate_meshes",
@@ -56,6 +57,7 @@ __all__ = [
     "make_simulated",
     "make_spec",
     "make_symmetric",
+    "no_torch_function",
     "node_is_in_backward",
     "preserved_versions",
     "process_group_of",
@@ -63,6 +65,7 @@ __all__ = [
     "ranks_are_simulated",
     "reduce_scatter_single",
     "root_mesh",
+    "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
@@ -71,6 +74,7 @@ __all__ = [
     "spec_of",
     "symmetric_memory",
     "tensors_by_rank",
+    "torch_function_off",
     "unflatten_mesh",
     "unscale_",
     "untraced",
@@ -258,6 +262,16 @@ def in_backward_pass() -> bool:
 def backward_id() -> int:
     """The number of the backward that runs on this thread, one inside another having its own; -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def backward_order(node: Any) -> int:
+    """The number of ``node`` of the graph: of those that can run, backward runs the highest first."""
+    return node._sequence_nr()
+
+
+def set_backward_order(node: Any, number: int) -> None:
+    """Gives ``node`` another one."""
+    node._set_sequence_nr(number)
 
 
 def node_is_in_backward(node: Any) -> bool:
@@ -459,6 +473,15 @@ def is_torch_hook_state(state: object) -> bool:
 def functorch_is_active() -> bool:
     """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
     return torch._C._are_functorch_transforms_active()
+
+
+# A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def torch_function_off() -> AbstractContextManager[None]:
+    """Within it ``__torch_function__`` of subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.

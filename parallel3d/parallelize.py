@@ -14,6 +14,7 @@ from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.running.members import the_unit
+from parallel3d.tp.logits_head import chunk_whole_head
 
 __all__ = ["parallelize"]
 
@@ -32,6 +33,7 @@ def parallelize(
     shard_optimizer_over_replicate: bool = False,
     activation_checkpointing: bool = False,
     compile: bool | str = False,
+    loss_parallel: bool | str = False,
     strict: bool = True,
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
@@ -55,6 +57,10 @@ def parallelize(
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
         compile: True, or the name of a ``torch.compile`` backend: compile each block.
+        loss_parallel: True: the output head leaves its logits split over tp, as ``tp.VocabLogits``, which
+            ``F.cross_entropy`` takes as they are; everything else gets them gathered. So the model's code
+            stays as it is, and the loss is whole. ``"chunked"``: in training the logits are not even made,
+            but some tokens' at a time in the loss and again in the backward; also without tp.
         strict: whether a plan's rule that matches nothing is an error.
 
     Returns:
@@ -75,6 +81,7 @@ def parallelize(
         fsdp=fsdp,
         strict=strict,
         compile=compile,
+        loss_parallel=loss_parallel,
         reshard_after_forward=reshard_after_forward,
         shard_optimizer_over_replicate=shard_optimizer_over_replicate,
         activation_checkpointing=activation_checkpointing,
@@ -84,6 +91,8 @@ def parallelize(
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
         if plan is not None:
             plan.apply(model, mesh)
+        if loss_parallel == "chunked" and (plan is None or plan.tp_size == 1):
+            chunk_whole_head(model, plan)
         # Recompute inside the compiled region, so that the compiler sees both.
         if activation_checkpointing:
             for block in blocks:

@@ -125,10 +125,16 @@ CASES = [
         (r"'colwize'", r"did you mean 'colwise'", r"Known: .*rowwise"),
     ),
     Case(
-        "another library's style",
-        given(plan(head=ColwiseParallel())),
+        "what is no style",
+        given(plan(head=nn.ReLU())),
         PlanError,
-        (r"rule 'head'", r"a name or a Style, not ColwiseParallel"),
+        (r"rule 'head'", r"a name or a Style, not ReLU"),
+    ),
+    Case(
+        "torch's style on a module it can't split",
+        given({**LM_PLAN, "norm": ColwiseParallel()}),
+        PlanError,
+        (r"module 'norm' as torch's ColwiseParallel", r"nn.Linear and nn.Embedding, not"),
     ),
     Case(
         "a pattern that is no text",
@@ -140,7 +146,7 @@ CASES = [
         "style on the wrong module",
         given(plan(norm="rowwise")),
         PlanError,
-        (r"module 'norm' as Rowwise\(\)", r"for nn\.Linear .*not LayerNorm"),
+        (r"module 'norm' as Rowwise\(\)", r"for nn\.Linear, .*not LayerNorm"),
     ),
     Case(
         "heads of another size",

@@ -12,6 +12,8 @@ from parallel3d.tp.collectives import (
     split_to_tp,
 )
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
+from parallel3d.tp.logits_head import LogitsHead
+from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
 from parallel3d.tp.same_batch import check_same_batch
@@ -29,6 +31,8 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.torch_styles import TorchStyle
+from parallel3d.tp.vocab_logits import VocabLogits
 
 __all__ = [
     "STYLE_NAMES",
@@ -36,6 +40,7 @@ __all__ = [
     "Experts",
     "IdentityExpert",
     "LocalParams",
+    "LogitsHead",
     "PlannedAttribute",
     "PlannedModule",
     "PlannedParam",
@@ -47,13 +52,16 @@ __all__ = [
     "Rowwise",
     "SequenceParallel",
     "Style",
+    "TorchStyle",
     "TpAxis",
+    "VocabLogits",
     "VocabParallel",
     "auto_plan",
     "check_same_batch",
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",
+    "linear_cross_entropy",
     "local_attributes",
     "parse_style",
     "reduce_from_tp",
@@ -61,4 +69,5 @@ __all__ = [
     "resolve_plan",
     "scatter_sequence",
     "split_to_tp",
+    "vocab_parallel_cross_entropy",
 ]

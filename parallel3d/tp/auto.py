@@ -4,15 +4,14 @@ from typing import Any
 
 from torch import nn
 
-from parallel3d.tp.chosen import ChosenPlan
+from parallel3d.tp.chosen import ChosenPlan, Rule
 from parallel3d.tp.derive import derive_plan
 from parallel3d.tp.hf import has_hf_plan, hf_plan
-from parallel3d.tp.styles import Style
 
 __all__ = ["auto_plan", "choose"]
 
 
-def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, str | Style]:
+def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, Rule]:
     """The plan that ``tp_plan="auto"`` stands for, as a dict to look at, edit and give instead.
 
     A Hugging Face model (transformers 5) brings its plan. Rules of it that match nothing in this

@@ -31,28 +31,35 @@ class ParamRule:
         placement: on ``tp``.
         tp_grad: as in ``ParamLayout``.
         packing: the rows of ``placement.dim`` each rank holds, where they are not ``torch.chunk``'s.
+        compute: as in ``ParamLayout``.
     """
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
     packing: Packing | None = None
+    compute: Literal["local", "dtensor"] = "local"
 
     @property
     def layout(self) -> ParamLayout:
         """The mark the engine reads."""
-        return ParamLayout(compute="local", tp_grad=self.tp_grad, packing=self.packing)
+        return ParamLayout(self.compute, self.tp_grad, self.packing)
 
     @property
     def changes_compute(self) -> bool:
         """Whether a module that uses the parameter without knowing the rule would be wrong."""
-        return isinstance(self.placement, Shard) or self.tp_grad == "partial"
+        return (
+            isinstance(self.placement, Shard)
+            or self.tp_grad == "partial"
+            or self.compute == "dtensor"
+        )
 
     def describe(self) -> str:
         """The rule in words."""
+        kind = " (a DTensor)" if self.compute == "dtensor" else ""
         if isinstance(self.placement, Shard):
             packed = "" if self.packing is None else f" as {self.packing.rows}"
-            return f"split along dim {self.placement.dim}{packed}"
-        return "whole" if self.tp_grad == "whole" else "whole with its gradient summed"
+            return f"split along dim {self.placement.dim}{packed}{kind}"
+        return ("whole" if self.tp_grad == "whole" else "whole with its gradient summed") + kind
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -4,13 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch.distributed.tensor.parallel import ParallelStyle
+
 from parallel3d.errors import PlanError
 from parallel3d.tp.styles import Style
 
-__all__ = ["ChosenPlan", "Plan", "check_plan_type"]
+__all__ = ["ChosenPlan", "Plan", "Rule", "check_plan_type"]
 
-Plan = Mapping[str, str | Style] | Literal["auto"]
-"""What users give: pattern -> style or style name, or ``"auto"``."""
+Rule = str | Style | ParallelStyle
+"""A style, its name, or one of torch's styles."""
+
+Plan = Mapping[str, Rule] | Literal["auto"]
+"""What users give: pattern -> style, style name or one of torch's styles, or ``"auto"``."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class ChosenPlan:
             mistake.
     """
 
-    rules: Mapping[str, str | Style]
+    rules: Mapping[str, Rule]
     why: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     source: str = ""

@@ -20,11 +20,10 @@ from parallel3d._packing import Packing
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     TpAxis,
-    copy_to_tp,
-    gather_sequence,
     reduce_from_tp,
     reduce_scatter_sequence,
 )
+from parallel3d.tp.shared_input import share_copy, share_sequence
 
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
@@ -121,11 +120,13 @@ def note_state(module: nn.Module, forward: Any, state: TpState) -> None:
     module.__dict__[_STATE] = state
 
 
-def take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool = False) -> Tensor:
+    """The input of a module whose ranks each compute a part of the output: one copy or gather for all
+    modules that take the same tensor object. ``read_only``: the caller won't change it in place."""
     if layout == "replicate":
-        return copy_to_tp(x, tp.axis)
+        return share_copy(x, tp.axis, read_only=read_only)
     if layout == "sequence":
-        return gather_sequence(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
+        return share_sequence(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
     return x  # "gathered": the enclosing PrepareInput did it, and sums the gradient
 
 

@@ -3,6 +3,8 @@
 import difflib
 from typing import Any
 
+from torch.distributed.tensor.parallel import ParallelStyle
+
 from parallel3d.errors import PlanError
 from parallel3d.tp.styles import (
     Colwise,
@@ -17,6 +19,7 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.torch_styles import TorchStyle
 
 __all__ = ["STYLE_NAMES", "parse_style"]
 
@@ -48,13 +51,15 @@ _EXPERT_PARALLEL = ("grouped_gemm", "ep_", "moe_ep")
 
 
 def parse_style(value: Any) -> Style:
-    """A style, or the style a name stands for.
+    """A style, the style a name stands for, or one around one of torch's.
 
     Raises:
         PlanError: an unknown name, or neither a name nor a style.
     """
     if isinstance(value, Style):
         return value
+    if isinstance(value, ParallelStyle):
+        return TorchStyle(value)
     if not isinstance(value, str):
         raise PlanError(f"a style is a name or a Style, not {type(value).__name__} ({value!r})")
     if value.startswith(_EXPERT_PARALLEL):

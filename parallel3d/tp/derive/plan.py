@@ -107,7 +107,9 @@ class _Derivation:
                 extra = self._partial(owner, proof)
                 if extra:
                     proof = prove(owner, call, {**styles, **extra}, self.tp, frozenset(group.ups))
-                    added = tuple((_join(group.owner, name), style) for name, style in extra.items())
+                    added = tuple(
+                        (_join(group.owner, name), style) for name, style in extra.items()
+                    )
                     way = Way((*way.styles, *added))
                 return group, way, proof
             except (NotEqual, PlanError) as error:
@@ -131,7 +133,9 @@ class _Derivation:
             own = [n for n, p in modules[module]._parameters.items() if p is not None]
             beside = [_join(module, n) for n in own if _join(module, n) not in proof.partial]
             if beside:
-                raise NotEqual(f"the gradient of {path} is a part on each rank, that of {beside[0]} isn't")
+                raise NotEqual(
+                    f"the gradient of {path} is a part on each rank, that of {beside[0]} isn't"
+                )
             styles[module] = Replicated("partial")
         return styles
 
@@ -265,14 +269,26 @@ class _Derivation:
         )
 
 
-_UNINTERESTING = {"detach", "clone", "alias", "empty_like", "new_zeros", "copy", "to_copy", "_to_copy", "sym_size"}
+_UNINTERESTING = {
+    "detach",
+    "clone",
+    "alias",
+    "empty_like",
+    "new_zeros",
+    "copy",
+    "to_copy",
+    "_to_copy",
+    "sym_size",
+}
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
     """The modules a trace doesn't look into, by path."""
     layers: dict[str, Layer] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"):
+        if any(
+            name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"
+        ):
             continue
         if is_embedding(module):
             layers[name] = Layer("embedding", module.embedding_dim)  # type: ignore[arg-type]
@@ -332,7 +348,11 @@ def _describe(example: Example) -> str:
             return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
         if isinstance(value, (tuple, list)):
             return f"({', '.join(map(show, value))})"
-        return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+        return (
+            repr(value)
+            if isinstance(value, (int, float, str, type(None)))
+            else type(value).__name__
+        )
 
     args, kwargs = example
     return ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())])

@@ -5,7 +5,6 @@ computing, so that a trace of any model takes little time and memory. Every tens
 layers it was computed from since. They are kept by storage, so that views and in-place operations are seen.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard
 from parallel3d._compat import TorchDispatchMode
 from parallel3d._layout import local_chunk
 from parallel3d._tree import map_tensors, tensors_in
-from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.derive.ranks import run_ranks
@@ -153,7 +152,9 @@ class _Case:
                     torch.randn(t.shape, dtype=torch.float64, generator=self.generator)
                     for t in trained
                 ]
-            torch.autograd.backward(trained, [g.to(t.dtype) for g, t in zip(self.upstream, trained, strict=True)])
+            torch.autograd.backward(
+                trained, [g.to(t.dtype) for g, t in zip(self.upstream, trained, strict=True)]
+            )
         return _Result(
             [t.detach() for t in outputs],
             [x.grad for x in leaves],

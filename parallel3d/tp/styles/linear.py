@@ -13,6 +13,7 @@ from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
+from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.packed_collectives import gather_packed, split_packed
 from parallel3d.tp.styles.base import Style, joined, summed
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
@@ -174,8 +175,8 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp)
-    y = F.linear(x, _as_linear(self), self.bias)
+    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
+    y = linear(x, _as_linear(self), self.bias)
     if style.output != "replicate":
         return y
     if tp.packing is not None:
