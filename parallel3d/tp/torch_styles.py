@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule, check_count, fit_rules
+from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength
 from parallel3d.tp.styles.base import Style
@@ -79,7 +79,6 @@ class TorchStyle(Style):
     def _check(self, module: nn.Module, name: str, dim: int, tp: int) -> None:
         param: Any = module._parameters[name]
         size = param.shape[dim]
-        check_count(f"dim {dim} of {name}", size, 1)
         if size % tp and isinstance(module, nn.Linear):
             ours = "colwise" if isinstance(self.style, ColwiseParallel) else "rowwise"
             raise PlanError(

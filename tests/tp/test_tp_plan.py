@@ -143,9 +143,9 @@ def test_all_problems_are_listed_at_once():
 # ---- modules and sizes ----
 
 
-class Scaled(nn.Linear):
+class Normed(nn.Linear):
     def forward(self, x):
-        return 2 * super().forward(x)
+        return nn.functional.normalize(super().forward(x))
 
 
 def _replaced() -> nn.Module:
@@ -164,7 +164,7 @@ def _integer() -> nn.Module:
     ("module", "style", "said"),
     [
         (nn.Conv1d(4, 4, 1), "colwise", "is for nn.Linear, nn.Embedding and .* not Conv1d"),
-        (Scaled(4, 4), "colwise", "Scaled does something with the output of nn.Linear"),
+        (Normed(4, 4), "colwise", "Normed does something of its own .*which may need all features"),
         (_replaced(), "rowwise", "with their own forward"),
         (nn.Linear(4, 4), "embedding", "VocabParallel is for nn.Embedding"),
         (_integer(), "colwise", "weight is torch.int8; only floating-point"),

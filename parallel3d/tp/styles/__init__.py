@@ -6,7 +6,7 @@ from parallel3d.tp.styles.experts import Experts, IdentityExpert
 from parallel3d.tp.styles.linear import Colwise, Rowwise
 from parallel3d.tp.styles.local_params import LocalParams
 from parallel3d.tp.styles.output import PrepareOutput, RopeOutput
-from parallel3d.tp.styles.prepare import PrepareInput
+from parallel3d.tp.styles.prepare import PrepareInput, PrepareInputOutput
 from parallel3d.tp.styles.replicated import Replicated
 from parallel3d.tp.styles.sequence import SequenceParallel
 from parallel3d.tp.styles.sizes import LocalSizes
@@ -18,6 +18,7 @@ __all__ = [
     "LocalParams",
     "LocalSizes",
     "PrepareInput",
+    "PrepareInputOutput",
     "PrepareOutput",
     "Replicated",
     "RopeOutput",

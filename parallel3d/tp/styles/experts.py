@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallel3d._packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
-from parallel3d.tp.collectives import TpAxis, copy_to_tp, reduce_from_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward
+from parallel3d.tp.collectives import TpAxis, reduce_from_tp
+from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.sections import cut_features
 
@@ -87,8 +87,8 @@ class IdentityExpert(Style):
 def experts(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The experts on copies of what they read; the ranks' parts summed."""
     tp: TpState = self._parallel3d_tp
-    args = tuple(_copy(value, tp.axis) for value in args)
-    kwargs = {name: _copy(value, tp.axis) for name, value in kwargs.items()}
+    args = tuple(_copy(value, tp) for value in args)
+    kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
     for (
         name
     ) in tp.once:  # shadows the parameter, whose gradient comes from the one rank that adds it
@@ -112,9 +112,9 @@ def identity_expert(self: Any, *args: Any, **kwargs: Any) -> Any:
     return tp.inner(self, *args, **kwargs) / tp.axis.size
 
 
-def _copy(value: Any, axis: TpAxis) -> Any:
+def _copy(value: Any, tp: TpState) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return copy_to_tp(value, axis)
+        return take_input(value, "replicate", 0, tp)
     return value
 
 

@@ -17,7 +17,7 @@ from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.packed_collectives import gather_packed, split_packed
 from parallel3d.tp.styles.base import Style, joined, summed
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
-from parallel3d.tp.styles.kinds import is_embedding, linear_kind
+from parallel3d.tp.styles.kinds import is_embedding, linear_kind, works_by_element
 from parallel3d.tp.styles.sections import Packed, cut_features, packing_of
 
 __all__ = ["Colwise", "Rowwise"]
@@ -58,10 +58,10 @@ class Colwise(Style):
             if self.input != "replicate":
                 raise PlanError(f"an nn.Embedding takes token ids: no input={self.input!r} for it")
             refuse_lookup_options(module, scale_grad_by_freq=True)
-            self._need_whole_output(module, nn.Embedding)
+            self._check_forward(module, nn.Embedding)
             return fit_rules(module, weight=self._cut("embedding_dim", module.embedding_dim, 1, tp))
         kind = linear_kind(self, module)
-        self._need_whole_output(module, kind.base)
+        self._check_forward(module, kind.base)
         return fit_rules(
             module,
             weight=self._cut(kind.out_name, kind.out_features, kind.out_dim, tp),
@@ -75,11 +75,12 @@ class Colwise(Style):
     def _cut(self, what: str, size: Any, dim: int, tp: int) -> ParamRule:
         return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
 
-    def _need_whole_output(self, module: nn.Module, base: type[nn.Module]) -> None:
-        if self.output == "shard" and type(module).forward is not base.forward:
+    def _check_forward(self, module: nn.Module, base: type[nn.Module]) -> None:
+        whole = (self.input, self.output) == ("replicate", "replicate")
+        if not whole and not works_by_element(module, base):
             raise PlanError(
-                f"{type(module).__name__} does something with the output of nn.{base.__name__}, which may "
-                'need all features; Colwise(output="replicate") gives it all'
+                f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
+                'gives, which may need all features; Colwise(output="replicate") gives it all'
             )
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
@@ -134,9 +135,8 @@ class Rowwise(Style):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         kind = linear_kind(self, module)
-        if type(module).forward is not kind.base.forward and self != Rowwise(
-            input="replicate", multiple_of=self.multiple_of, packed=self.packed
-        ):
+        whole = (self.input, self.output) == ("replicate", "replicate")
+        if not whole and not works_by_element(module, kind.base):
             raise PlanError(
                 f"{type(module).__name__} does something of its own before or after the product, which may "
                 'need all features; Rowwise(input="replicate") gives it all'

@@ -13,6 +13,7 @@ from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
     gather_from_tp,
+    reduce_from_tp,
     scatter_sequence,
     split_to_tp,
 )
@@ -20,7 +21,7 @@ from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish
 from parallel3d.tp.styles.base import Style, summed
 from parallel3d.tp.styles.experts import Experts
 
-__all__ = ["PrepareOutput", "RopeOutput"]
+__all__ = ["PrepareOutput", "RopeOutput", "give_output"]
 
 
 @dataclass(frozen=True)
@@ -143,20 +144,25 @@ class RopeOutput(Style):
 def prepare_output(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's output, or the first tensor of several, in the layout that is wanted."""
     tp: TpState = self._parallel3d_tp
-    y = tp.inner(self, *args, **kwargs)
+    return give_output(tp.inner(self, *args, **kwargs), tp.style, tp)
+
+
+def give_output(y: Any, style: Any, tp: TpState) -> Any:
+    """``y``, or the first tensor in it, in the layout that ``style`` wants."""
     if isinstance(y, Tensor):
-        return _give(y, tp)
+        return _give(y, style, tp)
     if type(y) in (tuple, list) and any(isinstance(part, Tensor) for part in y):
         at = next(i for i, part in enumerate(y) if isinstance(part, Tensor))
-        return type(y)([*y[:at], _give(y[at], tp), *y[at + 1 :]])
+        return type(y)([*y[:at], _give(y[at], style, tp), *y[at + 1 :]])
     raise StateError(f"{tp.style} got a {type(y).__name__}: no tensor, nor a tuple with one")
 
 
-def _give(y: Tensor, tp: TpState) -> Tensor:
-    style: Any = tp.style
+def _give(y: Tensor, style: Any, tp: TpState) -> Tensor:
     dim = style.sequence_dim
+    if style.given == "partial" and style.wanted == "replicate":
+        return reduce_from_tp(y, tp.axis)  # not in place: the module may still hold it
     if style.given == "partial":
-        return finish_sum(y.clone(), style.wanted, dim, tp)
+        return finish_sum(y, "sequence", dim, tp)
     if style.given == "sequence":
         return gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
     if style.given == "shard":
