@@ -9,7 +9,7 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
 from parallel3d.tp.styles import (
@@ -237,6 +237,12 @@ class Resolution:
             except PlanError as error:
                 self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
         return rules
+
+    def add_attributes(self, rules: dict[int, dict[str, ParamRule]]) -> None:
+        """Plans the attributes that styles change, of modules whose parameters have ``rules``."""
+        for ruled in (self.ruled[key] for key in rules):
+            values = ruled.style.attributes(ruled.module, self.tp)
+            self.attributes += local_attributes(ruled.name, ruled.module, values)
 
     def check_as_a_whole(self, rules: dict[int, dict[str, ParamRule]]) -> None:
         """Checks what no module alone shows."""

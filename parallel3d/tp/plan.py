@@ -167,6 +167,7 @@ def resolve_plan(
     resolution.add_tied_embeddings()
     align_heads(resolution)
     rules = resolution.rules()
+    resolution.add_attributes(rules)
     resolution.check_as_a_whole(rules)
     if resolution.problems:
         listed = "".join(f"\n  - {problem}" for problem in resolution.problems)
