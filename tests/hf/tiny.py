@@ -293,6 +293,8 @@ def tiny_config(name: str, variant: str = "base") -> PretrainedConfig:
             tiny[k] = variables["kv_heads"] if grouped else HEADS
     if "tie_word_embeddings" in fields:
         tiny["tie_word_embeddings"] = variables["tie_word_embeddings"]
+    if "output_router_logits" in fields and variant == "odd":
+        tiny["output_router_logits"] = True  # and so the loss that balances experts
     tiny |= ODDITIES.get(name, {}) | ODDITIES.get(f"{name}/{variant}", {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
