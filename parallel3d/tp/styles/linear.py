@@ -16,6 +16,7 @@ from parallel3d.tp.checks import (
     need_plain,
     refuse_lookup_options,
 )
+from parallel3d.tp.chunked_gather import can_chunk, gather_linear
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum, take_input
 from parallel3d.tp.linear_overlap import linear
@@ -37,6 +38,9 @@ class Colwise(Style):
         multiple_of: never cut inside groups of so many features: the size of a head, so that every
             rank holds whole heads, equally many.
         sequence_dim: of the input, when ``input="sequence"``.
+        chunks: more than one: the sequence is gathered in so many chunks, one while another is
+            multiplied. For a module that reads its input alone, on a backend whose collectives run
+            beside a matmul (NCCL); a sequence that ``tp`` doesn't divide is gathered in one.
     """
 
     choices: ClassVar = {
@@ -48,6 +52,14 @@ class Colwise(Style):
     output: Literal["shard", "replicate"] = "shard"
     multiple_of: int = 1
     sequence_dim: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise PlanError(f"chunks={self.chunks!r}: it must be an int, 1 or more")
+        if self.chunks > 1 and self.input != "sequence":
+            raise PlanError(f'chunks={self.chunks} are of a gathered sequence: input="sequence"')
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if is_plain(module, nn.Embedding):
@@ -137,11 +149,24 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-    y = linear(x, self.weight, self.bias)
+    y = None
+    if style.chunks > 1:
+        y = _in_chunks(self, input)
+    if y is None:
+        x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
+        y = linear(x, self.weight, self.bias)
     if style.output == "replicate":
         y = gather_from_tp(y, -1, self.out_features, tp.axis)
     return y
+
+
+def _in_chunks(self: Any, x: Tensor) -> Tensor | None:
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    size = tp.sequence.of(x, style.sequence_dim, tp.axis)
+    if not can_chunk(x, style.sequence_dim, size, tp.axis):
+        return None
+    return gather_linear(x, self.weight, self.bias, style.sequence_dim, style.chunks, tp.axis)
 
 
 def rowwise_linear(self: Any, input: Tensor) -> Tensor:
