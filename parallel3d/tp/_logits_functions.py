@@ -240,8 +240,8 @@ def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | No
             dim += skipped
         elif dim == rows and not (isinstance(each, slice) and each == slice(None)):
             return None  # of the vocabulary
-        elif dim > rows or dim + (n or 0) > rows + 1:
-            return None
+        elif dim + (n or 0) > rows + (dim == rows):
+            return None  # of rows and vocabulary at once, or of dims there are not
         else:
             if dim < rows:
                 kept.append(each)

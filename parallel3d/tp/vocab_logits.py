@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import enable_reentrant_dispatch
 
 from parallel3d._compat import no_torch_function, torch_function_off
 from parallel3d._layout import local_chunk
@@ -203,7 +204,8 @@ class VocabGrad(Tensor):
             a, b = args
             if isinstance(a, VocabGrad) and isinstance(b, VocabGrad) and a._view is b._view:
                 return VocabGrad(a._view, a._sources + b._sources)
-        return _dispatch_plain(func, args, kwargs, VocabGrad, _whole_gradient)
+        with enable_reentrant_dispatch():  # autograd takes us back through functions of logits
+            return _dispatch_plain(func, args, kwargs, VocabGrad, _whole_gradient)
 
 
 # ---- the nodes ----
@@ -344,7 +346,8 @@ def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> An
     returns a view of.
     """
     writes = _writes(func, kwargs)
-    keep = writes or torch.is_inference_mode_enabled()  # where no tensor says that it is a view
+    # In inference mode no tensor says that it is a view.
+    keep = writes or func in _EXPOSING or torch.is_inference_mode_enabled()
     plain: dict[int, Tensor] = {}
 
     def of(tensor: Tensor) -> Tensor:
@@ -394,6 +397,7 @@ def _writes(func: Any, kwargs: Any) -> bool:
     return in_place or name in _WRITING or kwargs.get("out") is not None
 
 
+_EXPOSING = {Tensor.data.__get__, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr}  # type: ignore[attr-defined]
 _OPERATORS = (
     "add",
     "sub",
