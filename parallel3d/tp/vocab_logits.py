@@ -9,12 +9,12 @@ nothing of this work. Only the gradient that travels between our own nodes is la
 made part by part where it is turned into that of what the head read.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import enable_reentrant_dispatch
 
 from parallel3d._compat import no_torch_function, torch_function_off
@@ -211,6 +211,21 @@ class VocabGrad(Tensor):
 # ---- the nodes ----
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses ``create_graph=True``: the gradients are made by formulas that have no graph."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise StateError(
+                "create_graph=True through logits under loss parallel, whose gradients can't be "
+                "differentiated again; use loss_parallel=False"
+            )
+        return backward(ctx, grad)
+
+    return checked
+
+
 class _Make(torch.autograd.Function):
     """Of what the head gives, or reads, logits."""
 
@@ -221,7 +236,7 @@ class _Make(torch.autograd.Function):
         return VocabLogits(view)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         view: LogitsView = ctx.view
         rows = view.rows.of(*ctx.saved_tensors)
@@ -237,7 +252,7 @@ class _Step(torch.autograd.Function):
         return VocabLogits(view)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return VocabGrad(ctx.before, _sources_of(grad, ctx.after)), None
 
@@ -253,7 +268,7 @@ class _Full(torch.autograd.Function):
         return full.clone() if ctx.view.axis is None or full._base is not None else full
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return VocabGrad(ctx.view, _sources_of(grad, ctx.view))
 
@@ -272,7 +287,7 @@ class _Loss(torch.autograd.Function):
         return result.view(target.shape) if result.dim() else result
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         loss: CrossEntropy = ctx.loss
         grad = grad.reshape(-1) if grad.dim() else grad
