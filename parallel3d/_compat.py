@@ -32,6 +32,7 @@ __all__ = [
     "assert_async",
     "backend_name",
     "backward_id",
+    "backward_order",
     "clear_dtensor_caches",
     "combine_ranks",
     "concatenate_meshes",
@@ -64,11 +65,13 @@ __all__ = [
     "ranks_are_simulated",
     "reduce_scatter_single",
     "root_mesh",
+    "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
     "simulation_off",
     "simulation_paused",
+    "spec_of",
     "symmetric_memory",
     "tensors_by_rank",
     "torch_function_off",
@@ -200,14 +203,28 @@ def dtensor_shard_box(
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The description of a contiguous DTensor of global ``shape``."""
+    """The description of a contiguous DTensor of global ``shape``.
+
+    A placement of ours (``PackedShard``) says by ``spec_class`` that it needs a description of its own.
+    """
     stride = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+    kinds = [p.spec_class for p in placements if hasattr(p, "spec_class")]
+    kind = kinds[0] if kinds else DTensorSpec
+    return kind(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of ``local`` without ``from_local``'s checks and autograd node (3 us, not 30)."""
-    return DTensor(local, spec, requires_grad=False)
+    """A DTensor of ``local`` without ``from_local``'s checks and autograd node (3 us, not 30).
+
+    Of a description of our own, the subclass that it names.
+    """
+    kind = DTensor if type(spec) is DTensorSpec else spec.tensor_class  # type: ignore[attr-defined]
+    return kind(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The description of ``tensor``."""
+    return tensor._spec
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -245,6 +262,16 @@ def in_backward_pass() -> bool:
 def backward_id() -> int:
     """The number of the backward that runs on this thread, one inside another having its own; -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def backward_order(node: Any) -> int:
+    """The number of ``node`` of the graph: of those that can run, backward runs the highest first."""
+    return node._sequence_nr()
+
+
+def set_backward_order(node: Any, number: int) -> None:
+    """Gives ``node`` another one."""
+    node._set_sequence_nr(number)
 
 
 def node_is_in_backward(node: Any) -> bool:

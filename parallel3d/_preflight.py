@@ -1,6 +1,6 @@
 """Preflight: what ``parallelize`` checks before it changes the model, on this rank and between ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import distributed as dist
@@ -18,12 +18,11 @@ from parallel3d.fsdp.placing.axes import data_axes
 from parallel3d.fsdp.running.members import unit_of
 from parallel3d.fsdp.strategy import ShardingStrategy, strategy_options
 from parallel3d.mesh import check_agreement
-from parallel3d.tp import ResolvedPlan, Style, resolve_plan
+from parallel3d.tp import ResolvedPlan, resolve_plan
+from parallel3d.tp.chosen import Plan, check_plan_type
 from parallel3d.tp.logits_head import find_head, with_loss_parallel
 
 __all__ = ["Plan", "preflight"]
-
-Plan = Mapping[str, str | Style]
 
 
 def preflight(
@@ -148,11 +147,8 @@ def _check_options(
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
     check_policy(policy)
-    if tp_plan is not None and not isinstance(tp_plan, Mapping):
-        raise PlanError(
-            f"tp_plan is {tp_plan!r}; it must be a dict from module-name patterns to styles, such as "
-            '{"layers.*.attention.wq": "colwise"}, or None'
-        )
+    if tp_plan is not None:
+        check_plan_type(tp_plan)
     axes = data_axes(mesh)
     tp = axes.size(axes.tp)
     if not fsdp and axes.data_size > 1:

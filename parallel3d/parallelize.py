@@ -44,7 +44,9 @@ def parallelize(
     Args:
         model: a plain module; changed in place.
         mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp``.
-        tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``. Needed where tp > 1.
+        tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the plan the model
+            brings (Hugging Face's do) or one derived from it, see ``parallel3d.tp.auto_plan``. Needed
+            where tp > 1.
         fsdp: False says that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
             FSDP1 is compared with the mesh, and says whether blocks are freed after forward.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the

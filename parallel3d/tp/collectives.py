@@ -44,6 +44,8 @@ __all__ = [
     "reduce_scatter_sequence",
     "scatter_sequence",
     "split_to_tp",
+    "start_all_reduce",
+    "start_reduce_scatter",
 ]
 
 
@@ -55,18 +57,22 @@ class TpAxis:
         size: how many ranks it has.
         rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
         group: its process group.
+        copies, gathered: what ``shared_input`` remembers.
     """
 
     mesh: DeviceMesh
     size: int
     rank: int
     group: ProcessGroup
+    copies: list[Any]
+    gathered: list[Any]
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.group = mesh.get_group()
+        self.copies, self.gathered = [], []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TpAxis":
         return self  # a copied model runs on the same ranks; process groups can't be copied
@@ -157,6 +163,14 @@ def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
+    return start_reduce_scatter(x, dim, axis, wait=True)[0]
+
+
+def start_reduce_scatter(
+    x: Tensor, dim: int, axis: TpAxis, *, wait: bool = False
+) -> tuple[Tensor, Any]:
+    """This rank's chunk along ``dim`` of the sum, and what to ``wait()`` for before it is read; None
+    if ``wait``."""
     size = x.shape[dim]
     chunk = axis.chunk(size)
     uneven = chunk * axis.size != size
@@ -164,18 +178,24 @@ def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
         x = _pad(x, dim, chunk * axis.size)
     stacked = x.unflatten(dim, (axis.size, chunk)).movedim(dim, 0).contiguous()
     own = stacked.new_empty(stacked.shape[1:])
-    reduce_scatter_single(own.view(-1), stacked.view(-1), group=axis.group)
-    if not uneven:
-        return own
-    rows = torch.sym_min(size - torch.sym_min(axis.rank * chunk, size), chunk)
-    return own.narrow(dim, 0, rows)
+    work = reduce_scatter_single(
+        own.view(-1), stacked.view(-1), group=axis.group, async_op=not wait
+    )
+    if uneven:
+        rows = torch.sym_min(size - torch.sym_min(axis.rank * chunk, size), chunk)
+        own = own.narrow(dim, 0, rows)
+    return own, work
 
 
 def _all_reduce(x: Tensor, axis: TpAxis) -> Tensor:
+    return start_all_reduce(x, axis, wait=True)[0]
+
+
+def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Tensor, Any]:
+    """The sum, and what to ``wait()`` for before it is read; None if ``wait``."""
     # A copy: autograd may hand the same gradient to other consumers.
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
-    return total
+    return total, dist.all_reduce(total, group=axis.group, async_op=not wait)
 
 
 # ---- the pairs ----

@@ -16,19 +16,27 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from parallel3d._forward import as_if, wrap_forward
+from parallel3d._packing import Packing
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     TpAxis,
-    copy_to_tp,
-    gather_sequence,
     reduce_from_tp,
     reduce_scatter_sequence,
 )
+from parallel3d.tp.shared_input import share_copy, share_sequence
 
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
 
-__all__ = ["SequenceLength", "TpState", "bind_forward", "finish_sum", "map_first", "take_input"]
+__all__ = [
+    "SequenceLength",
+    "TpState",
+    "bind_forward",
+    "finish_sum",
+    "map_first",
+    "note_state",
+    "take_input",
+]
 
 _STATE = "_parallel3d_tp"
 
@@ -82,6 +90,8 @@ class TpState:
         sequence: shared by all modules of one ``apply``.
         inner: the forward the module had, a function of the module and its arguments.
         first: name of the first argument of the module's forward; ``""`` when it takes none.
+        packing: how the features its style cuts are cut, where not as ``torch.chunk`` does.
+        once: parameters every rank holds that only the first adds.
     """
 
     style: "Style"
@@ -89,25 +99,34 @@ class TpState:
     sequence: SequenceLength
     inner: Callable[..., Any] = nn.Module.forward
     first: str = ""
+    packing: Packing | None = None
+    once: tuple[str, ...] = ()
 
 
 def bind_forward(module: nn.Module, forward: Any, state: TpState) -> None:
     """Makes ``forward(module, ...)`` the module's forward."""
+    note_state(module, module.forward, state)
+    state.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
+
+
+def note_state(module: nn.Module, forward: Any, state: TpState) -> None:
+    """Puts ``state`` where the forward that takes the place of ``forward`` finds it."""
     names = [
         p.name
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"
     ]
     state.first = names[0] if names else ""
-    state.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
     module.__dict__[_STATE] = state
 
 
-def take_input(x: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool = False) -> Tensor:
+    """The input of a module whose ranks each compute a part of the output: one copy or gather for all
+    modules that take the same tensor object. ``read_only``: the caller won't change it in place."""
     if layout == "replicate":
-        return copy_to_tp(x, tp.axis)
+        return share_copy(x, tp.axis, read_only=read_only)
     if layout == "sequence":
-        return gather_sequence(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
+        return share_sequence(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
     return x  # "gathered": the enclosing PrepareInput did it, and sums the gradient
 
 

@@ -1,0 +1,362 @@
+"""Modules that read the same tensor share one copy or all-gather, and its one reduction."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from tp_world import check_parity, tp_mesh, use_local_tensors
+
+from parallel3d.testing import Recorder, fake_world, local_world, record_collectives
+from parallel3d.tp import Colwise, PrepareInput, Rowwise, resolve_plan
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 12)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def plan(layout: str) -> dict:
+    output = "replicate" if layout == "replicate" else "sequence"
+    return {
+        "gate": Colwise(input=layout),
+        "up": Colwise(input=layout),
+        "down": Rowwise(output=output),
+    }
+
+
+LAYOUTS = ("replicate", "sequence")
+
+
+def count(
+    layout: str, use: Callable[[nn.Module, Tensor], object], model: nn.Module | None = None
+) -> Recorder:
+    """What ``use(model, x)`` communicates on rank 0 of two; ``x`` is no leaf."""
+    model = Gated() if model is None else model
+    with fake_world(0, 2):
+        mesh = tp_mesh(2)
+        resolve_plan(model, plan(layout), 2).apply(model, mesh)
+        use_local(model)
+        model.down._parallel3d_tp.sequence.length = 6
+        x = torch.randn(2, 3 if layout == "sequence" else 6, 8, requires_grad=True) * 1
+        with record_collectives(mesh) as recorder:
+            use(model, x)
+    return recorder
+
+
+def use_local(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                local = p.to_local() if hasattr(p, "to_local") else p
+                module._parameters[name] = nn.Parameter(local.detach().clone(), p.requires_grad)
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tp", [2, 3])
+def test_equals_the_plain_module(layout: str, tp: int) -> None:
+    sequence = layout == "sequence"
+    call = None
+    if sequence:
+
+        def call(model: nn.Module, x: Tensor) -> Tensor:
+            if hasattr(model.down, "_parallel3d_tp"):
+                model.down._parallel3d_tp.sequence.length = 5
+            return model(x)
+
+    check_parity(
+        Gated(),
+        plan(layout),
+        tp,
+        torch.randn(2, 5, 8, dtype=torch.float64),
+        sequence_in=sequence,
+        sequence_out=sequence,
+        **({"call": call} if call else {}),
+    )
+
+
+def test_one_all_reduce_for_gate_and_up() -> None:
+    calls = count("replicate", backward)
+    assert [c.op for c in calls.calls] == ["all_reduce"] * 2  # down's output; x's gradient
+    assert {c.bytes for c in calls.calls} == {2 * 6 * 8 * 4}
+
+
+def test_one_gather_for_gate_and_up() -> None:
+    calls = count("sequence", backward)
+    assert [c.op for c in calls.calls] == [
+        "all_gather",
+        "reduce_scatter",
+        "all_gather",
+        "reduce_scatter",
+    ]
+
+
+def test_a_leaf_is_shared_too_and_freed_by_backward() -> None:
+    gc.disable()
+    try:
+        refs = []
+
+        def use(model: nn.Module, x: Tensor) -> None:
+            leaf = x.detach().requires_grad_()
+            refs.append(weakref.ref(leaf))
+            model(leaf).sum().backward()
+
+        calls = count("replicate", use)
+        assert calls.count("all_reduce") == 2
+        assert refs[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_is_freed_with_its_graph(layout: str) -> None:
+    gc.disable()
+    try:
+        refs = []
+
+        def use(model: nn.Module, x: Tensor) -> None:
+            y = x * 2
+            refs.append(weakref.ref(y))
+            out = model(y)
+            refs.append(weakref.ref(model.gate._parallel3d_tp))
+            del y, out
+
+        count(layout, use)
+        assert refs[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_what_was_taken_goes_with_the_input() -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        axis = model.gate._parallel3d_tp.axis
+        with torch.no_grad():
+            y = x * 2
+            model(y)
+            assert axis.gathered[-1].result is not None
+            del y
+            assert axis.gathered[-1].result is None
+        assert len(axis.gathered) == 1
+
+    count("sequence", use)
+
+
+def test_without_gradient_there_is_no_all_reduce() -> None:
+    assert count("replicate", lambda m, x: backward(m, x.detach())).count() == 1
+    with torch.no_grad():
+        assert count("replicate", lambda m, x: m(x)).count() == 1
+        gathers = count("sequence", lambda m, x: m(x))
+    assert (gathers.count("all_gather"), gathers.count("reduce_scatter")) == (1, 1)
+
+
+def test_frozen_weights_share_too() -> None:
+    model = Gated().requires_grad_(False)
+    assert count("replicate", backward, model).count("all_reduce") == 2
+    calls = count("sequence", backward, Gated().requires_grad_(False))
+    assert (calls.count("all_gather"), calls.count("reduce_scatter")) == (2, 2)
+
+
+def test_a_changed_input_is_taken_again() -> None:
+    """A frozen reader doesn't save its input, so the model may change it before the next one."""
+
+    def changing(model: nn.Module, x: Tensor) -> Tensor:
+        y = x * 1.5
+        first = model.gate(y)
+        return model.down(first + model.up(y.mul_(2)))
+
+    plain = Gated().double().requires_grad_(False)
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    changing(plain, x).sum().backward()
+    with local_world(2) as world:
+        mesh = tp_mesh(2)
+        resolve_plan(model, plan("replicate"), 2).apply(model, mesh)
+        use_local_tensors(model, world)
+        model.requires_grad_(False)
+        mine = world.map(lambda r: x.detach().clone()).requires_grad_()
+        with record_collectives(mesh) as recorder:
+            changing(model, mine).sum().backward()
+        assert recorder.count("all_reduce") == 3
+        for grad in world.per_rank(mine.grad):
+            torch.testing.assert_close(grad, x.grad)
+
+
+def test_a_changed_input_is_gathered_again() -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        with torch.no_grad():
+            model.gate(x)
+            x.mul_(2)
+            model.up(x)
+
+    assert count("sequence", use).count("all_gather") == 2
+
+
+def test_grad_mode_makes_a_difference() -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        with torch.no_grad():
+            first = model.gate(x)
+        out = first + model.up(x)
+        out.sum().backward()
+
+    assert count("replicate", use).count("all_reduce") == 1
+    calls = count("sequence", use)
+    assert (calls.count("all_gather"), calls.count("reduce_scatter")) == (2, 1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputation(layout: str, reentrant: bool) -> None:
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        if not hasattr(model.down, "_parallel3d_tp"):
+            return model(x) + model(x * 3)
+        model.down._parallel3d_tp.sequence.length = 5
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        return y + checkpoint(model, x * 3, use_reentrant=reentrant)
+
+    sequence = layout == "sequence"
+    check_parity(
+        Gated(),
+        plan(layout),
+        2,
+        torch.randn(2, 5, 8, dtype=torch.float64),
+        sequence_in=sequence,
+        sequence_out=sequence,
+        call=call,
+    )
+
+
+def test_each_reader_may_be_recomputed_by_itself() -> None:
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        if not hasattr(model.down, "_parallel3d_tp"):
+            return model(x)
+        a = checkpoint(model.gate, x, use_reentrant=False)
+        return model.down(F.silu(a) * model.up(x))
+
+    check_parity(
+        Gated(), plan("replicate"), 2, torch.randn(2, 5, 8, dtype=torch.float64), call=call
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives(layout: str) -> None:
+    sequence = layout == "sequence"
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        if sequence and hasattr(model.down, "_parallel3d_tp"):
+            model.down._parallel3d_tp.sequence.length = 6
+        y = model(x)
+        (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        return y + grad**2
+
+    check_parity(
+        Gated(),
+        plan(layout),
+        2,
+        torch.randn(2, 6, 8, dtype=torch.float64),
+        sequence_in=sequence,
+        sequence_out=sequence,
+        call=call,
+    )
+
+
+def test_backward_twice_and_the_same_input_in_two_steps() -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        x = x.detach().requires_grad_()
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        once = x.grad.clone()
+        loss.backward()
+        torch.testing.assert_close(x.grad, 2 * once)
+        model(x).sum().backward()
+        torch.testing.assert_close(x.grad, 3 * once)
+
+    assert count("replicate", use).count("all_reduce") == 2 + 3
+
+
+def test_a_module_that_writes_to_a_shared_copy_is_refused() -> None:
+    class Writes(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return super().forward(x)
+
+    model = Writes()
+    with fake_world(0, 2):
+        plan = {"": PrepareInput(), "gate": Colwise(input="gathered")}
+        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
+        use_local(model)
+        x = torch.randn(2, 8, requires_grad=True) * 1
+        with pytest.raises(RuntimeError, match="inplace"):
+            model(x)
+
+
+def test_an_encoders_output_is_copied_once_for_all_layers() -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        total = x.new_zeros(())
+        for _ in range(5):
+            for y in (x * 2, x * 3, x * 4, x):
+                total = total + model.gate(y).sum() + model.up(y).sum()
+        total.backward()
+
+    assert count("replicate", use).count("all_reduce") == 15 + 1
+
+
+def test_a_copied_model_remembers_for_itself() -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        y = model(x)
+        twin = copy.deepcopy(model)
+        (twin(x) + y).sum().backward()
+
+    assert count("replicate", use).count("all_reduce") == 3
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        calls = count("sequence", lambda model, x: model(x))
+    assert calls.count("all_gather") == 2
+
+
+def test_compiled_equals_eager() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gated = Gated()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gated(x * 2)
+
+    model = Two()
+    with fake_world(0, 2):
+        full = {f"gated.{name}": style for name, style in plan("replicate").items()}
+        resolve_plan(model, full, 2).apply(model, tp_mesh(2))
+        use_local(model)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 6, 8, requires_grad=True)
+        want = torch.autograd.grad(model(x).sum(), x)
+        got = torch.autograd.grad(compiled(x).sum(), x)
+        torch.testing.assert_close(got, want)
+
+
+def test_simulated_ranks_share() -> None:
+    model = Gated()
+    with local_world(2) as world:
+        mesh = tp_mesh(2)
+        resolve_plan(model, plan("replicate"), 2).apply(model, mesh)
+        use_local_tensors(model, world)
+        x = world.map(lambda r: torch.randn(2, 8)).requires_grad_()
+        with record_collectives(mesh) as recorder:
+            model(x * 1).sum().backward()
+    assert recorder.count("all_reduce") == 2
