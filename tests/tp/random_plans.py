@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel3d.tp import Colwise, PrepareInput, Replicated, Rowwise, SequenceParallel, VocabParallel
+from parallel3d.tp import (
+    Colwise,
+    PrepareInput,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    VocabParallel,
+)
 
 HEAD_DIM = 2
 
