@@ -9,7 +9,7 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
 from parallel3d.tp.styles import (
@@ -234,6 +234,8 @@ class Resolution:
         for key, ruled in self.ruled.items():
             try:
                 rules[key] = ruled.style.plan(ruled.module, self.tp)
+                numbers = ruled.style.attributes(ruled.module, self.tp)
+                self.attributes += local_attributes(ruled.name, ruled.module, numbers)
             except PlanError as error:
                 self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
         return rules

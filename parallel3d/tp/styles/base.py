@@ -54,8 +54,8 @@ class Style(ABC):
         """The style with what it reads from the model around its module, whose path is ``name``."""
         return self
 
-    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[object, ...]]:
-        """Attributes of the module that must be another on each rank: name -> value for each rank."""
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
+        """Attributes of the module that say how much this rank holds: name -> value on each rank."""
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
