@@ -23,6 +23,7 @@ from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.traffic import Traffic
 
 __all__ = ["TorchStyle"]
 
@@ -118,8 +119,8 @@ class TorchStyle(Style):
         if inside != {id(p) for child in module.children() for p in child.parameters()}:
             raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
 
-    def communicates(self) -> tuple[str, str]:
-        return "torch's", "torch's"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return Traffic("torch's own", "forward", None), Traffic("torch's own", "backward", None)
 
 
 def _placement(dim: int | None) -> Shard | Replicate:

@@ -1,5 +1,6 @@
 """The styles, one concept a file."""
 
+from parallel3d.tp.styles.attention import NoFastPath, SplitHeads
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel
 from parallel3d.tp.styles.experts import Experts, IdentityExpert
@@ -17,6 +18,7 @@ __all__ = [
     "IdentityExpert",
     "LocalParams",
     "LocalSizes",
+    "NoFastPath",
     "PrepareInput",
     "PrepareInputOutput",
     "PrepareOutput",
@@ -24,6 +26,7 @@ __all__ = [
     "RopeOutput",
     "Rowwise",
     "SequenceParallel",
+    "SplitHeads",
     "Style",
     "VocabParallel",
 ]

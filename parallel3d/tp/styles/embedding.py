@@ -19,8 +19,9 @@ from parallel3d.tp.checks import (
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum
 from parallel3d.tp.packed_collectives import gather_packed
-from parallel3d.tp.styles.base import Style, summed
+from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.kinds import is_embedding, works_by_element
+from parallel3d.tp.styles.traffic import Traffic, summed
 
 __all__ = ["VocabParallel", "colwise_embedding"]
 
@@ -58,8 +59,12 @@ class VocabParallel(Style):
         state = TpState(self, axis, sequence)
         bind_base_forward(module, nn.Embedding, vocab_parallel_embedding, state)
 
-    def communicates(self) -> tuple[str, str]:
-        return summed(self.output)
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        return summed(self.output, module.embedding_dim)
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "sequence" if self.output == "sequence" else "whole"
 
     @property
     def splits_sequence(self) -> bool:

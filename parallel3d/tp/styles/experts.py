@@ -16,6 +16,7 @@ from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_i
 from parallel3d.tp.local_attributes import reads_of
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.sections import cut_features
+from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
 __all__ = ["Experts", "IdentityExpert"]
 
@@ -99,8 +100,10 @@ class Experts(Style):
         state.once = tuple(_output_biases(module))
         bind_forward(module, experts, state)
 
-    def communicates(self) -> tuple[str, str]:
-        return "all-reduce", "all-reduce (input, routing weights)"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        # The routing weights' gradients, a few numbers a token, are not counted.
+        size = _hidden_size(self.plan(module, tp), module)
+        return *summed("replicate", size), *entered("replicate", size)
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,15 @@ def _output_biases(module: nn.Module) -> list[str]:
             (placement,) = param.placements
             whole += [name] * isinstance(placement, Replicate)
     return whole
+
+
+def _hidden_size(rules: dict[str, ParamRule], module: nn.Module) -> int | None:
+    """Features of the experts' input and output: the dim of their weights that isn't split."""
+    for name, rule in rules.items():
+        shape = module._parameters[name].shape  # type: ignore[union-attr]
+        if isinstance(rule.placement, Shard) and len(shape) == 3:
+            return int(shape[3 - rule.placement.dim])
+    return None
 
 
 def _only_first(bias: Tensor, axis: TpAxis) -> Tensor:

@@ -11,14 +11,16 @@ from parallel3d._packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
+from parallel3d.tp.chunked_gather import can_chunk, gather_linear
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
 from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.packed_collectives import gather_packed, split_packed
-from parallel3d.tp.styles.base import Style, joined, summed
+from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
 from parallel3d.tp.styles.kinds import is_embedding, linear_kind, works_by_element
 from parallel3d.tp.styles.sections import Packed, cut_features, packing_of
+from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
 __all__ = ["Colwise", "Rowwise"]
 
@@ -40,6 +42,9 @@ class Colwise(Style):
             gate and up), or ones of these sizes (fused q, k and v). A ``Packing`` says for each rank which
             features it holds. A gathered output has the order of the plain module's.
         sequence_dim: of the input, when ``input="sequence"``.
+        chunks: more than one: the sequence is gathered in so many chunks, one while another is
+            multiplied. For a module that reads its input alone, on a backend whose collectives run
+            beside a matmul (NCCL); a sequence that ``tp`` doesn't divide is gathered in one.
     """
 
     choices: ClassVar = {
@@ -52,6 +57,14 @@ class Colwise(Style):
     multiple_of: int | tuple[int, ...] = 1
     packed: Packed = 1
     sequence_dim: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise PlanError(f"chunks={self.chunks!r}: it must be an int, 1 or more")
+        if self.chunks > 1 and self.input != "sequence":
+            raise PlanError(f'chunks={self.chunks} are of a gathered sequence: input="sequence"')
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if is_embedding(module):
@@ -91,14 +104,21 @@ class Colwise(Style):
         else:
             bind_base_forward(module, linear_kind(self, module).base, colwise_linear, state)
 
-    def communicates(self) -> tuple[str, str]:
-        into = {
-            "replicate": ("", "all-reduce"),
-            "sequence": ("all-gather", "reduce-scatter"),
-            "gathered": ("", ""),
-        }[self.input]
-        out = ("all-gather", "") if self.output == "replicate" else ("", "")
-        return joined(into[0], out[0]), joined(out[1], into[1])
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        if is_embedding(module):
+            width = module.embedding_dim
+            return (Traffic("all-gather", "forward", width),) * (self.output == "replicate")
+        kind = linear_kind(self, module)
+        found = entered(self.input, kind.in_features)
+        if self.output == "replicate":
+            found += (Traffic("all-gather", "forward", kind.out_features),)
+        return found
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        if self.output == "shard":
+            return "features"
+        return "whole" if self.input == "sequence" else ""
 
     @property
     def takes_parts(self) -> bool:
@@ -162,9 +182,16 @@ class Rowwise(Style):
         state.packing = packing_of(module)
         bind_base_forward(module, linear_kind(self, module).base, rowwise_linear, state)
 
-    def communicates(self) -> tuple[str, str]:
-        out = summed(self.output)
-        return out[0], joined(out[1], "all-gather" if self.input == "replicate" else "")
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        kind = linear_kind(self, module)
+        found = summed(self.output, kind.out_features)
+        if self.input == "replicate":
+            found += (Traffic("all-gather", "backward", kind.in_features),)
+        return found
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "sequence" if self.output == "sequence" else "whole"
 
     @property
     def splits_sequence(self) -> bool:
@@ -175,13 +202,24 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-    y = linear(x, _as_linear(self), self.bias)
+    y = _in_chunks(self, input) if style.chunks > 1 else None
+    if y is None:
+        x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
+        y = linear(x, _as_linear(self), self.bias)
     if style.output != "replicate":
         return y
     if tp.packing is not None:
         return gather_packed(y, _of_last_dim(tp.packing, y), tp.axis)
     return gather_from_tp(y, -1, _sizes(self)[0], tp.axis)
+
+
+def _in_chunks(self: Any, x: Tensor) -> Tensor | None:
+    tp: TpState = self._parallel3d_tp
+    style: Any = tp.style
+    size = tp.sequence.of(x, style.sequence_dim, tp.axis)
+    if not can_chunk(x, style.sequence_dim, size, tp.axis):
+        return None
+    return gather_linear(x, _as_linear(self), self.bias, style.sequence_dim, style.chunks, tp.axis)
 
 
 def rowwise_linear(self: Any, input: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from parallel3d.tp.collectives import (
     split_to_tp,
 )
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum
-from parallel3d.tp.styles.base import Style, summed
+from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.experts import Experts
+from parallel3d.tp.styles.traffic import Traffic, summed
 
 __all__ = ["PrepareOutput", "RopeOutput", "give_output"]
 
@@ -50,10 +51,10 @@ class PrepareOutput(Style):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.given, self.wanted) not in _COMMUNICATES:
+        if (self.given, self.wanted) not in _TRAFFIC:
             raise PlanError(
                 f"PrepareOutput(given={self.given!r}, wanted={self.wanted!r}) is not among "
-                f"{', '.join(f'{a} -> {b}' for a, b in _COMMUNICATES)}"
+                f"{', '.join(f'{a} -> {b}' for a, b in _TRAFFIC)}"
             )
         if (self.given == "shard") != (self.features > 0):
             raise PlanError(
@@ -78,8 +79,8 @@ class PrepareOutput(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, prepare_output, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return _COMMUNICATES[self.given, self.wanted]
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return _TRAFFIC[self.given, self.wanted]
 
     @property
     def splits_sequence(self) -> bool:
@@ -90,13 +91,13 @@ class PrepareOutput(Style):
         return self.given == "sequence"
 
 
-_COMMUNICATES = {
-    ("partial", "replicate"): summed("replicate"),
-    ("partial", "sequence"): summed("sequence"),
-    ("replicate", "sequence"): ("-", "all-gather"),
-    ("replicate", "shard"): ("-", "all-gather"),
-    ("sequence", "replicate"): ("all-gather", "-"),
-    ("shard", "replicate"): ("all-gather", "-"),
+_TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
+    ("partial", "replicate"): summed("replicate", None),
+    ("partial", "sequence"): summed("sequence", None),
+    ("replicate", "sequence"): (Traffic("all-gather", "backward", None),),
+    ("replicate", "shard"): (Traffic("all-gather", "backward", None),),
+    ("sequence", "replicate"): (Traffic("all-gather", "forward", None),),
+    ("shard", "replicate"): (Traffic("all-gather", "forward", None),),
 }
 
 
@@ -137,8 +138,8 @@ class RopeOutput(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, rope_output, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return "-", "all-reduce"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return (Traffic("all-reduce", "backward", self.features),)
 
 
 def prepare_output(self: Any, *args: Any, **kwargs: Any) -> Any:

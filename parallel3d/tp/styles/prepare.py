@@ -11,8 +11,9 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, map_first, take_input
-from parallel3d.tp.styles.base import Style, joined
+from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.output import PrepareOutput, give_output
+from parallel3d.tp.styles.traffic import Traffic, entered
 
 __all__ = ["PrepareInput", "PrepareInputOutput"]
 
@@ -73,13 +74,12 @@ class PrepareInput(Style):
         names = tuple(inspect.signature(module.forward).parameters)
         bind_forward(module, prepare_input, _PrepareState(self, axis, sequence, names=names))
 
-    def communicates(self) -> tuple[str, str]:
-        layouts = {self.layout} | {layout for _, layout in self.named}
-        if self.wanted == "whole":
-            return ("all-gather", "-") if "sequence" in layouts else ("-", "-")
-        forward = "all-gather" if "sequence" in layouts else "-"
-        reduced = {"replicate": "all-reduce", "sequence": "reduce-scatter"}
-        return forward, joined(*(reduced[layout] for layout in reduced if layout in layouts))
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        layouts = [self.layout, *(layout for _, layout in self.named)]
+        found = tuple(t for layout in layouts for t in entered(layout, None))
+        if self.wanted == "whole":  # nothing that reads it gets only a part of the gradient
+            return tuple(t for t in found if t.phase == "forward")
+        return found
 
     @property
     def takes_parts(self) -> bool:
@@ -105,9 +105,8 @@ class PrepareInputOutput(PrepareInput):
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         return {**super().plan(module, tp), **self.output.plan(module, tp)}
 
-    def communicates(self) -> tuple[str, str]:
-        into, out = super().communicates(), self.output.communicates()
-        return joined(into[0], out[0]), joined(out[1], into[1])
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return *super().traffic(module, tp), *self.output.traffic(module, tp)
 
     @property
     def splits_sequence(self) -> bool:
