@@ -11,7 +11,7 @@ from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import parse_style
-from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
+from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest
 from parallel3d.tp.styles import (
     Colwise,
     NoFastPath,
@@ -86,8 +86,6 @@ class Resolution:
         """
         rules = list(chosen.rules.items())
         self._rules_given = len(rules)
-        if chosen.specific_first:  # stable: the model's order otherwise
-            rules.sort(key=lambda rule: specificity(str(rule[0])), reverse=True)
         for pattern, value in rules:
             try:
                 style, simple = parse_style(value), expand(pattern)
@@ -124,7 +122,7 @@ class Resolution:
             for inner, inner_style in fit.inside(module).items():
                 path, child = f"{name}.{inner}".lstrip("."), module.get_submodule(inner)
                 self.ruled[id(child)] = RuledModule(path, pattern, inner_style, child, why)
-        elif before.pattern != pattern and not chosen.specific_first:
+        elif before.pattern != pattern:
             self.problems.append(
                 f"module {name!r} has two rules: {before.pattern!r} ({before.style}) and "
                 f"{pattern!r} ({style}); keep one"
@@ -134,7 +132,7 @@ class Resolution:
         before = self._param_rules.get(path)
         if before is None:
             self._param_rules[path] = _ParamStyle(pattern, style, chosen.reason(pattern))
-        elif before.pattern != pattern and not chosen.specific_first:
+        elif before.pattern != pattern:
             self.problems.append(
                 f"parameter {path!r} has two rules: {before.pattern!r} ({before.style}) and "
                 f"{pattern!r} ({style}); keep one"

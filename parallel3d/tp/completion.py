@@ -12,14 +12,15 @@ from typing import Any
 from torch import nn
 
 from parallel3d.errors import PlanError
+from parallel3d.tp.chosen import Rule
 from parallel3d.tp.flow import Clash, Flow, Meeting, trace_flow
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
 from parallel3d.tp.styles import Replicated, Style
 
-__all__ = ["complete"]
+__all__ = ["Rules", "complete"]
 
-Rules = dict[str, str | Style]
+Rules = dict[str, Rule]
 
 
 def complete(
@@ -36,7 +37,7 @@ def complete(
         note says why they were not looked at.
 
     Raises:
-        PlanError: something that is wrong lies in no block that could be left whole.
+        PlanError: something that is wrong lies in no block that could be left whole, or in every layer's.
     """
     rules, why, notes = dict(rules), {}, []  # type: ignore[var-annotated]
     while True:
@@ -45,6 +46,13 @@ def complete(
         except Exception as error:  # anything at all: it is the model's code
             said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({said})"]
+        summed = _summed_for_nothing(model, rules, flow)
+        if summed:
+            rules = {p: style for p, style in rules.items() if p not in summed}
+            notes += [
+                f"{p!r} is not needed: what it is for is used alike on every rank" for p in summed
+            ]
+            continue
         clashes = _clashes(model, rules, flow)
         if not clashes:
             return _with_params(model, rules, why, notes, flow, tp_size)
@@ -58,9 +66,9 @@ def complete(
             f"{block!r} stays whole on every rank, its {len(dropped)} rules are left out: "
             f"{clashes[0].text}"
         )
-        if not rules:
+        if not any("*" in pattern for pattern in rules):
             raise PlanError(
-                f"the plan {type(model).__name__} brings is wrong everywhere: " + "; ".join(notes)
+                f"the plan {type(model).__name__} brings is wrong in every layer: {'; '.join(notes)}"
             )
 
 
@@ -94,12 +102,19 @@ def _clashes(model: nn.Module, rules: Rules, flow: Flow) -> list[Clash]:
             sources = frozenset[str]().union(*(m.sources for m in meetings))
             text = f"parameter {path!r} has no rule and meets each rank's part, of {_said(sources)}"
             found.append(Clash(text, sources | {path.rpartition(".")[0]}))
-    for path in flow.whole:
+    for path in flow.whole & flow.met.keys():
         if _is_summed(path, styles):
-            owner = path.rpartition(".")[0]
-            text = f"{path!r} is to have its gradient summed, but is used alike on every rank"
-            found.append(Clash(text, frozenset([owner])))
+            text = f"{path!r} meets each rank's part, but is used alike on every rank too"
+            found.append(Clash(text, frozenset([path.rpartition(".")[0]])))
     return found
+
+
+def _summed_for_nothing(model: nn.Module, rules: Rules, flow: Flow) -> list[str]:
+    """Rules that would sum gradients that are whole already."""
+    styles = styles_of(model, rules)
+    paths = [p for p in flow.whole - flow.met.keys() if _is_summed(p, styles)]
+    named = {name for path in paths for name in (path, path.rpartition(".")[0])}
+    return [pattern for pattern in rules if any(matches(pattern, name) for name in named)]
 
 
 def _is_summed(path: str, styles: dict[str, Style]) -> bool:
@@ -108,13 +123,12 @@ def _is_summed(path: str, styles: dict[str, Style]) -> bool:
 
 
 def _block(clash: Clash) -> str:
-    """The pattern of the smallest module around everything the clash is about; ``""``: none is smaller than
-    a layer."""
+    """The pattern of the smallest module around everything the clash is about; ``""``: the whole model."""
     paths = [path.split(".") for path in clash.modules]
     if len(paths) == 1:
         paths = [paths[0][:-1]]
     common = [column[0] for column in itertools.takewhile(_is_one, zip(*paths, strict=False))]
-    return "" if common and common[-1].isdigit() else numberless(".".join(common))
+    return numberless(".".join(common))
 
 
 def _is_one(column: tuple[str, ...]) -> bool:
