@@ -134,13 +134,16 @@ class Sections(nn.Module):
 
     def __init__(self, heads: int, kv: int) -> None:
         super().__init__()
-        self.head_dim, self.widths = SIZE, (heads * SIZE, kv * SIZE, kv * SIZE)
-        self.q_size, self.kv_size = heads * SIZE, kv * SIZE
-        self.qkv_proj = nn.Linear(DIM, sum(self.widths))
+        self.head_dim, self.q_size, self.kv_size = SIZE, heads * SIZE, kv * SIZE
+        self.qkv_proj = nn.Linear(DIM, (heads + 2 * kv) * SIZE)
         self.o_proj = nn.Linear(heads * SIZE, DIM)
         self.sinks = nn.Parameter(torch.randn(heads))
-        self.plan = {
-            "qkv_proj": Colwise(packed=self.widths),
+        self.plan = self.plan_of(heads, kv)
+
+    @staticmethod
+    def plan_of(heads: int, kv: int) -> dict:
+        return {
+            "qkv_proj": Colwise(packed=(heads * SIZE, kv * SIZE, kv * SIZE)),
             "o_proj": "rowwise",
             "": "local_params",
             "sinks": "colwise",
