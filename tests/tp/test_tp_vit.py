@@ -103,9 +103,7 @@ def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def _check(name: str, layout: tuple[int, int, int]) -> None:
     build = _family(name)
-    assert_parity(
-        build, _ids, MeshLayout(*layout), loss=_loss, steps=2, fp32=False, tp_plan="auto"
-    )
+    assert_parity(build, _ids, MeshLayout(*layout), loss=_loss, steps=2, fp32=False, tp_plan="auto")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
