@@ -25,7 +25,9 @@ def _randomized(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def check(attention: nn.MultiheadAttention, tp: int, *inputs: torch.Tensor, **options: object) -> None:
+def check(
+    attention: nn.MultiheadAttention, tp: int, *inputs: torch.Tensor, **options: object
+) -> None:
     """Outputs, weights and all gradients on ``tp`` simulated ranks are those of the plain module."""
     model = _randomized(nn.ModuleDict({"attn": attention}))
     model.zero_grad()
@@ -130,7 +132,12 @@ def _case(case: dict, heads: int) -> tuple[nn.MultiheadAttention, list, dict]:
 def test_every_option_equals_the_plain_module(number: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], 4)
-    call = Call(tuple(inputs), options, {id(x) for x in inputs}, [frozenset()] * (1 + options["need_weights"]))
+    call = Call(
+        tuple(inputs),
+        options,
+        {id(x) for x in inputs},
+        [frozenset()] * (1 + options["need_weights"]),
+    )
     proof = prove(attention, call, {"": SplitHeads()}, 2)
     assert proof.difference < 1e-12 and not proof.partial
 
@@ -141,7 +148,12 @@ def test_every_option_equals_the_plain_module(number: int) -> None:
 def test_heads_that_do_not_divide_go_to_the_ranks_whole(number: int, tp: int, heads: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], heads)
-    call = Call(tuple(inputs), options, {id(x) for x in inputs}, [frozenset()] * (1 + options["need_weights"]))
+    call = Call(
+        tuple(inputs),
+        options,
+        {id(x) for x in inputs},
+        [frozenset()] * (1 + options["need_weights"]),
+    )
     prove(attention, call, {"": SplitHeads()}, tp)
 
 
@@ -171,7 +183,7 @@ def test_more_ranks_than_heads_and_other_forwards_are_refused() -> None:
         resolve_plan(nn.ModuleDict({"a": nn.MultiheadAttention(12, 2)}), {"a": "attention"}, 3)
     with pytest.raises(PlanError, match="with its own forward, not Mine"):
         resolve_plan(nn.ModuleDict({"a": Mine(12, 2)}), {"a": "attention"}, 2)
-    with pytest.raises(PlanError, match="SplitHeads is for nn.MultiheadAttention"):
+    with pytest.raises(PlanError, match="SplitHeads is for"):
         resolve_plan(nn.ModuleDict({"a": nn.Linear(12, 12)}), {"a": "attention"}, 2)
     with pytest.raises(PlanError, match="reads weights without calling"):
         resolve_plan(
@@ -181,7 +193,9 @@ def test_more_ranks_than_heads_and_other_forwards_are_refused() -> None:
 
 def _encoder(batch_first: bool = True) -> nn.Module:
     layer = nn.TransformerEncoderLayer(E, 4, 32, dropout=0.0, batch_first=batch_first)
-    return _perturbed(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(E), enable_nested_tensor=True))
+    return _perturbed(
+        nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(E), enable_nested_tensor=True)
+    )
 
 
 def _perturbed(model: nn.Module) -> nn.Module:
