@@ -245,8 +245,11 @@ class Resolution:
     def add_attributes(self, rules: dict[int, dict[str, ParamRule]]) -> None:
         """Plans the attributes that styles change, of modules whose parameters have ``rules``."""
         for ruled in (self.ruled[key] for key in rules):
-            values = ruled.style.attributes(ruled.module, self.tp)
-            self.attributes += local_attributes(ruled.name, ruled.module, values)
+            try:
+                values = ruled.style.attributes(ruled.module, self.tp)
+                self.attributes += local_attributes(ruled.name, ruled.module, values)
+            except PlanError as error:
+                self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
 
     def check_as_a_whole(self, rules: dict[int, dict[str, ParamRule]]) -> None:
         """Checks what no module alone shows."""

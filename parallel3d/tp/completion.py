@@ -14,7 +14,7 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import Rule
 from parallel3d.tp.flow import Clash, Flow, Meeting, trace_flow
-from parallel3d.tp.names import STYLE_NAMES, parse_style
+from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
 from parallel3d.tp.styles import Replicated, Style
 
@@ -53,7 +53,7 @@ def complete(
                 f"{p!r} is not needed: what it is for is used alike on every rank" for p in summed
             ]
             continue
-        clashes = _clashes(model, rules, flow)
+        clashes = _clashes(model, rules, flow, tp_size)
         if not clashes:
             return _with_params(model, rules, why, notes, flow, tp_size)
         # One block at a time: a part that goes astray is seen wherever it comes to.
@@ -92,13 +92,13 @@ def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
 # ---- what can't be repaired ----
 
 
-def _clashes(model: nn.Module, rules: Rules, flow: Flow) -> list[Clash]:
+def _clashes(model: nn.Module, rules: Rules, flow: Flow, tp_size: int) -> list[Clash]:
     styles = styles_of(model, rules)
     found = list(flow.clashes)
     for path, meetings in flow.met.items():
         if _is_summed(path, styles):
             continue
-        if path in flow.whole or _repair(model, path, meetings) is None:
+        if path in flow.whole or _repair(model, path, meetings, tp_size) is None:
             sources = frozenset[str]().union(*(m.sources for m in meetings))
             text = f"parameter {path!r} has no rule and meets each rank's part, of {_said(sources)}"
             found.append(Clash(text, sources | {path.rpartition(".")[0]}))
@@ -145,19 +145,29 @@ def _inside(model: nn.Module, pattern: str, block: str) -> bool:
 # ---- what can ----
 
 
-def _repair(model: nn.Module, path: str, meetings: list[Meeting]) -> str | None:
+def _repair(model: nn.Module, path: str, meetings: list[Meeting], tp_size: int) -> str | None:
     """The style that makes a parameter without a rule right, if one does."""
-    wanted = {_repair_once(tuple(model.get_parameter(path).shape), m) for m in meetings}
+    shape = tuple(model.get_parameter(path).shape)
+    wanted = {_repair_once(model, shape, met, tp_size) for met in meetings}
     return wanted.pop() if len(wanted) == 1 else None
 
 
-def _repair_once(whole: tuple[int, ...], met: Meeting) -> str | None:
+def _repair_once(
+    model: nn.Module, shape: tuple[int, ...], met: Meeting, tp_size: int
+) -> str | None:
     dims = [i - len(met.shape) for i, size in enumerate(met.shape) if size != 1]
     if not dims:  # one number for everything
         return "replicated_with_grad_allreduce"
+    if not met.apart or met.shape[-1] != met.local_shape[-1]:
+        return None
     # Of a tensor with its heads apart the last dim is one head's, and the same of each.
-    if met.apart and dims == [-1] and met.shape[-1] == met.local_shape[-1]:
+    if dims == [-1]:
         return "replicated_with_grad_allreduce"
+    heads, size = met.shape[-2:]
+    split = [getattr(model.get_submodule(s), "out_features", 0) for s in met.sources]
+    own = shape == (heads, size) and dims == [-2, -1] and met.local_shape[-2] == heads
+    if own and heads % tp_size == 0 and all(width == heads * size for width in split):
+        return "colwise"  # something for each head
     return None
 
 
@@ -174,20 +184,21 @@ def _with_params(
     todo: dict[str, tuple[str, Meeting]] = {}
     for path, meetings in flow.met.items():
         if not _is_summed(path, styles):
-            style = _repair(model, path, meetings)
+            style = _repair(model, path, meetings, tp_size)
             assert style is not None
             todo[path] = (style, meetings[0])
     for path, (style, met) in todo.items():
         owner = path.rpartition(".")[0]
         module = model.get_submodule(owner)
-        alone = all(f"{owner}.{n}" in todo for n in module._parameters) and owner not in styles
+        alone = style != "colwise" and owner not in styles
+        alone &= all(todo.get(f"{owner}.{n}", "")[:1] == (style,) for n in module._parameters)
         pattern = numberless(owner if alone else path)
         reason = f"added: it acts on each rank's part, of {_said(frozenset(map(numberless, met.sources)))}"
         if pattern not in rules:
             rules[pattern], why[pattern] = style, reason
             notes.append(f"{pattern!r} gets {style!r}: {reason.removeprefix('added: ')}")
         if not alone and owner not in styles and numberless(owner) not in rules:
-            rules[numberless(owner)] = STYLE_NAMES["local_params"]
+            rules[numberless(owner)] = "local_params"
             why[numberless(owner)] = "added: for the rules of its parameters"
     return rules, why, notes
 
