@@ -39,6 +39,7 @@ __all__ = [
     "default_store",
     "dtensor_shard_box",
     "flatten_axes",
+    "for_each_rank",
     "foreach_copy_",
     "foreach_lerp_",
     "fully_shard_state",
@@ -388,6 +389,18 @@ def ranks_of(value: torch.SymInt) -> Iterator[int]:
     node = value.node
     assert isinstance(node, LocalIntNode)
     return iter(node._local_ints)
+
+
+def for_each_rank(fn: Callable[[int], None]) -> None:
+    """Runs ``fn(rank)`` for each simulated rank, with its random state."""
+    mode = local_tensor_mode()
+    assert mode is not None
+    before = torch.get_rng_state()
+    for rank, (state, devices) in list(mode._per_rank_rng_states.items()):
+        torch.set_rng_state(state)
+        fn(rank)
+        mode._per_rank_rng_states[rank] = (torch.get_rng_state(), devices)
+    torch.set_rng_state(before)
 
 
 def simulation_off() -> AbstractContextManager[None]:

@@ -196,6 +196,9 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
     """The numbers under one of ``names``: the module's own, then its config's."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
-            value = getattr(owner, name, None)
+            try:
+                value = getattr(owner, name, None)
+            except Exception:  # transformers: a number that is another in other layers
+                continue
             if type(value) is int:
                 yield value

@@ -17,6 +17,7 @@ from parallel3d.tp.collectives import TpAxis, gather_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
 from parallel3d.tp.plan import PlannedModule, ResolvedPlan
 from parallel3d.tp.styles import Colwise, Style
+from parallel3d.tp.styles.traffic import Traffic
 from parallel3d.tp.vocab_logits import lazy_logits, sharded_logits
 
 __all__ = ["LogitsHead", "chunk_whole_head", "find_head", "with_loss_parallel"]
@@ -41,10 +42,10 @@ class LogitsHead(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, logits_head, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        forward, backward = dataclasses.replace(self.head, output="shard").communicates()
-        loss = "all-reduce x2 of a number a token, in the loss"
-        return (loss if forward == "-" else f"{forward}, {loss}"), backward
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        # The loss reduces two numbers a token.
+        loss = (Traffic("all-reduce", "forward", 1),) * 2
+        return *dataclasses.replace(self.head, output="shard").traffic(module, tp), *loss
 
     @property
     def takes_parts(self) -> bool:
@@ -100,7 +101,9 @@ def with_loss_parallel(plan: ResolvedPlan, model: nn.Module, *, chunked: bool) -
     def changed(planned: PlannedModule) -> PlannedModule:
         if planned.name != name:
             return planned
-        return dataclasses.replace(planned, style=LogitsHead(planned.style, chunked))  # type: ignore[arg-type]
+        style = LogitsHead(planned.style, chunked)  # type: ignore[arg-type]
+        traffic = style.traffic(model.get_submodule(name), plan.tp_size) if plan.tp_size > 1 else ()
+        return dataclasses.replace(planned, style=style, traffic=traffic)
 
     return dataclasses.replace(plan, modules=tuple(map(changed, plan.modules)))
 

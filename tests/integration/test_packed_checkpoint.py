@@ -1,4 +1,4 @@
-"""Checkpoints of packed parameters: saved on one mesh, loaded on another and into the plain model, bitwise."""
+"""Checkpoints of packed parameters: saved on one mesh, loaded on another and into the plain model."""
 
 from pathlib import Path
 
@@ -134,7 +134,7 @@ def test_round_trip(gloo_pool: GlooPool, tmp_path: Path, kind, first, second) ->
 
 
 def check_file(kind: str, path: str, want: Whole, tmp_path: Path) -> None:
-    """The checkpoint holds the plain model's tensors, each row once; its weights are those of a plain step."""
+    """It holds the plain model's tensors, each row once; the weights are those of a plain step."""
     torch_file = tmp_path / "whole.pt"
     dcp_to_torch_save(path, torch_file)
     found = torch.load(torch_file, weights_only=True)

@@ -97,7 +97,7 @@ def _alike(a: list[str], b: list[str]) -> int:
     return count
 
 
-_MOST_WAYS = 60
+_MOST_WAYS = 24  # a wrong one costs a forward of one block on each rank
 
 
 def ways_to_split(

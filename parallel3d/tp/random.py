@@ -1,0 +1,258 @@
+"""Random numbers under tensor parallelism: dropout on whole tensors alike, on parts different.
+
+The ranks of a tp group are seeded alike (``torch.manual_seed`` with the *data* rank). What they draw on
+whole activations must then be equal, or they'd compute different things from there on; what they draw on
+their parts (heads, hidden features, a part of the sequence) must differ, or each mask would be used
+``tp`` times. Dropout draws from the device's default generator, wherever in a model's code it is, so that
+generator is switched: to a stream of this rank's own when a module of the plan has put out parts, back
+when one has put out a whole tensor, and in any case when the model's forward ends.
+
+All there is to know lies in the generator, so activation checkpointing, which saves and restores its
+state, recomputes the same masks, and a run goes on from a saved state as it would have::
+
+    s      = hash(state)                      of the common stream, where parts begin
+    parts:   seed(MARK | s + rank * STEP)     48 bits below the mark
+    whole:   seed(hash(s))                    where they end: a function of the seed before it
+
+Only for models that can drop out at all when the plan is applied; others pay nothing. Limits:
+
+- From a module's first Colwise to its Rowwise all is taken for parts. Dropout of a whole tensor *there*
+  differs by rank. (Inside a wrapper of the Colwise alone, such as a LoRA layer, it doesn't.)
+- Numbers drawn from the default generator of the CPU decide for all ranks alike, as the dropping of
+  layers must, when the model runs on an accelerator. On the CPU itself that isn't so among parts.
+- What ``torch.compile`` compiles isn't switched: masks are then alike on all tp ranks, on parts too.
+- Submodules called by themselves, outside the model's forward, aren't either.
+- ``checkpoint(preserve_rng_state=False)`` recomputes other masks, as ever.
+"""
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from parallel3d._compat import (
+    all_gather_single,
+    for_each_rank,
+    in_backward_pass,
+    queue_backward_callback,
+    ranks_are_simulated,
+    value_on_rank,
+)
+from parallel3d._forward import as_if, wrap_forward
+from parallel3d.errors import AgreementError
+from parallel3d.tp.collectives import TpAxis
+
+if TYPE_CHECKING:
+    from parallel3d.tp.styles.base import Style
+
+__all__ = ["can_drop", "install_random"]
+
+_PLACE = "_parallel3d_random"
+_ROOT = "_parallel3d_random_root"
+_BITS = 48
+_FIELD = 2**_BITS - 1
+_MARK = 0x9E37 << _BITS
+_STEP = 0x5851F42D4C95  # any odd number
+
+
+def can_drop(model: nn.Module) -> bool:
+    """Whether a module has an attribute, or its ``config`` one, that says to drop something."""
+    return any(
+        "drop" in name and isinstance(value, (int, float)) and value > 0
+        for module in model.modules()
+        for holder in (module, getattr(module, "config", None))
+        for name, value in _attributes(holder)
+    ) or any(isinstance(m, _DROPOUT) and m.p > 0 for m in model.modules())
+
+
+_DROPOUT = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def _attributes(holder: object) -> Iterable[tuple[str, Any]]:
+    return vars(holder).items() if hasattr(holder, "__dict__") else ()
+
+
+def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -> None:
+    """Makes the modules of a plan that has been applied, by name, switch the generator."""
+    regions = _Regions(axis)
+    done = set()
+    for name, style in styles.items():
+        if style.random_after or style.random_before:
+            split = style.random_after == "features"
+            module = _outermost(name, model) if split else model.get_submodule(name)
+            if id(module) not in done:
+                done.add(id(module))
+                place = _Place(regions, style.random_before, style.random_after)
+                place.inner = wrap_forward(module, functools.partial(as_if, _at_place), _at_place)
+                module.__dict__[_PLACE] = place
+    place = _Place(regions, False, "")
+    place.inner = wrap_forward(model, functools.partial(as_if, _at_root), _at_root)
+    model.__dict__[_ROOT] = place
+
+
+def _outermost(name: str, model: nn.Module) -> nn.Module:
+    """The module ``name``, or the outermost around it that stands for the same linear layer: what a LoRA
+    layer computes beside the Colwise in it, such as dropout of the input, isn't on parts."""
+    module = model.get_submodule(name)
+    size = getattr(module, "out_features", None)
+    while "." in name and size is not None:
+        name = name.rpartition(".")[0]
+        outer = model.get_submodule(name)
+        if getattr(outer, "out_features", None) != size:
+            break
+        module = outer
+    return module
+
+
+# ---- forwards ----
+
+
+class _Regions:
+    """What the modules of one model share.
+
+    Attributes:
+        depth: how many forwards of the model are under way.
+        compared: whether the tp ranks' states were.
+    """
+
+    def __init__(self, axis: TpAxis) -> None:
+        self.axis = axis
+        self.depth = 0
+        self.compared = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Regions":
+        return _Regions(self.axis)
+
+
+@dataclass
+class _Place:
+    regions: _Regions
+    before: bool
+    after: str
+    inner: Callable[..., Any] = nn.Module.forward
+
+
+def _at_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+    place: _Place = self._parallel3d_random
+    if torch.compiler.is_compiling():
+        return place.inner(self, *args, **kwargs)
+    if place.before and self.training:
+        _to_parts(place.regions)
+    y = place.inner(self, *args, **kwargs)
+    if place.after == "whole":
+        _to_whole(place.regions.axis)
+    elif place.after and self.training:
+        _to_parts(place.regions)
+    return y
+
+
+def _at_root(self: Any, *args: Any, **kwargs: Any) -> Any:
+    root: _Place = self._parallel3d_random_root
+    if torch.compiler.is_compiling():
+        return root.inner(self, *args, **kwargs)
+    regions = root.regions
+    if self.training and not regions.compared:
+        _compare(regions.axis)
+        regions.compared = True
+    regions.depth += 1
+    try:
+        return root.inner(self, *args, **kwargs)
+    finally:
+        regions.depth -= 1
+        if regions.depth == 0:
+            _to_whole(regions.axis)  # data may be shuffled by the next numbers
+
+
+# ---- streams ----
+
+
+def _to_parts(regions: _Regions) -> None:
+    axis = regions.axis
+    if regions.depth == 0:  # a recomputation, or a module called by itself
+        if not in_backward_pass():
+            return
+        # Where the state isn't restored after it (preserve_rng_state=False).
+        queue_backward_callback(functools.partial(_to_whole, axis))
+
+    def switch(generator: torch.Generator, rank: int) -> None:
+        if not _is_marked(generator):
+            s = _hash(_state(generator))
+            generator.manual_seed(_MARK | ((s + rank * _STEP) & _FIELD))
+
+    _switch(axis, switch)
+
+
+def _to_whole(axis: TpAxis) -> None:
+    def switch(generator: torch.Generator, rank: int) -> None:
+        if _is_marked(generator):
+            s = (generator.initial_seed() - rank * _STEP) & _FIELD
+            generator.manual_seed(_hash(s.to_bytes(8, "little")))
+
+    _switch(axis, switch)
+
+
+def _switch(axis: TpAxis, switch: Callable[[torch.Generator, int], None]) -> None:
+    generator = _generator(axis)
+    if generator is None:
+        return
+    if ranks_are_simulated():
+        for_each_rank(lambda rank: switch(generator, value_on_rank(axis.rank, rank)))
+    else:
+        switch(generator, axis.rank)
+
+
+def _is_marked(generator: torch.Generator) -> bool:
+    return generator.initial_seed() & ~_FIELD == _MARK
+
+
+def _generator(axis: TpAxis) -> torch.Generator | None:
+    kind = axis.mesh.device_type
+    if kind == "cpu":
+        return torch.default_generator
+    device = torch.get_device_module(kind)
+    if kind == "cuda" and device.is_current_stream_capturing():
+        return None  # a graph being captured has fixed seeds
+    return device.default_generators[device.current_device()]
+
+
+def _state(generator: torch.Generator) -> bytes:
+    state = generator.get_state()  # on the CPU, also an accelerator's: no wait
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
+
+
+def _compare(axis: TpAxis) -> None:
+    """Refuses tp ranks whose generators have different states."""
+    generator = _generator(axis)
+    if generator is None or ranks_are_simulated():  # which begin alike
+        return
+    own = _hash(_state(generator))
+    # On a fake group nothing is received: all are equal.
+    states = torch.full((axis.size,), own, dtype=torch.int64, device=axis.mesh.device_type)
+    all_gather_single(states, states[axis.rank].view(1).clone(), group=axis.group)
+    found = states.tolist()
+    if found != [own] * axis.size:
+        other = next(rank for rank, state in enumerate(found) if state != found[0])
+        ranks = [dist.get_global_rank(axis.group, rank) for rank in (0, other)]
+        raise AgreementError(
+            f"the model drops out, but the default random generators of the ranks {ranks[0]} and "
+            f"{ranks[1]}, of one tp group, have different states: they'd drop different elements of "
+            "the same tensors. Seed them alike, by the data rank: "
+            "torch.manual_seed(seed + layout.data_rank(dist.get_rank()))"
+        )
