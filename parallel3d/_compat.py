@@ -58,6 +58,7 @@ __all__ = [
     "make_simulated",
     "make_spec",
     "make_symmetric",
+    "no_torch_function",
     "node_is_in_backward",
     "preserved_versions",
     "process_group_of",
@@ -71,8 +72,10 @@ __all__ = [
     "set_local_tensor",
     "simulation_off",
     "simulation_paused",
+    "spec_of",
     "symmetric_memory",
     "tensors_by_rank",
+    "torch_function_off",
     "unflatten_mesh",
     "unscale_",
     "untraced",
@@ -201,14 +204,28 @@ def dtensor_shard_box(
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The description of a contiguous DTensor of global ``shape``."""
+    """The description of a contiguous DTensor of global ``shape``.
+
+    A placement of ours (``PackedShard``) says by ``spec_class`` that it needs a description of its own.
+    """
     stride = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+    kinds = [p.spec_class for p in placements if hasattr(p, "spec_class")]
+    kind = kinds[0] if kinds else DTensorSpec
+    return kind(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of ``local`` without ``from_local``'s checks and autograd node (3 us, not 30)."""
-    return DTensor(local, spec, requires_grad=False)
+    """A DTensor of ``local`` without ``from_local``'s checks and autograd node (3 us, not 30).
+
+    Of a description of our own, the subclass that it names.
+    """
+    kind = DTensor if type(spec) is DTensorSpec else spec.tensor_class  # type: ignore[attr-defined]
+    return kind(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The description of ``tensor``."""
+    return tensor._spec
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -469,6 +486,15 @@ def is_torch_hook_state(state: object) -> bool:
 def functorch_is_active() -> bool:
     """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
     return torch._C._are_functorch_transforms_active()
+
+
+# A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def torch_function_off() -> AbstractContextManager[None]:
+    """Within it ``__torch_function__`` of subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.

@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._packing import Packing
 
-__all__ = ["ParamLayout", "get_param_layout", "local_chunk", "set_param_layout"]
+__all__ = [
+    "ParamLayout",
+    "get_param_layout",
+    "local_chunk",
+    "set_param_layout",
+    "strided_chunk",
+]
 
 _ATTRIBUTE = "_parallel3d_layout"
 
@@ -27,7 +33,6 @@ class ParamLayout:
             it sees a DTensor on the ``tp`` axis, as torch's own parallel styles need.
         tp_grad: ``"whole"``: each tp rank's gradient is complete for what it holds.
             ``"partial"``: it is a part, which the engine sums over ``tp`` once per bucket.
-        packing: the rows each tp rank holds, where they are not ``torch.chunk``'s.
     """
 
     compute: Literal["local", "dtensor"] = "dtensor"
@@ -66,3 +71,14 @@ def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         tensor = whole.copy_(tensor)
     return tensor.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+def strided_chunk(
+    tensor: torch.Tensor, dim: int, factor: int, parts: int, index: int
+) -> torch.Tensor:
+    """The ``index``-th chunk of each of ``factor`` chunks, one after another: ``_StridedShard``'s cut."""
+    if factor == 1:
+        return local_chunk(tensor, dim, parts, index)
+    # By number, not torch.chunk, which makes fewer where a size is small.
+    cells = [local_chunk(tensor, dim, factor, i) for i in range(factor)]
+    return torch.cat([local_chunk(cell, dim, parts, index) for cell in cells], dim=dim)

@@ -4,6 +4,7 @@ A fused gate-and-up weight is cut so that every rank has its part of gate and it
 weights are cut between heads, also where the heads don't divide. DTensor's placements can't tell such rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from parallel3d._compat import combine_ranks, ranks_of, value_on_rank
 
-__all__ = ["Packing", "cut_sections"]
+__all__ = ["Packing", "cut_sections", "pick_by_rank"]
 
 Interval = tuple[int, int]  # (first row, number of rows)
 
@@ -54,14 +55,7 @@ class Packing:
 
     def length_on(self, rank: int) -> int:
         """How many rows ``rank`` holds; for a ``SymInt`` of simulated ranks, one that differs by rank."""
-        if isinstance(rank, torch.SymInt):
-            # One comparison a rank: arithmetic is all that a SymInt that differs by rank can do.
-            total = 0
-            for index, length in enumerate(self.lengths):
-                is_it = 1 - torch.sym_min(torch.sym_max(rank - index, index - rank), 1)
-                total = total + is_it * length
-            return total
-        return self.lengths[rank]
+        return pick_by_rank(self.lengths, rank)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """The rows of ``whole`` that ``rank`` holds: contiguous, with storage of its own.
@@ -80,6 +74,43 @@ class Packing:
         if not parts:
             parts = [whole.narrow(self.dim, 0, 0)]
         return torch.cat(parts, self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The other way: what the ranks hold, in their order -> the whole."""
+        pieces = []
+        for part, held in zip(parts, self.rows, strict=True):
+            start = 0
+            for first, number in held:
+                pieces.append((first, part.narrow(self.dim, start, number)))
+                start += number
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([piece for _, piece in pieces], self.dim)
+
+    def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
+        """Where ``number`` of ``rank``'s rows from ``first`` on are in the whole.
+
+        Returns:
+            (how many of them come before, the interval of the whole), one after another.
+        """
+        found, start = [], 0
+        for begin, length in self.rows[rank]:
+            low, high = max(first, start), min(first + number, start + length)
+            if low < high:
+                found.append((low - first, (begin + low - start, high - low)))
+            start += length
+        return found
+
+
+def pick_by_rank(values: Sequence[int], rank: int) -> int:
+    """``values[rank]``; for a ``SymInt`` of simulated ranks, one that differs by rank."""
+    if not isinstance(rank, torch.SymInt):
+        return values[rank]
+    # One comparison a rank: arithmetic is all that a SymInt that differs by rank can do.
+    total = 0
+    for index, value in enumerate(values):
+        is_it = 1 - torch.sym_min(torch.sym_max(rank - index, index - rank), 1)
+        total = total + is_it * value
+    return total
 
 
 def cut_sections(

@@ -1,6 +1,6 @@
 """Preflight: what ``parallelize`` checks before it changes the model, on this rank and between ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import distributed as dist
@@ -18,11 +18,11 @@ from parallel3d.fsdp.placing.axes import data_axes
 from parallel3d.fsdp.running.members import unit_of
 from parallel3d.fsdp.strategy import ShardingStrategy, strategy_options
 from parallel3d.mesh import check_agreement
-from parallel3d.tp import ResolvedPlan, Style, resolve_plan
+from parallel3d.tp import ResolvedPlan, resolve_plan
+from parallel3d.tp.chosen import Plan, check_plan_type
+from parallel3d.tp.logits_head import find_head, with_loss_parallel
 
 __all__ = ["Plan", "preflight"]
-
-Plan = Mapping[str, str | Style]
 
 
 def preflight(
@@ -36,6 +36,7 @@ def preflight(
     reshard_after_forward: bool | None,
     strict: bool,
     compile: bool | str,
+    loss_parallel: bool | str,
     **switches: bool,
 ) -> tuple[ResolvedPlan | None, Units, bool]:
     """Checks the arguments of ``parallelize`` and that all ranks of ``mesh`` gave the same.
@@ -52,13 +53,16 @@ def preflight(
         _check_model(model)
         _check_switches(strict=strict, **switches)
         _check_compile(compile)
+        _check_loss_parallel(loss_parallel)
         _check_options(mesh, tp_plan, fsdp, policy)
         reshard = _reshard(mesh, fsdp, reshard_after_forward)
         plan = _resolve(model, mesh, tp_plan, strict)
         found = find_units(model, units)
+        plan = _plan_loss(model, plan, found, loss_parallel)
         settings = _settings(model, plan, found, mesh, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
-        settings |= {"compile": str(compile)} | {k: str(v) for k, v in switches.items()}
+        settings |= {"compile": str(compile), "loss_parallel": str(loss_parallel)}
+        settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if not dist.is_initialized():
             raise
@@ -143,11 +147,8 @@ def _check_options(
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
     check_policy(policy)
-    if tp_plan is not None and not isinstance(tp_plan, Mapping):
-        raise PlanError(
-            f"tp_plan is {tp_plan!r}; it must be a dict from module-name patterns to styles, such as "
-            '{"layers.*.attention.wq": "colwise"}, or None'
-        )
+    if tp_plan is not None:
+        check_plan_type(tp_plan)
     axes = data_axes(mesh)
     tp = axes.size(axes.tp)
     if not fsdp and axes.data_size > 1:
@@ -185,6 +186,28 @@ def _resolve(
         return None
     axes = data_axes(mesh)
     return resolve_plan(model, tp_plan, axes.size(axes.tp), strict=strict)
+
+
+def _check_loss_parallel(value: bool | str) -> None:
+    if not isinstance(value, bool) and value != "chunked":
+        raise Parallel3dError(f'loss_parallel is {value!r}; it must be True, False or "chunked"')
+
+
+def _plan_loss(
+    model: nn.Module, plan: ResolvedPlan | None, units: Units, loss_parallel: bool | str
+) -> ResolvedPlan | None:
+    """The plan with its output head under loss parallel."""
+    if not loss_parallel or (plan is None and loss_parallel is True):
+        return plan  # without tp logits are whole
+    chunked = loss_parallel == "chunked"
+    head = find_head(model, plan)
+    block = next((n for n, _ in units.blocks if head == n or head.startswith(f"{n}.")), None)
+    if chunked and block is not None:
+        raise PlanError(
+            f'loss_parallel="chunked": the output head {head!r} lies in the block {block!r}, which frees '
+            "its weight before the loss reads it; leave it out of the units, or use loss_parallel=True"
+        )
+    return None if plan is None else with_loss_parallel(plan, model, chunked=chunked)
 
 
 def _settings(

@@ -14,6 +14,7 @@ from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.running.members import the_unit
+from parallel3d.tp.logits_head import chunk_whole_head
 
 __all__ = ["parallelize"]
 
@@ -32,6 +33,7 @@ def parallelize(
     shard_optimizer_over_replicate: bool = False,
     activation_checkpointing: bool = False,
     compile: bool | str = False,
+    loss_parallel: bool | str = False,
     strict: bool = True,
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
@@ -42,7 +44,9 @@ def parallelize(
     Args:
         model: a plain module; changed in place.
         mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp``.
-        tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``. Needed where tp > 1.
+        tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the plan the model
+            brings (Hugging Face's do) or one derived from it, see ``parallel3d.tp.auto_plan``. Needed
+            where tp > 1.
         fsdp: False says that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
             FSDP1 is compared with the mesh, and says whether blocks are freed after forward.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
@@ -53,6 +57,10 @@ def parallelize(
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
         compile: True, or the name of a ``torch.compile`` backend: compile each block.
+        loss_parallel: True: the output head leaves its logits split over tp, as ``tp.VocabLogits``, which
+            ``F.cross_entropy`` takes as they are; everything else gets them gathered. So the model's code
+            stays as it is, and the loss is whole. ``"chunked"``: in training the logits are not even made,
+            but some tokens' at a time in the loss and again in the backward; also without tp.
         strict: whether a plan's rule that matches nothing is an error.
 
     Returns:
@@ -73,6 +81,7 @@ def parallelize(
         fsdp=fsdp,
         strict=strict,
         compile=compile,
+        loss_parallel=loss_parallel,
         reshard_after_forward=reshard_after_forward,
         shard_optimizer_over_replicate=shard_optimizer_over_replicate,
         activation_checkpointing=activation_checkpointing,
@@ -82,6 +91,8 @@ def parallelize(
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
         if plan is not None:
             plan.apply(model, mesh)
+        if loss_parallel == "chunked" and (plan is None or plan.tp_size == 1):
+            chunk_whole_head(model, plan)
         # Recompute inside the compiled region, so that the compiler sees both.
         if activation_checkpointing:
             for block in blocks:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bad_input import DATA, Call, Case, With, X, check, given
-from models import LM_PLAN, Lm, tokens
+from models import LM_PLAN, Lm
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,9 +108,9 @@ CASES = [
     ),
     Case(
         "a rule for a parameter",
-        given(plan(head__weight="colwise")),
+        given({**LM_PLAN, "layers.*.norm.weight": "colwise"}),
         PlanError,
-        (r"'head\.weight' is a parameter", r"names the module that owns it"),
+        (r"'layers\.\*\.norm\.weight' on 'layers\.0\.norm'", r"has no style", r"'local_params'"),
     ),
     Case(
         "two rules on one module",
@@ -125,10 +125,16 @@ CASES = [
         (r"'colwize'", r"did you mean 'colwise'", r"Known: .*rowwise"),
     ),
     Case(
-        "another library's style",
-        given(plan(head=ColwiseParallel())),
+        "what is no style",
+        given(plan(head=nn.ReLU())),
         PlanError,
-        (r"rule 'head'", r"a name or a Style, not ColwiseParallel"),
+        (r"rule 'head'", r"a name or a Style, not ReLU"),
+    ),
+    Case(
+        "torch's style on a module it can't split",
+        given({**LM_PLAN, "norm": ColwiseParallel()}),
+        PlanError,
+        (r"module 'norm' as torch's ColwiseParallel", r"nn.Linear and nn.Embedding, not"),
     ),
     Case(
         "a pattern that is no text",
@@ -140,22 +146,13 @@ CASES = [
         "style on the wrong module",
         given(plan(norm="rowwise")),
         PlanError,
-        (r"module 'norm' as Rowwise\(\)", r"for nn\.Linear .*not LayerNorm"),
+        (r"module 'norm' as Rowwise\(\)", r"for nn\.Linear, .*not LayerNorm"),
     ),
     Case(
-        "more tp ranks than rows",
-        given(LM_PLAN),
+        "heads of another size",
+        given({"layers.*.up": Colwise(multiple_of=3), "layers.*.down": Rowwise(multiple_of=3)}),
         PlanError,
-        (r"'embed'", r"num_embeddings 3 is too small for 4 tp ranks", r"the largest tp is 3"),
-        TP,
-        functools.partial(Lm, vocab=3),
-        (tokens(0, vocab=3),),
-    ),
-    Case(
-        "heads that tp can't share",
-        given({"layers.*.up": Colwise(multiple_of=4), "layers.*.down": Rowwise(multiple_of=4)}),
-        PlanError,
-        (r"20 is 5 groups of 4", r"2 tp ranks can't share", r"tp sizes that work: 1, 5"),
+        (r"out_features 20 is not a multiple of multiple_of=3", r"in_features 20"),
     ),
     Case(
         "an option of a style",

@@ -24,6 +24,7 @@ from parallel3d._compat import (
     set_local_tensor,
 )
 from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
+from parallel3d._packed import packing_of
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.placing.axes import DataAxes
 from parallel3d.fsdp.placing.placement import ParamAxes, ceil_div, chunk_length
@@ -379,7 +380,11 @@ class ShardedParam:
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter, given whole or as a DTensor."""
         if isinstance(whole, DTensor):
-            return get_local_tensor(whole.redistribute(self.spec.mesh, self.spec.placements))
+            wanted = self.spec.placements
+            packed = packing_of(self.sharded) or packing_of(whole)
+            if packed is None or whole.placements == wanted:
+                return get_local_tensor(whole.redistribute(self.spec.mesh, wanted))
+            whole = whole.full_tensor()
         return self.shard_of(whole, tp_local=False)
 
     def as_compute(self, local: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,8 @@ from parallel3d._compat import (
     root_mesh,
     tensors_by_rank,
 )
+from parallel3d._packed import PackedDTensor
+from parallel3d._packed_layout import packed_boxes
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
@@ -328,7 +330,7 @@ def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], to
     """(rank, box, local tensor) for this rank, or for every simulated one.
 
     The box says which part of the global tensor the placements give to the rank: for a plain
-    tensor, the whole.
+    tensor, the whole. Of a packed parameter a rank has several, one after another.
     """
     if not isinstance(tensor, DTensor):
         for rank, part in _by_rank(tensor):
@@ -336,7 +338,13 @@ def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], to
         return
     mesh = tensor.device_mesh
     places = _coordinates(mesh)
+    packed = isinstance(tensor, PackedDTensor)
     for rank, part in _by_rank(get_local_tensor(tensor)):
+        if packed:
+            shape, boxes = packed_boxes(tensor.shape, mesh.shape, places[rank], tensor.placements)
+            assert part.shape == shape, f"rank {rank} holds {tuple(part.shape)}, not {shape}"
+            yield from ((rank, each.slices, each.of(part)) for each in boxes)
+            continue
         shape, offset = dtensor_shard_box(tensor.shape, mesh.shape, places[rank], tensor.placements)
         box = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
         yield rank, box, part

@@ -1,5 +1,6 @@
 """Tensor parallelism on local tensors: styles, plans, and the collectives under them."""
 
+from parallel3d.tp.auto import auto_plan
 from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
@@ -10,40 +11,63 @@ from parallel3d.tp.collectives import (
     scatter_sequence,
     split_to_tp,
 )
+from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
+from parallel3d.tp.logits_head import LogitsHead
+from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
 from parallel3d.tp.same_batch import check_same_batch
 from parallel3d.tp.styles import (
     Colwise,
+    Experts,
+    IdentityExpert,
+    LocalParams,
     PrepareInput,
+    PrepareOutput,
     Replicated,
+    RopeOutput,
     Rowwise,
     SequenceParallel,
     Style,
     VocabParallel,
 )
+from parallel3d.tp.torch_styles import TorchStyle
+from parallel3d.tp.vocab_logits import VocabLogits
 
 __all__ = [
     "STYLE_NAMES",
     "Colwise",
+    "Experts",
+    "IdentityExpert",
+    "LocalParams",
+    "LogitsHead",
+    "PlannedAttribute",
     "PlannedModule",
     "PlannedParam",
     "PrepareInput",
+    "PrepareOutput",
     "Replicated",
     "ResolvedPlan",
+    "RopeOutput",
     "Rowwise",
     "SequenceParallel",
     "Style",
+    "TorchStyle",
     "TpAxis",
+    "VocabLogits",
     "VocabParallel",
+    "auto_plan",
     "check_same_batch",
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",
+    "linear_cross_entropy",
+    "local_attributes",
     "parse_style",
     "reduce_from_tp",
     "reduce_scatter_sequence",
     "resolve_plan",
     "scatter_sequence",
     "split_to_tp",
+    "vocab_parallel_cross_entropy",
 ]

@@ -1,17 +1,17 @@
 """The steps of resolving a plan: matching, shared parameters, checks across modules."""
 
-import difflib
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.checks import ParamRule, is_plain
+from parallel3d.tp.chosen import ChosenPlan
+from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.names import parse_style
+from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
 from parallel3d.tp.styles import (
     Colwise,
     PrepareInput,
@@ -29,21 +29,33 @@ _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 @dataclass(frozen=True)
 class RuledModule:
-    """A module with the style a rule gave it."""
+    """A module with the style a rule gave it, and why it has that rule where the user gave none."""
 
     name: str
     pattern: str
     style: Style
     module: nn.Module
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _ParamStyle:
+    """What a rule gave a single parameter."""
+
+    pattern: str
+    style: Style
+    why: str
 
 
 class Resolution:
     """A plan being resolved. Collects problems instead of raising the first.
 
     Attributes:
+        tp: ranks of the ``tp`` axis.
         ruled: the modules with a style, by identity, so that one with two paths counts once.
         problems: what is wrong.
         notes: what was done that the plan doesn't say.
+        attributes: what modules' attributes become on each rank.
     """
 
     def __init__(self, model: nn.Module, tp: int) -> None:
@@ -51,52 +63,117 @@ class Resolution:
         self.ruled: dict[int, RuledModule] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.attributes: list[PlannedAttribute] = []
         self._rules_given = 0
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._param_rules: dict[str, _ParamStyle] = {}
 
-    # ---- patterns -> modules ----
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The model's modules, by each of their paths."""
+        return self._modules
 
-    def add_rule(self, pattern: str, value: Any, *, strict: bool) -> None:
-        """Gives the modules that ``pattern`` matches the style ``value`` stands for."""
-        self._rules_given += 1
-        try:
-            if not isinstance(pattern, str):
-                raise PlanError(
-                    "a pattern is a module's path such as 'layers.*.wq', not "
-                    f"{type(pattern).__name__}"
-                )
-            style = parse_style(value)
-        except PlanError as error:
-            self.problems.append(f"rule {pattern!r}: {error}")
-            return
-        matched = [name for name in self._modules if matches(pattern, name)]
-        if not matched:
-            said = f"rule {pattern!r} matches no module; {self._nearest(pattern)}"
-            (self.problems if strict else self.notes).append(said)
-        for name in matched:
-            module = self._modules[name]
-            before = self.ruled.get(id(module))
-            if before is None:
-                fit = style.for_module(module)
-                self.ruled[id(module)] = RuledModule(name, pattern, fit, module)
-            elif before.pattern != pattern:
-                self.problems.append(
-                    f"module {name!r} has two rules: {before.pattern!r} ({before.style}) and "
-                    f"{pattern!r} ({style}); keep one"
-                )
+    # ---- patterns -> modules and parameters ----
+
+    def add_plan(self, chosen: ChosenPlan, *, strict: bool) -> None:
+        """Gives modules and parameters the styles of the plan's rules.
+
+        Args:
+            strict: a rule that matches nothing is a problem; otherwise a note.
+        """
+        rules = list(chosen.rules.items())
+        self._rules_given = len(rules)
+        if chosen.specific_first:  # stable: the model's order otherwise
+            rules.sort(key=lambda rule: specificity(str(rule[0])), reverse=True)
+        for pattern, value in rules:
+            try:
+                style, simple = parse_style(value), expand(pattern)
+            except PlanError as error:
+                self.problems.append(f"rule {pattern!r}: {error}")
+                continue
+            found = [self._match(p) for p in simple]
+            for one, (modules, params) in zip(simple, found, strict=True):
+                if not modules and not params:
+                    which = f"rule {pattern!r}" + (f": {one!r}" if one != pattern else "")
+                    said = f"{which} matches no module and no parameter; {self._nearest(one)}"
+                    (self.problems if strict else self.notes).append(said)
+                for name in modules:
+                    self._rule_module(name, pattern, style, chosen)
+                for path in params:
+                    self._rule_param(path, pattern, style, chosen)
+        self._settle_params()
+
+    def _match(self, pattern: str) -> tuple[list[str], list[str]]:
+        """Paths of the modules and of the parameters that ``pattern`` names."""
+        modules = [name for name in self._modules if matches(pattern, name)]
+        # "mlp.*" is meant for modules, not for parameters beside them.
+        if has_wildcard(pattern.rpartition(".")[2]):
+            return modules, []
+        return modules, [path for path in self._params if matches(pattern, path)]
+
+    def _rule_module(self, name: str, pattern: str, style: Style, chosen: ChosenPlan) -> None:
+        module = self._modules[name]
+        before = self.ruled.get(id(module))
+        if before is None:
+            fit = style.for_module(module).in_model(self._modules[""], name)
+            self.ruled[id(module)] = RuledModule(name, pattern, fit, module, chosen.reason(pattern))
+        elif before.pattern != pattern and not chosen.specific_first:
+            self.problems.append(
+                f"module {name!r} has two rules: {before.pattern!r} ({before.style}) and "
+                f"{pattern!r} ({style}); keep one"
+            )
+
+    def _rule_param(self, path: str, pattern: str, style: Style, chosen: ChosenPlan) -> None:
+        before = self._param_rules.get(path)
+        if before is None:
+            self._param_rules[path] = _ParamStyle(pattern, style, chosen.reason(pattern))
+        elif before.pattern != pattern and not chosen.specific_first:
+            self.problems.append(
+                f"parameter {path!r} has two rules: {before.pattern!r} ({before.style}) and "
+                f"{pattern!r} ({style}); keep one"
+            )
+
+    def _settle_params(self) -> None:
+        """Hands the rules on parameters to the styles of the modules that own them."""
+        by_owner: dict[str, dict[str, _ParamStyle]] = {}
+        for path, rule in self._param_rules.items():
+            owner, _, name = path.rpartition(".")
+            by_owner.setdefault(owner, {})[name] = rule
+        for owner, rules in by_owner.items():
+            try:
+                self._settle_owner(owner, rules)
+            except PlanError as error:
+                which = ", ".join(repr(rule.pattern) for rule in rules.values())
+                self.problems.append(f"rule {which} on {owner or 'the root'!r}: {error}")
+
+    def _settle_owner(self, owner: str, rules: dict[str, "_ParamStyle"]) -> None:
+        module = self._modules[owner]
+        ruled = self.ruled.get(id(module))
+        styles = {name: rule.style for name, rule in rules.items()}
+        first = next(iter(rules.values()))
+        if ruled is not None:
+            fit = ruled.style.with_params(styles)
+            self.ruled[id(module)] = replace(ruled, style=fit)
+        elif is_plain(module, nn.Linear) or is_plain(module, nn.Embedding):
+            # As transformers has it: "lm_head.weight" means the module.
+            if len(set(styles.values())) > 1:
+                raise PlanError("its parameters have different rules; give the module one")
+            fit = first.style.for_module(module)
+            self.ruled[id(module)] = RuledModule(owner, first.pattern, fit, module, first.why)
+        else:
+            raise PlanError(
+                f"{owner or 'the root'!r}, a {type(module).__name__}, has no style, so its forward "
+                f"would be the plain one on parts of {', '.join(styles)}. Give it one too: "
+                "'local_params' where each rank's part is used with that rank's heads or features"
+            )
 
     def _nearest(self, pattern: str) -> str:
-        if pattern in self._params:
-            return f"{pattern!r} is a parameter; a rule names the module that owns it"
-        # Numbered modules once each, so that one layer's names don't fill the list.
-        names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self._modules if name)
-        wanted = re.sub(r"\b\d+\b", "*", pattern)
-        near = difflib.get_close_matches(wanted, names, 3, 0.4)
-        if not near:
-            children = dict.fromkeys(name.split(".")[0] for name in names)
-            return f"the model's modules are {', '.join(map(repr, children)) or 'none'}"
-        return f"nearest: {', '.join(map(repr, near))}"
+        near = nearest(pattern, [*self._modules, *self._params])
+        if near:
+            return f"nearest: {', '.join(map(repr, near))}"
+        children = dict.fromkeys(name.split(".")[0] for name in self._modules if name)
+        return f"the model's modules are {', '.join(map(repr, children)) or 'none'}"
 
     # ---- shared parameters ----
 
@@ -129,7 +206,8 @@ class Resolution:
                     continue
                 head, name = heads[0], names[id(module)]
                 style = VocabParallel(output=self._embedding_output(head.style))
-                self.ruled[id(module)] = RuledModule(name, name, style, module)
+                why = f"tied to {head.name!r}"
+                self.ruled[id(module)] = RuledModule(name, name, style, module, why)
                 self.notes.append(
                     f"{name!r} shares its weight with {head.name!r} ({head.style}) and has no "
                     f"rule: it gets {style}, so that they stay tied"
@@ -236,11 +314,3 @@ class Resolution:
         for path, owners in self._owners():
             if not any(name in rules.get(id(module), {}) for module, name in owners):
                 yield path
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a plan's pattern matches a module's path, segment by segment; ``""`` is the root."""
-    if pattern == "" or name == "":
-        return pattern == name
-    patterns, segments = pattern.split("."), name.split(".")
-    return len(patterns) == len(segments) and all(map(fnmatchcase, segments, patterns))

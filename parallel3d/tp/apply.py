@@ -9,7 +9,8 @@ from torch.distributed.tensor import Shard
 
 from parallel3d._compat import make_dtensor, make_spec, ranks_are_simulated
 from parallel3d._layout import local_chunk, set_param_layout
-from parallel3d._packed import make_packed
+from parallel3d._packed import PackedShard
+from parallel3d._rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
@@ -36,16 +37,20 @@ def apply_plan(plan: "ResolvedPlan", model: nn.Module, mesh: DeviceMesh) -> nn.M
             assert old is not None
             if id(old) not in new:
                 new[id(old)] = _distribute(old, p.rule, axis)
-    # Every owner of a replaced parameter, also those the plan has no style for: ties stay ties.
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and id(param) in new:
-                module._parameters[name] = new[id(param)]
-    sequence = SequenceLength()
-    for planned, module in zip(plan.modules, modules, strict=True):
-        planned.style.install(module, axis, sequence)
-    if can_drop(model):
-        install_random(model, {planned.name: planned.style for planned in plan.modules}, axis)
+    with unchanged_on_error(model):
+        # Every owner of a replaced parameter, also those the plan has no style for: ties stay ties.
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in new:
+                    module._parameters[name] = new[id(param)]
+        sequence = SequenceLength()
+        for planned, module in zip(plan.modules, modules, strict=True):
+            planned.style.install(module, axis, sequence)
+        by_name = dict(model.named_modules(remove_duplicate=False))
+        for attribute in plan.attributes:
+            attribute.set(by_name[attribute.module], axis.rank)
+        if can_drop(model):
+            install_random(model, {planned.name: planned.style for planned in plan.modules}, axis)
     return model
 
 
@@ -88,13 +93,9 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
         local = local_chunk(whole, rule.placement.dim, axis.size, axis.rank)
     else:
         local = _own_copy(whole)
-    spec = make_spec(axis.mesh, (rule.placement,), param.shape, param.dtype)
-    made = (
-        make_dtensor(local, spec)
-        if rule.packing is None
-        else make_packed(local, spec, rule.packing, 0)
-    )
-    new = nn.Parameter(made, requires_grad=param.requires_grad)
+    placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
+    spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
+    new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)  # marks people put on parameters, such as "no weight decay"
     set_param_layout(new, rule.layout)
     return new

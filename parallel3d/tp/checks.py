@@ -14,7 +14,7 @@ from parallel3d.errors import PlanError
 
 __all__ = [
     "ParamRule",
-    "check_size",
+    "check_count",
     "fit_rules",
     "is_plain",
     "need_per_token",
@@ -31,28 +31,35 @@ class ParamRule:
         placement: on ``tp``.
         tp_grad: as in ``ParamLayout``.
         packing: the rows of ``placement.dim`` each rank holds, where they are not ``torch.chunk``'s.
+        compute: as in ``ParamLayout``.
     """
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
     packing: Packing | None = None
+    compute: Literal["local", "dtensor"] = "local"
 
     @property
     def layout(self) -> ParamLayout:
         """The mark the engine reads."""
-        return ParamLayout(compute="local", tp_grad=self.tp_grad, packing=self.packing)
+        return ParamLayout(self.compute, self.tp_grad, self.packing)
 
     @property
     def changes_compute(self) -> bool:
         """Whether a module that uses the parameter without knowing the rule would be wrong."""
-        return isinstance(self.placement, Shard) or self.tp_grad == "partial"
+        return (
+            isinstance(self.placement, Shard)
+            or self.tp_grad == "partial"
+            or self.compute == "dtensor"
+        )
 
     def describe(self) -> str:
         """The rule in words."""
+        kind = " (a DTensor)" if self.compute == "dtensor" else ""
         if isinstance(self.placement, Shard):
             packed = "" if self.packing is None else f" as {self.packing.rows}"
-            return f"split along dim {self.placement.dim}{packed}"
-        return "whole" if self.tp_grad == "whole" else "whole with its gradient summed"
+            return f"split along dim {self.placement.dim}{packed}{kind}"
+        return ("whole" if self.tp_grad == "whole" else "whole with its gradient summed") + kind
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -77,22 +84,12 @@ def need_plain(style: object, module: nn.Module, *kinds: type[nn.Module]) -> Non
         )
 
 
-def check_size(module: nn.Module, what: str, multiple_of: int, tp: int) -> None:
-    """Refuses a size, the module's attribute ``what``, that ``tp`` ranks can't share."""
-    size: Any = getattr(module, what)
+def check_count(what: str, size: int, multiple_of: int) -> None:
+    """Refuses a size, called ``what``, that isn't made of whole groups of ``multiple_of``."""
     if type(multiple_of) is not int or multiple_of < 1:
         raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
     if size % multiple_of:
         raise PlanError(f"{what} {size} is not a multiple of multiple_of={multiple_of}")
-    groups = size // multiple_of
-    if multiple_of > 1 and groups % tp:
-        fits = [n for n in range(1, groups + 1) if groups % n == 0]
-        raise PlanError(
-            f"{what} {size} is {groups} groups of {multiple_of}, which {tp} tp ranks can't share "
-            f"equally; tp sizes that work: {', '.join(map(str, fits))}"
-        )
-    if size < tp:
-        raise PlanError(f"{what} {size} is too small for {tp} tp ranks; the largest tp is {size}")
 
 
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from parallel3d._forward import as_if, wrap_forward
+from parallel3d._packing import Packing
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     TpAxis,
@@ -27,7 +28,15 @@ from parallel3d.tp.shared_input import share_copy, share_sequence
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
 
-__all__ = ["SequenceLength", "TpState", "bind_forward", "finish_sum", "map_first", "take_input"]
+__all__ = [
+    "SequenceLength",
+    "TpState",
+    "bind_forward",
+    "finish_sum",
+    "map_first",
+    "note_state",
+    "take_input",
+]
 
 _STATE = "_parallel3d_tp"
 
@@ -81,6 +90,8 @@ class TpState:
         sequence: shared by all modules of one ``apply``.
         inner: the forward the module had, a function of the module and its arguments.
         first: name of the first argument of the module's forward; ``""`` when it takes none.
+        packing: how the features its style cuts are cut, where not as ``torch.chunk`` does.
+        once: parameters every rank holds that only the first adds.
     """
 
     style: "Style"
@@ -88,17 +99,24 @@ class TpState:
     sequence: SequenceLength
     inner: Callable[..., Any] = nn.Module.forward
     first: str = ""
+    packing: Packing | None = None
+    once: tuple[str, ...] = ()
 
 
 def bind_forward(module: nn.Module, forward: Any, state: TpState) -> None:
     """Makes ``forward(module, ...)`` the module's forward."""
+    note_state(module, module.forward, state)
+    state.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
+
+
+def note_state(module: nn.Module, forward: Any, state: TpState) -> None:
+    """Puts ``state`` where the forward that takes the place of ``forward`` finds it."""
     names = [
         p.name
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"
     ]
     state.first = names[0] if names else ""
-    state.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
     module.__dict__[_STATE] = state
 
 

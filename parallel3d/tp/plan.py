@@ -5,7 +5,7 @@ meta models; the :class:`ResolvedPlan` it returns can be printed, compared betwe
 and applied.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -15,7 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d.errors import PlanError
 from parallel3d.tp._resolve import Resolution
 from parallel3d.tp.apply import apply_plan
+from parallel3d.tp.auto import choose
 from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.chosen import ChosenPlan, Plan, check_plan_type
+from parallel3d.tp.heads import align_heads
+from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.styles import Style
 
 __all__ = ["PlannedModule", "PlannedParam", "ResolvedPlan", "resolve_plan"]
@@ -53,12 +57,14 @@ class PlannedModule:
         pattern: the plan's key that matched it.
         style: what it gets.
         params: its own parameters, in its order.
+        why: where the rule comes from, when it isn't the user's.
     """
 
     name: str
     pattern: str
     style: Style
     params: tuple[PlannedParam, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,12 +77,14 @@ class ResolvedPlan:
         unplanned: names of the parameters no style has; they stay plain tensors, whole on every
             rank.
         notes: what the resolution did that the plan doesn't say.
+        attributes: what numbers that modules keep, such as of heads, become on each rank.
     """
 
     tp_size: int
     modules: tuple[PlannedModule, ...]
     unplanned: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    attributes: tuple[PlannedAttribute, ...] = ()
 
     def fingerprint(self) -> str:
         """Text that is equal on two ranks exactly when they would do the same."""
@@ -84,6 +92,7 @@ class ResolvedPlan:
         for m in self.modules:
             params = ", ".join(f"{p.name} {p.shape} {p.rule}" for p in m.params)
             lines.append(f"{m.name}: {m.style!r} [{params}]")
+        lines += [f"{a.module}.{a.name} = {a.values}" for a in self.attributes]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -101,6 +110,7 @@ class ResolvedPlan:
                 f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters "
                 f"({', '.join(self.unplanned[:4])}{', ...' if len(self.unplanned) > 4 else ''})"
             )
+        lines += [f"Attribute: {line}" for line in describe_attributes(self.attributes)]
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -122,27 +132,26 @@ class ResolvedPlan:
 
 
 def resolve_plan(
-    model: nn.Module, plan: Mapping[str, str | Style], tp_size: int, *, strict: bool = True
+    model: nn.Module, plan: Plan, tp_size: int, *, strict: bool = True
 ) -> ResolvedPlan:
     """Resolves ``plan`` against ``model`` for ``tp_size`` ranks; changes nothing.
 
     Args:
         model: a plain model, possibly on the meta device.
-        plan: pattern -> style or style name. A pattern is a module's path in which ``*`` stands for
-            any characters within one segment (also ``?`` and ``[...]``); ``""`` is the root.
+        plan: pattern -> style or style name. A pattern is the path of a module, or of a parameter
+            (its own name without wildcards) whose module has a style that takes rules for parameters.
+            In it ``*`` stands for any characters within one segment (also ``?`` and ``[...]``) and
+            ``{q,k,v}_proj`` for three names; ``""`` is the root. ``"auto"``: the plan
+            :func:`auto_plan` finds.
         tp_size: ranks of the ``tp`` axis.
-        strict: a rule that matches no module is an error; otherwise a note of the result.
+        strict: a rule that matches nothing is an error; otherwise a note of the result.
 
     Raises:
         PlanError: lists everything that is wrong: unmatched rules, two rules on one module, styles
             that don't fit their module, sizes that can't be shared by ``tp_size`` ranks, shared
             parameters split in two ways, a model that is parallel already, an empty plan.
     """
-    if not isinstance(plan, Mapping):
-        raise PlanError(
-            f"the plan is {plan!r}; it must be a dict from module-name patterns to styles, such as "
-            '{"layers.*.wq": "colwise"}'
-        )
+    check_plan_type(plan)
     if type(tp_size) is not int or tp_size < 1:
         raise PlanError(f"tp_size {tp_size!r}: an axis has at least one rank, as an int")
     parallel = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
@@ -151,10 +160,12 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
+    chosen = choose(model, tp_size) if isinstance(plan, str) else ChosenPlan(plan)
     resolution = Resolution(model, tp_size)
-    for pattern, value in plan.items():
-        resolution.add_rule(pattern, value, strict=strict)
+    resolution.notes += chosen.notes
+    resolution.add_plan(chosen, strict=strict and not chosen.source)
     resolution.add_tied_embeddings()
+    align_heads(resolution)
     rules = resolution.rules()
     resolution.check_as_a_whole(rules)
     if resolution.problems:
@@ -171,11 +182,16 @@ def resolve_plan(
                 PlannedParam(name, tuple(ruled.module._parameters[name].shape), rule)  # type: ignore[union-attr]
                 for name, rule in rules[key].items()
             ),
+            ruled.why,
         )
         for key, ruled in resolution.ruled_in_order()
     )
     return ResolvedPlan(
-        tp_size, modules, tuple(resolution.unplanned(rules)), tuple(resolution.notes)
+        tp_size,
+        modules,
+        tuple(resolution.unplanned(rules)),
+        tuple(resolution.notes),
+        tuple(resolution.attributes),
     )
 
 

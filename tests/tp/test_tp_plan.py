@@ -108,9 +108,8 @@ def test_a_star_does_not_cross_a_dot():
 
 def test_an_unmatched_rule_shows_the_nearest_names():
     said = problems(Model(), {"layers.*.wk": "colwise"})
-    assert "'layers.*.wk' matches no module; nearest: 'layers.*.w" in said
-    said = problems(Model(), {"head.weight": "colwise"})
-    assert "'head.weight' is a parameter" in said
+    assert "'layers.*.wk' matches no module and no parameter; nearest: 'layers.*.w" in said
+    assert "nearest: 'conv.weight'" in problems(Model(), {"conv.weigt": "colwise"})
     assert "the model's modules are 'embed', 'layers'" in problems(Model(), {"zzz": "colwise"})
 
 
@@ -164,8 +163,8 @@ def _integer() -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "style", "said"),
     [
-        (nn.Conv1d(4, 4, 1), "colwise", "is for nn.Linear and nn.Embedding .* not Conv1d"),
-        (Scaled(4, 4), "colwise", "with their own forward, not Scaled"),
+        (nn.Conv1d(4, 4, 1), "colwise", "is for nn.Linear, nn.Embedding and .* not Conv1d"),
+        (Scaled(4, 4), "colwise", "Scaled does something with the output of nn.Linear"),
         (_replaced(), "rowwise", "with their own forward"),
         (nn.Linear(4, 4), "embedding", "VocabParallel is for nn.Embedding"),
         (_integer(), "colwise", "weight is torch.int8; only floating-point"),
@@ -179,11 +178,7 @@ def _integer() -> nn.Module:
         (nn.LayerNorm((3, 4)), "sequence_parallel", "normalizes over the dims"),
         (nn.Linear(4, 4), "sequence_parallel", "not Linear"),
         (nn.LazyLinear(4), "colwise", "has no size yet"),
-        (nn.ReLU(), "replicated", "has no parameters of its own"),
-        (nn.Linear(4, 3), "colwise", "out_features 3 is too small for 4 .* largest tp is 3"),
-        (nn.Linear(3, 4), "rowwise", "in_features 3 is too small"),
-        (nn.Embedding(3, 9), "embedding", "num_embeddings 3 is too small"),
-        (nn.Linear(4, 18), Colwise(multiple_of=3), "6 groups of 3.* that work: 1, 2, 3, 6"),
+        (nn.Sequential(nn.Linear(4, 4)), "replicated", "has no parameters of its own"),
         (nn.Linear(4, 16), Colwise(multiple_of=3), "16 is not a multiple of multiple_of=3"),
     ],
 )
@@ -201,6 +196,9 @@ def test_modules_that_read_their_childrens_weights_are_refused():
 def test_whole_heads():
     resolved = resolve_plan(nn.Linear(4, 18), {"": Colwise(multiple_of=3)}, 6)
     assert resolved.modules[0].params[0].local_shape(6) == (3, 4)
+    resolved = resolve_plan(nn.Linear(4, 18), {"": Colwise(multiple_of=3)}, 4)
+    packing = resolved.modules[0].params[0].rule.packing
+    assert packing is not None and packing.lengths == (6, 6, 3, 3)
 
 
 def test_a_gathered_input_needs_prepare_input_around_it():

@@ -1,20 +1,42 @@
 """Helpers of the tensor-parallel tests: simulated tp ranks against the plain module, no engine."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._layout import get_param_layout
+from parallel3d._packing import Packing
 from parallel3d.testing.worlds import LocalWorld, local_world
 from parallel3d.tp import resolve_plan
 
 TOLERANCE = 1e-10
+
+
+class RealWorld:
+    """This process's rank, and what ``LocalWorld`` gives of all ranks."""
+
+    def map(self, fn: Callable[[int], Tensor]) -> Tensor:
+        return fn(dist.get_rank())
+
+    def per_rank(self, tensor: Tensor) -> list[Tensor]:
+        parts: list[Tensor] = [tensor] * dist.get_world_size()
+        dist.all_gather_object(parts, tensor.detach())
+        return parts
+
+
+@contextmanager
+def real_world(tp: int) -> Iterator[RealWorld]:
+    assert dist.get_world_size() == tp
+    yield RealWorld()
 
 
 def tp_mesh(tp: int) -> DeviceMesh:
@@ -33,9 +55,12 @@ class Local:
     param: nn.Parameter
     dim: int | None
     partial: bool
+    packing: Packing | None = None
 
     def full_grad(self, world: LocalWorld) -> Tensor:
         grads = world.per_rank(self.param.grad)
+        if self.packing is not None:
+            return _unpack(grads, self.packing)
         if self.dim is not None:
             return torch.cat(grads, self.dim)
         if self.partial:
@@ -62,7 +87,12 @@ def use_local_tensors(model: nn.Module, world: LocalWorld) -> dict[str, Local]:
                 else:
                     dim, plain = None, param.detach()
                     local = world.map(lambda rank, plain=plain: plain.clone())
-                made[id(param)] = Local(nn.Parameter(local), dim, layout.tp_grad == "partial")
+                made[id(param)] = Local(
+                    nn.Parameter(local, requires_grad=param.requires_grad),
+                    dim,
+                    layout.tp_grad == "partial",
+                    layout.packing,
+                )
             module._parameters[name] = made[id(param)].param
     by_param = {id(m.param): m for m in made.values()}
     return {name: by_param[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -76,11 +106,13 @@ def check_parity(
     sequence_in: bool = False,
     sequence_out: bool = False,
     call: Callable[..., Tensor] = lambda model, *args: model(*args),
+    on: Callable[[int], AbstractContextManager[Any]] = local_world,
 ) -> None:
     """Forward, input gradients and parameter gradients of ``plain`` under ``plan`` on ``tp``
     simulated ranks equal those of ``plain``.
 
     ``sequence_in`` / ``sequence_out``: floating inputs / the output are parts along dim 1.
+    ``on``: what ranks there are; ``real_world`` where this process is one of ``tp``.
     """
     plain = plain.double()
     wanted_in = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -92,7 +124,7 @@ def check_parity(
 
     model = copy.deepcopy(plain)
     keys = list(model.state_dict())
-    with local_world(tp) as world:
+    with on(tp) as world:
         resolved = resolve_plan(model, plan, tp)
         assert resolved.apply(model, tp_mesh(tp)) is model
         assert list(model.state_dict()) == keys
@@ -109,7 +141,24 @@ def check_parity(
                 _same_whole(world.per_rank(mine.grad), theirs.grad, sequence_in)
         assert params.keys() == grads.keys()
         for name, local in params.items():
-            same(local.full_grad(world), grads[name])
+            if grads[name] is None:
+                assert local.param.grad is None, name
+            else:
+                same(local.full_grad(world), grads[name])
+
+
+def _unpack(parts: list[Tensor], packing: Packing) -> Tensor:
+    """What each rank holds of a packed dim, put in the places of the whole."""
+    size = list(parts[0].shape)
+    size[packing.dim] = packing.size
+    whole = parts[0].new_full(size, float("nan"))
+    for part, held in zip(parts, packing.rows, strict=True):
+        at = 0
+        for first, number in held:
+            rows = part.narrow(packing.dim, at, number)
+            whole.narrow(packing.dim, first, number).copy_(rows)
+            at += number
+    return whole
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from parallel3d._compat import StridedShard, concatenate_meshes
 from parallel3d._layout import local_chunk
+from parallel3d._packed import PackedShard
+from parallel3d._packing import Packing
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.placing.axes import DataAxes
 
@@ -49,6 +51,7 @@ class ParamAxes:
         for axis, placement in enumerate(self.compute_placements):
             if isinstance(placement, Shard):
                 self.cuts.append((axis, placement.dim))
+        self._check_packed(name)
         self.summed = self._summed()
 
     # _at_rest: position in ``mesh`` -> position in ``compute_mesh``, of the own axes.
@@ -134,24 +137,59 @@ class ParamAxes:
             return False
         return (*found[:axis], *found[axis + 1 :]) == (*wanted[:axis], *wanted[axis + 1 :])
 
+    def _check_packed(self, name: str) -> None:
+        for axis, dim in self.cuts:
+            others = sum(d == dim and self._size(a) > 1 for a, d in self.cuts if a != axis)
+            if self.packing(axis) is not None and others:
+                raise Parallel3dError(
+                    f"parameter {name} is {self.compute_placements} on {self.compute_mesh}: of the "
+                    "own axes only one may cut a dim with packed rows"
+                )
+
+    def packing(self, axis: int) -> Packing | None:
+        """The rows on each rank of the own axis ``axis``, where they are not ``torch.chunk``'s."""
+        placement = self.compute_placements[axis]
+        return placement.packing if isinstance(placement, PackedShard) else None
+
+    def largest_length(self, axis: int, size: int) -> int:
+        """Rows of the largest part that the own axis ``axis`` makes of ``size``."""
+        packing = self.packing(axis)
+        return ceil_div(size, self._size(axis)) if packing is None else max(packing.lengths)
+
+    def length(self, axis: int, size: int, rank: int) -> int:
+        """Rows of that of ``rank``."""
+        packing = self.packing(axis)
+        if packing is None:
+            return chunk_length(size, self._size(axis), rank)
+        return packing.length_on(rank)
+
+    def joined(self, axis: int, dim: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the ranks along ``axis`` hold, in their order -> what it was before the cut of ``dim``."""
+        packing = self.packing(axis)
+        return torch.cat(list(parts), dim=dim) if packing is None else packing.join(parts)
+
     def largest(self, shape: Sequence[int]) -> list[int]:
         """The largest shape that a rank's part of ``shape`` has."""
         sizes = list(shape)
         for axis, dim in self.cuts:
-            sizes[dim] = ceil_div(sizes[dim], self._size(axis))
+            sizes[dim] = self.largest_length(axis, sizes[dim])
         return sizes
 
     def mine(self, shape: Sequence[int]) -> list[int]:
         """The shape of this rank's part of ``shape``; SymInts under simulated ranks."""
         sizes = list(shape)
         for axis, dim in self.cuts:
-            sizes[dim] = chunk_length(sizes[dim], self._size(axis), self._coordinate(axis))
+            sizes[dim] = self.length(axis, sizes[dim], self._coordinate(axis))
         return sizes
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``whole``."""
         for axis, dim in self.cuts:
-            whole = local_chunk(whole, dim, self._size(axis), self._coordinate(axis))
+            packing = self.packing(axis)
+            if packing is None:
+                whole = local_chunk(whole, dim, self._size(axis), self._coordinate(axis))
+            else:
+                whole = packing.take(whole, self._coordinate(axis))
         return whole
 
     def ways(self, dim: int) -> int:
@@ -160,7 +198,13 @@ class ParamAxes:
 
     def are_even(self, shape: Sequence[int]) -> bool:
         """Whether every rank's part has the same shape."""
-        return all(shape[dim] % self.ways(dim) == 0 for _, dim in self.cuts)
+        return all(
+            shape[dim] % self.ways(dim) == 0 and self._cuts_evenly(axis) for axis, dim in self.cuts
+        )
+
+    def _cuts_evenly(self, axis: int) -> bool:
+        packing = self.packing(axis)
+        return packing is None or packing.is_even
 
     def replicating_groups(self) -> list[ProcessGroup]:
         """Groups along the own axes whose ranks hold the same part."""
@@ -203,13 +247,13 @@ class ParamAxes:
         return next(iter(self.dims(shape)), None)
 
     def dims(self, shape: Sequence[int]) -> list[int]:
-        """The dims that the engine can shard."""
+        """The dims that the engine can shard. Of a packed dim it cuts each rank's rows, equally many."""
         parts = self.data.parts
+        uneven = {dim for axis, dim in self.cuts if not self._cuts_evenly(axis)}
+        dims = [(dim, size) for dim, size in enumerate(shape) if dim not in uneven]
         if self.data.over_replicate:  # DTensor tells it of even cuts
-            return [dim for dim, size in enumerate(shape) if size % (parts * self.ways(dim)) == 0]
-        return [
-            dim for dim, size in enumerate(shape) if is_exact(size, *self._cuts_around(dim), parts)
-        ]
+            return [dim for dim, size in dims if size % (parts * self.ways(dim)) == 0]
+        return [dim for dim, size in dims if is_exact(size, *self._cuts_around(dim), parts)]
 
     def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes of the own axes that cut ``dim``: those outside the shard axis, and those inside."""

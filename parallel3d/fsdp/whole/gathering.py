@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from parallel3d.errors import StateError
 from parallel3d.fsdp.buckets.extension import as_plain
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.placing.placement import ParamAxes, ceil_div, chunk_length
+from parallel3d.fsdp.placing.placement import ParamAxes
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
@@ -162,16 +162,15 @@ class _Cut:
 
     def __init__(self, param: ShardedParam, level: int) -> None:
         on, shape = param.on, param.global_shape
-        _, self.dim = on.cuts[level]
-        self.ways = _ways(on, level)
+        self.on = on
+        self.axis, self.dim = on.cuts[level]
         self.largest, self.before = list(shape), list(shape)
         for each, (axis, dim) in enumerate(on.cuts[: level + 1]):
-            ways = _ways(on, each)
-            self.largest[dim] = ceil_div(self.largest[dim], ways)
+            self.largest[dim] = on.largest_length(axis, self.largest[dim])
             if each < level:
                 assert on.compute_mesh is not None
                 rank = on.compute_mesh.get_local_rank(axis)
-                self.before[dim] = chunk_length(self.before[dim], ways, rank)
+                self.before[dim] = on.length(axis, self.before[dim], rank)
         self.even = on.are_even(shape)
 
     def padded(self, part: torch.Tensor) -> torch.Tensor:
@@ -192,10 +191,10 @@ class _Cut:
             piece = row.view(self.largest)
             if not self.even:
                 for dim, size in enumerate(self.before):
-                    length = chunk_length(size, self.ways, rank) if dim == self.dim else size
+                    length = self.on.length(self.axis, size, rank) if dim == self.dim else size
                     piece = piece.narrow(dim, 0, length)
             pieces.append(piece)
-        return torch.cat(pieces, dim=self.dim)
+        return self.on.joined(self.axis, self.dim, pieces)
 
 
 def _ways(on: ParamAxes, level: int) -> int:

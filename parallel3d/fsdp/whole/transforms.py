@@ -17,13 +17,16 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d._compat import (
+    DTensorSpec,
     StridedShard,
     get_local_tensor,
     make_dtensor,
     make_spec,
     root_mesh,
 )
-from parallel3d._layout import local_chunk
+from parallel3d._layout import strided_chunk
+from parallel3d._packed import PackedShard, packing_of
+from parallel3d._packed_layout import PackedSpec, cut_packed
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.placing.placement import ceil_div, chunk_length, is_exact
@@ -69,6 +72,8 @@ def chunk(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     with torch.no_grad():
         whole = tensor.detach()
         spec = make_spec(mesh, placements, whole.shape, whole.dtype)
+        if packing_of(whole) is not None or isinstance(spec, PackedSpec):
+            return make_dtensor(_chunk_packed(whole, spec), spec)
         if isinstance(whole, DTensor):
             local = _from_dtensor(whole, mesh, placements)
             if local is not None:
@@ -109,6 +114,8 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
     axis = names.index(over)
     placements = _checked(dtensor, mesh, dtensor.placements)
     mine = next((cut for cut in _cuts(placements) if cut.axis == axis), None)
+    if isinstance(placements[axis], PackedShard):
+        return chunk(dtensor, mesh, _cut_anew(placements, mesh, axis))
     target = _after_gather(placements, mesh, axis)
     spec = make_spec(mesh, target, dtensor.shape, dtensor.dtype)
     with torch.no_grad():
@@ -134,7 +141,7 @@ def _checked(
         )
     result: list[Placement] = []
     for placement in placements:
-        if isinstance(placement, Replicate):
+        if isinstance(placement, (Replicate, PackedShard)):
             result.append(placement)
             continue
         if not isinstance(placement, (Shard, StridedShard)):
@@ -211,11 +218,18 @@ def _cut(local: torch.Tensor, mesh: DeviceMesh, cut: _Cut) -> torch.Tensor:
 
 def _part(local: torch.Tensor, cut: _Cut, ways: int, rank: int) -> torch.Tensor:
     """That of ``rank`` of ``ways``."""
-    if cut.factor == 1:
-        return local_chunk(local, cut.dim, ways, rank)
-    # By number, not torch.chunk, which makes fewer where a size is small.
-    parts = [local_chunk(local, cut.dim, cut.factor, i) for i in range(cut.factor)]
-    return torch.cat([local_chunk(part, cut.dim, ways, rank) for part in parts], dim=cut.dim)
+    return strided_chunk(local, cut.dim, cut.factor, ways, rank)
+
+
+def _chunk_packed(tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of a tensor that is packed, or is to be."""
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh == spec.mesh and tensor.placements == spec.placements:
+            return get_local_tensor(tensor).clone(memory_format=torch.contiguous_format)
+        tensor = tensor.full_tensor() if packing_of(tensor) is not None else _read(tensor)
+    if isinstance(spec, PackedSpec):
+        return cut_packed(tensor, spec.mesh, spec.placements)
+    return get_local_tensor(chunk(tensor, spec.mesh, spec.placements))
 
 
 def _from_dtensor(

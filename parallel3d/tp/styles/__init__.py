@@ -2,15 +2,25 @@
 
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel
+from parallel3d.tp.styles.experts import Experts, IdentityExpert
 from parallel3d.tp.styles.linear import Colwise, Rowwise
+from parallel3d.tp.styles.local_params import LocalParams
+from parallel3d.tp.styles.output import PrepareOutput, RopeOutput
 from parallel3d.tp.styles.prepare import PrepareInput
 from parallel3d.tp.styles.replicated import Replicated
 from parallel3d.tp.styles.sequence import SequenceParallel
+from parallel3d.tp.styles.sizes import LocalSizes
 
 __all__ = [
     "Colwise",
+    "Experts",
+    "IdentityExpert",
+    "LocalParams",
+    "LocalSizes",
     "PrepareInput",
+    "PrepareOutput",
     "Replicated",
+    "RopeOutput",
     "Rowwise",
     "SequenceParallel",
     "Style",

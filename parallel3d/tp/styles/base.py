@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
@@ -39,7 +40,7 @@ class Style(ABC):
 
     def __str__(self) -> str:
         shown = [
-            f"{f.name}={getattr(self, f.name)!r}"
+            f"{f.name}={_shown(getattr(self, f.name))}"
             for f in fields(self)
             if getattr(self, f.name) != f.default
         ]
@@ -48,6 +49,14 @@ class Style(ABC):
     def for_module(self, module: nn.Module) -> "Style":
         """The style this one means on ``module``: itself, but for names used for two things."""
         return self
+
+    def in_model(self, model: nn.Module, name: str) -> "Style":
+        """The style with what it reads from the model around its module, whose path is ``name``."""
+        return self
+
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[object, ...]]:
+        """Attributes of the module that must be another on each rank: name -> value for each rank."""
+        return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
         """This style for a module some of whose own parameters have rules of their own, by name.
@@ -104,6 +113,12 @@ class Style(ABC):
     def takes_parts(self) -> bool:
         """Whether it must know the global length of the sequence it gets a part of."""
         return False
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Packing):
+        return f"{value.lengths} by rank"
+    return repr(value)
 
 
 def summed(output: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """VocabParallel: the vocabulary of an embedding split over ``tp``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,16 +9,19 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from parallel3d._compat import assert_async
+from parallel3d.errors import PlanError
+from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import (
     ParamRule,
-    check_size,
     fit_rules,
-    need_plain,
+    is_plain,
     refuse_lookup_options,
 )
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum
+from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum
+from parallel3d.tp.packed_collectives import gather_packed
 from parallel3d.tp.styles.base import Style, summed
+from parallel3d.tp.styles.kinds import is_embedding
 
 __all__ = ["VocabParallel", "colwise_embedding"]
 
@@ -40,13 +43,21 @@ class VocabParallel(Style):
     sequence_dim: int = 1
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        need_plain(self, module, nn.Embedding)
+        if not is_embedding(module):
+            raise PlanError(
+                f"VocabParallel is for nn.Embedding with its own forward, not {type(module).__name__}"
+            )
+        if self.splits_sequence and not is_plain(module, nn.Embedding):
+            raise PlanError(
+                f"{type(module).__name__} does something with what it looks up, which may need the whole "
+                'sequence; VocabParallel(output="replicate") gives it all'
+            )
         refuse_lookup_options(module, scale_grad_by_freq=False)
-        check_size(module, "num_embeddings", 1, tp)
         return fit_rules(module, weight=ParamRule(Shard(0)))
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, vocab_parallel_embedding, TpState(self, axis, sequence))
+        state = TpState(self, axis, sequence)
+        bind_base_forward(module, nn.Embedding, vocab_parallel_embedding, state)
 
     def communicates(self) -> tuple[str, str]:
         return summed(self.output)
@@ -65,9 +76,11 @@ def colwise_embedding(self: Any, input: Tensor) -> Tensor:
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
     y = tp.inner(self, input)
-    if style.output == "replicate":
-        y = gather_from_tp(y, -1, self.embedding_dim, tp.axis)
-    return y
+    if style.output != "replicate":
+        return y
+    if tp.packing is not None:
+        return gather_packed(y, replace(tp.packing, dim=y.dim() - 1), tp.axis)
+    return gather_from_tp(y, -1, self.embedding_dim, tp.axis)
 
 
 def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:

@@ -1,42 +1,45 @@
 """Colwise and Rowwise: a linear layer whose output or input features are split over ``tp``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
+from parallel3d._packing import Packing
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.checks import (
-    ParamRule,
-    check_size,
-    fit_rules,
-    is_plain,
-    need_plain,
-    refuse_lookup_options,
-)
+from parallel3d.tp.base_forward import bind_base_forward
+from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
 from parallel3d.tp.chunked_gather import can_chunk, gather_linear
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum, take_input
+from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
 from parallel3d.tp.linear_overlap import linear
+from parallel3d.tp.packed_collectives import gather_packed, split_packed
 from parallel3d.tp.styles.base import Style, joined, summed
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
+from parallel3d.tp.styles.kinds import is_embedding, linear_kind
+from parallel3d.tp.styles.sections import Packed, cut_features, packing_of
 
 __all__ = ["Colwise", "Rowwise"]
 
 
 @dataclass(frozen=True)
 class Colwise(Style):
-    """Output features split over ``tp``: ``nn.Linear`` (weight and bias rows) and ``nn.Embedding``
-    (the width: each rank has all tokens, part of each vector).
+    """Output features split over ``tp``: ``nn.Linear`` and transformers' ``Conv1D`` (weight and bias) and
+    ``nn.Embedding`` (the width: each rank has all tokens, part of each vector).
+
+    On a parameter: its last dim but one is split, of a parameter of one dim that one.
 
     Attributes:
         input: ``"replicate"``: whole. ``"sequence"``: a part along ``sequence_dim``, gathered.
             ``"gathered"``: an enclosing :class:`PrepareInput` has prepared it.
         output: ``"shard"``: (..., out / tp). ``"replicate"``: gathered, (..., out).
         multiple_of: never cut inside groups of so many features: the size of a head, so that every
-            rank holds whole heads, equally many.
+            rank holds whole heads, the first ranks one more if need be. For each section, or for all.
+        packed: the output is packed of sections, each of which is split: so many equal ones (2 for fused
+            gate and up), or ones of these sizes (fused q, k and v). A ``Packing`` says for each rank which
+            features it holds. A gathered output has the order of the plain module's.
         sequence_dim: of the input, when ``input="sequence"``.
         chunks: more than one: the sequence is gathered in so many chunks, one while another is
             multiplied. For a module that reads its input alone, on a backend whose collectives run
@@ -50,7 +53,8 @@ class Colwise(Style):
 
     input: Literal["replicate", "sequence", "gathered"] = "replicate"
     output: Literal["shard", "replicate"] = "shard"
-    multiple_of: int = 1
+    multiple_of: int | tuple[int, ...] = 1
+    packed: Packed = 1
     sequence_dim: int = 1
     chunks: int = 1
 
@@ -62,20 +66,41 @@ class Colwise(Style):
             raise PlanError(f'chunks={self.chunks} are of a gathered sequence: input="sequence"')
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        if is_plain(module, nn.Embedding):
+        if is_embedding(module):
             if self.input != "replicate":
                 raise PlanError(f"an nn.Embedding takes token ids: no input={self.input!r} for it")
             refuse_lookup_options(module, scale_grad_by_freq=True)
-            check_size(module, "embedding_dim", self.multiple_of, tp)
-            return fit_rules(module, weight=ParamRule(Shard(1)))
-        need_plain(self, module, nn.Linear, nn.Embedding)
-        check_size(module, "out_features", self.multiple_of, tp)
-        return fit_rules(module, weight=ParamRule(Shard(0)), bias=ParamRule(Shard(0)))
+            self._need_whole_output(module, nn.Embedding)
+            return fit_rules(module, weight=self._cut("embedding_dim", module.embedding_dim, 1, tp))
+        kind = linear_kind(self, module)
+        self._need_whole_output(module, kind.base)
+        return fit_rules(
+            module,
+            weight=self._cut(kind.out_name, kind.out_features, kind.out_dim, tp),
+            bias=self._cut(kind.out_name, kind.out_features, 0, tp),
+        )
+
+    def param_rule(self, param: Tensor, tp: int) -> ParamRule:
+        dim = max(param.dim() - 2, 0)
+        return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
+
+    def _cut(self, what: str, size: Any, dim: int, tp: int) -> ParamRule:
+        return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
+
+    def _need_whole_output(self, module: nn.Module, base: type[nn.Module]) -> None:
+        if self.output == "shard" and type(module).forward is not base.forward:
+            raise PlanError(
+                f"{type(module).__name__} does something with the output of nn.{base.__name__}, which may "
+                'need all features; Colwise(output="replicate") gives it all'
+            )
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        embedding = isinstance(module, nn.Embedding)
-        forward = colwise_embedding if embedding else colwise_linear
-        bind_forward(module, forward, TpState(self, axis, sequence))
+        state = TpState(self, axis, sequence)
+        state.packing = packing_of(module)
+        if isinstance(module, nn.Embedding):
+            bind_base_forward(module, nn.Embedding, colwise_embedding, state)
+        else:
+            bind_base_forward(module, linear_kind(self, module).base, colwise_linear, state)
 
     def communicates(self) -> tuple[str, str]:
         into = {
@@ -99,14 +124,16 @@ class Colwise(Style):
 
 @dataclass(frozen=True)
 class Rowwise(Style):
-    """Input features of an ``nn.Linear`` split over ``tp``; the bias is whole and added once, after
-    the sum. On an ``nn.Embedding`` it means :class:`VocabParallel`, as in torch.
+    """Input features of an ``nn.Linear`` or ``Conv1D`` split over ``tp``; the bias is whole and added once,
+    after the sum. On an ``nn.Embedding`` it means :class:`VocabParallel`, as in torch.
+
+    On a parameter: its last dim is split; one of one dim, a bias, is whole.
 
     Attributes:
         input: ``"shard"``: (..., in / tp), what :class:`Colwise` puts out. ``"replicate"``: whole,
             split here.
         output: ``"replicate"``: whole. ``"sequence"``: this rank's part along ``sequence_dim``.
-        multiple_of: as in :class:`Colwise`, of the input features.
+        multiple_of, packed: as in :class:`Colwise`, of the input features.
         sequence_dim: of the output, when ``output="sequence"``.
     """
 
@@ -114,7 +141,8 @@ class Rowwise(Style):
 
     input: Literal["shard", "replicate"] = "shard"
     output: Literal["replicate", "sequence"] = "replicate"
-    multiple_of: int = 1
+    multiple_of: int | tuple[int, ...] = 1
+    packed: Packed = 1
     sequence_dim: int = 1
 
     def for_module(self, module: nn.Module) -> Style:
@@ -123,14 +151,34 @@ class Rowwise(Style):
         return self
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        need_plain(self, module, nn.Linear)
-        check_size(module, "in_features", self.multiple_of, tp)
+        kind = linear_kind(self, module)
+        if type(module).forward is not kind.base.forward and self != Rowwise(
+            input="replicate", multiple_of=self.multiple_of, packed=self.packed
+        ):
+            raise PlanError(
+                f"{type(module).__name__} does something of its own before or after the product, which may "
+                'need all features; Rowwise(input="replicate") gives it all'
+            )
         # Added to a part of the sequence, the bias gets a part of its gradient.
         bias_grad: Literal["whole", "partial"] = "partial" if self.splits_sequence else "whole"
-        return fit_rules(module, weight=ParamRule(Shard(1)), bias=ParamRule(Replicate(), bias_grad))
+        return fit_rules(
+            module,
+            weight=cut_features(
+                kind.in_name, kind.in_features, kind.in_dim, self.packed, self.multiple_of, tp
+            ),
+            bias=ParamRule(Replicate(), bias_grad),
+        )
+
+    def param_rule(self, param: Tensor, tp: int) -> ParamRule:
+        if param.dim() == 1:
+            return ParamRule(Replicate())
+        dim = param.dim() - 1
+        return cut_features(f"dim {dim}", param.shape[dim], dim, self.packed, self.multiple_of, tp)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, rowwise_linear, TpState(self, axis, sequence))
+        state = TpState(self, axis, sequence)
+        state.packing = packing_of(module)
+        bind_base_forward(module, linear_kind(self, module).base, rowwise_linear, state)
 
     def communicates(self) -> tuple[str, str]:
         out = summed(self.output)
@@ -149,39 +197,58 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    y = None
+    weight, y = _as_linear(self), None
     if style.chunks > 1:
-        y = _in_chunks(self, input)
+        y = _in_chunks(tp, input, weight, self.bias)
     if y is None:
         x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-        y = linear(x, self.weight, self.bias)
-    if style.output == "replicate":
-        y = gather_from_tp(y, -1, self.out_features, tp.axis)
-    return y
+        y = linear(x, weight, self.bias)
+    if style.output != "replicate":
+        return y
+    if tp.packing is not None:
+        return gather_packed(y, _of_last_dim(tp.packing, y), tp.axis)
+    return gather_from_tp(y, -1, _sizes(self)[0], tp.axis)
 
 
-def _in_chunks(self: Any, x: Tensor) -> Tensor | None:
-    tp: TpState = self._parallel3d_tp
+def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     style: Any = tp.style
     size = tp.sequence.of(x, style.sequence_dim, tp.axis)
     if not can_chunk(x, style.sequence_dim, size, tp.axis):
         return None
-    return gather_linear(x, self.weight, self.bias, style.sequence_dim, style.chunks, tp.axis)
+    return gather_linear(x, weight, bias, style.sequence_dim, style.chunks, tp.axis)
 
 
 def rowwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in / tp), or (..., in) when it is to be split, -> (..., out)."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = input
-    if style.input == "replicate":
+    x, weight, features = input, _as_linear(self), _sizes(self)[1]
+    if style.input == "replicate" and tp.packing is not None:
+        x = split_packed(x, _of_last_dim(tp.packing, x), tp.axis)
+    elif style.input == "replicate":
         x = split_to_tp(x, -1, tp.axis)
-    elif isinstance(x.shape[-1], int) and x.shape[-1] == self.in_features != self.weight.shape[1]:
+    elif isinstance(x.shape[-1], int) and x.shape[-1] == features != weight.shape[1]:
         raise StateError(
-            f"a Rowwise linear of {self.in_features} input features got all of them, but each tp "
+            f"a Rowwise linear of {features} input features got all of them, but each tp "
             f'rank\'s part was expected (the output of Colwise). Rowwise(input="replicate") splits '
             "a whole input."
         )
-    y = finish_sum(F.linear(x, self.weight), style.output, style.sequence_dim, tp)
+    y = finish_sum(F.linear(x, weight), style.output, style.sequence_dim, tp)
     # After the sum: added before, it would count tp times.
     return y if self.bias is None else y + self.bias
+
+
+def _as_linear(module: Any) -> Tensor:
+    """The weight as ``nn.Linear`` has it, (out, in); Conv1D's is the other way."""
+    return module.weight if isinstance(module, nn.Linear) else module.weight.t()
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Output and input features of the plain module."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return module.nf, module.nx
+
+
+def _of_last_dim(packing: Packing, x: Tensor) -> Packing:
+    return replace(packing, dim=x.dim() - 1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from parallel3d.errors import PlanError
@@ -28,9 +28,12 @@ class Replicated(Style):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         own = [name for name, p in module._parameters.items() if p is not None]
-        if not own:
+        if not own and any(True for _ in module.parameters()):
             raise PlanError(
                 f"{type(module).__name__} has no parameters of its own to keep replicated; name "
                 "the modules inside it"
             )
         return fit_rules(module, **{name: ParamRule(Replicate(), self.tp_grad) for name in own})
+
+    def param_rule(self, param: Tensor, tp: int) -> ParamRule:
+        return ParamRule(Replicate(), self.tp_grad)

@@ -1,0 +1,308 @@
+"""The functions that ``VocabLogits`` takes without gathering. A handler gets the function it stands for and
+its arguments, and returns NotImplemented for those it can't take.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel3d._tree import map_tensors, tensors_in
+from parallel3d.tp._cross_entropy import LossOptions
+from parallel3d.tp.vocab_logits import VocabLogits, loss_of, next_logits
+
+__all__ = ["HANDLED", "OWN"]
+
+
+def _named(names: str) -> list[Any]:
+    """The functions of ``torch`` and the methods of Tensor that have these names."""
+    found = [getattr(home, n, None) for n in names.split() for home in (torch, Tensor)]
+    return [function for function in found if callable(function)]
+
+
+_PROPERTIES = (
+    *("shape", "ndim", "dtype", "device", "layout", "itemsize", "_version", "output_nr", "_base"),
+    *("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "_backward_hooks"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested"),
+)
+OWN = {
+    *_named(
+        "size dim ndimension numel nelement element_size stride is_contiguous storage_offset get_device "
+        "is_floating_point is_complex is_inference register_hook retain_grad backward __len__ __hash__"
+    ),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+    torch.autograd.backward,
+    torch.autograd.grad,
+}
+"""What is asked of the tensor itself: its shape and its place in autograd's graph."""
+
+
+# ---- the loss ----
+
+
+def _cross_entropy(
+    func: Any,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if not isinstance(input, VocabLogits) or isinstance(target, VocabLogits):
+        return NotImplemented
+    view = input._view
+    fits = (
+        view.at == 1
+        and bool(view.lead)
+        and target.dtype is torch.int64
+        and tuple(target.shape) == view.lead
+        and target.device == input.device
+        and size_average is None
+        and reduce is None
+        and reduction in ("mean", "sum", "none")
+        and 0.0 <= label_smoothing <= 1.0
+    )
+    if weight is not None:
+        fits = fits and tuple(weight.shape) == (view.vocab_size,) and not weight.requires_grad
+    if not fits:  # probabilities, or something the plain function refuses
+        return NotImplemented
+    if torch.is_autocast_enabled(input.device.type) and view.dtype.itemsize < 4:
+        input = input.float()
+    options = LossOptions(ignore_index, label_smoothing, 0.0, weight, reduction)
+    return loss_of(input, target, options)
+
+
+# ---- functions of single logits ----
+
+
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    found = list(tensors_in((args, kwargs)))
+    logits = [t for t in found if isinstance(t, VocabLogits)]
+    others = [t for t in found if not isinstance(t, VocabLogits)]
+    if len(logits) != 1 or "out" in kwargs or any(t.dim() or t.requires_grad for t in others):
+        return NotImplemented
+    # What is applied later must not see what becomes of the others.
+    args, kwargs = map_tensors(
+        lambda t: t if isinstance(t, VocabLogits) else t.detach().clone(), (args, kwargs)
+    )
+    # The operation must not keep the logits, which refer to it.
+    place = _Place()
+    args, kwargs = _replaced(args, logits[0], place), _replaced(kwargs, logits[0], place)
+
+    def op(x: Tensor) -> Tensor:
+        return func(*_replaced(args, place, x), **_replaced(kwargs, place, x))
+
+    return _after(logits[0], op)
+
+
+class _Place:
+    """Where the logits stood."""
+
+
+def _replaced(values: Any, old: object, new: object) -> Any:
+    if isinstance(values, dict):
+        return {key: new if value is old else value for key, value in values.items()}
+    return tuple(new if value is old else value for value in values)
+
+
+def _after(logits: VocabLogits, op: Callable[[Tensor], Tensor]) -> Any:
+    """``op`` of each of ``logits``."""
+    with torch.no_grad():
+        probe = op(torch.empty(0, dtype=logits._view.dtype, device=logits.device))
+    if probe.device != logits.device or not probe.is_floating_point():
+        return NotImplemented
+    view = logits._view
+    return next_logits(logits, replace(view, ops=(*view.ops, op), dtype=probe.dtype))
+
+
+def _cast(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
+    if any(True for _ in tensors_in((args, kwargs))):
+        return NotImplemented
+    probe = torch.empty(0, dtype=input._view.dtype, device=input.device)
+    cast = func(probe, *args, **kwargs)
+    if cast is probe:
+        return input
+    return _after(input, lambda x: func(x, *args, **kwargs))
+
+
+# ---- copies and views ----
+
+
+def _detach(func: Any, input: VocabLogits) -> Any:
+    with torch.no_grad():
+        return next_logits(input, input._view).view_of(input, func)
+
+
+def _clone(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs:
+        return NotImplemented
+    view = input._view
+    index = None if view.index is None else view.index.contiguous()  # its strides are the copy's
+    return next_logits(input, replace(view, index=index))
+
+
+def _contiguous(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or input._view.at != len(input._view.lead):
+        return NotImplemented
+    return input if input._view.index is None else _clone(func, input)
+
+
+def _with_lead(
+    func: Any, input: VocabLogits, args: Any, kwargs: Any, index: Tensor | None, lead: Any
+) -> VocabLogits:
+    """``func(input, ...)``, a view, where ``index`` and ``lead`` say which rows it has."""
+    view = replace(input._view, lead=tuple(lead), at=len(lead), index=index)
+    made = next_logits(input, view)
+    return made.view_of(input, lambda full: func(full, *args, **kwargs))
+
+
+def _resized(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
+    """``view`` and ``reshape`` to sizes that end with the vocabulary."""
+    view = input._view
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    whole = all(type(size) is int for size in sizes)
+    if kwargs or not sizes or not whole or view.at != len(view.lead):
+        return NotImplemented
+    lead, classes = _filled(sizes, math.prod(view.shape))
+    if classes != view.vocab_size or math.prod(lead) != math.prod(view.lead):
+        return NotImplemented
+    if view.index is None:
+        return _with_lead(func, input, args, kwargs, None, lead)
+    try:
+        return _with_lead(func, input, args, kwargs, view.index.view(lead), lead)
+    except RuntimeError:
+        if func not in _RESHAPES:
+            raise
+    return next_logits(
+        input, replace(view, lead=lead, at=len(lead), index=view.index.reshape(lead))
+    )
+
+
+_RESHAPES = _named("reshape")
+
+
+def _filled(sizes: Iterable[int], total: int) -> tuple[tuple[int, ...], int]:
+    """``sizes`` with the one that is -1 found, without the last; and the last."""
+    sizes = list(sizes)
+    if sizes.count(-1) == 1:
+        rest = -math.prod(sizes)
+        sizes[sizes.index(-1)] = total // rest if rest else 0
+    return tuple(sizes[:-1]), sizes[-1]
+
+
+def _flatten(func: Any, input: VocabLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    view = input._view
+    dims = len(view.shape)
+    start, end = start_dim % dims, end_dim % dims
+    if view.at != dims - 1 or not start <= end < view.at:
+        return NotImplemented
+    lead = (*view.lead[:start], math.prod(view.lead[start : end + 1]), *view.lead[end + 1 :])
+    return _resized(Tensor.reshape, input, *lead, view.vocab_size)
+
+
+def _index(func: Any, input: VocabLogits, key: Any) -> Any:
+    """Rows: the vocabulary, the last dim, is taken whole."""
+    view = input._view
+    key = key if isinstance(key, tuple) else (key,)
+    of_rows = _without_vocabulary(key, len(view.lead))
+    if of_rows is None or view.at != len(view.lead):
+        return NotImplemented
+    index = view.index_of_rows()[of_rows]
+    if not all(type(size) is int for size in index.shape):
+        return NotImplemented
+    if any(isinstance(each, (Tensor, list)) for each in of_rows):  # a copy
+        return next_logits(
+            input, replace(view, lead=tuple(index.shape), at=index.dim(), index=index)
+        )
+    return _with_lead(func, input, (key,), {}, index, index.shape)
+
+
+def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | None:
+    """What ``key`` says of the first ``rows`` dims; None if it says something of the last."""
+    taken = [_dims_taken(each) for each in key]
+    if None in taken or sum(each is Ellipsis for each in key) > 1:
+        return None
+    used = sum(n for n in taken if n is not None)
+    kept: list[Any] = []
+    dim = 0
+    for each, n in zip(key, taken, strict=True):
+        if each is Ellipsis:
+            skipped = rows + 1 - used
+            kept += [slice(None)] * min(skipped, rows - dim)
+            dim += skipped
+        elif dim == rows and not (isinstance(each, slice) and each == slice(None)):
+            return None  # of the vocabulary
+        elif dim > rows or dim + (n or 0) > rows + 1:
+            return None
+        else:
+            if dim < rows:
+                kept.append(each)
+            dim += n or 0
+    return tuple(kept)
+
+
+def _dims_taken(each: Any) -> int | None:
+    """How many dims an index takes; None for one that is not handled."""
+    if isinstance(each, (VocabLogits, bool)):
+        return None
+    if isinstance(each, Tensor):
+        return each.dim() if each.dtype is torch.bool else 1
+    if each is None or each is Ellipsis:
+        return 0
+    return 1 if isinstance(each, (int, slice, list)) else None
+
+
+def _permuted(func: Any, input: VocabLogits, order: list[int], args: Any, kwargs: Any) -> Any:
+    view = input._view
+    rows = [dim - (dim > view.at) for dim in order if dim != view.at]
+    same = rows == sorted(rows)
+    index = view.index if same else view.index_of_rows().permute(rows)
+    lead = tuple(view.lead[dim] for dim in rows)
+    changed = replace(view, lead=lead, at=order.index(view.at), index=index)
+    return next_logits(input, changed).view_of(input, lambda full: func(full, *args, **kwargs))
+
+
+def _transpose(func: Any, input: VocabLogits, dim0: Any, dim1: Any) -> Any:
+    order = list(range(len(input._view.shape)))
+    if not (isinstance(dim0, int) and isinstance(dim1, int)):
+        return NotImplemented
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permuted(func, input, order, (dim0, dim1), {})
+
+
+def _permute(func: Any, input: VocabLogits, *args: Any) -> Any:
+    dims = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    count = len(input._view.shape)
+    order = [operator.index(dim) % count for dim in dims]
+    if sorted(order) != list(range(count)):
+        return NotImplemented
+    return _permuted(func, input, order, args, {})
+
+
+_HANDLERS: dict[Callable[..., Any], list[Any]] = {
+    _cross_entropy: [F.cross_entropy],
+    _elementwise: _named(
+        "add sub subtract mul multiply div divide true_divide rsub neg negative pow square sqrt exp log abs "
+        "tanh sigmoid clamp clamp_min clamp_max __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ "
+        "__truediv__ __rtruediv__ __div__ __rdiv__ __neg__ __pow__ nan_to_num"
+    ),
+    _cast: [getattr(Tensor, n) for n in ("float", "double", "half", "bfloat16", "to", "type")],
+    _detach: _named("detach"),
+    _clone: _named("clone"),
+    _contiguous: [Tensor.contiguous],
+    _resized: [Tensor.view, *_RESHAPES],
+    _flatten: _named("flatten"),
+    _index: [Tensor.__getitem__],
+    _transpose: _named("transpose swapaxes swapdims"),
+    _permute: _named("permute"),
+}
+HANDLED = {func: handler for handler, funcs in _HANDLERS.items() for func in funcs}
+"""What a function does with ``VocabLogits``, by function."""

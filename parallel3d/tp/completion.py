@@ -1,0 +1,182 @@
+"""Completion: a model's plan, made right where the forward's flow shows that it is not.
+
+Two repairs are certain. A parameter without a rule that acts on each head, or on each feature, alike gets
+its gradient summed; one that holds something for each head is split with the heads. Anything else in an
+attention or MLP block is answered by leaving the block whole on every rank, which is always right.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from parallel3d.errors import PlanError
+from parallel3d.tp.flow import Clash, Flow, Meeting, trace_flow
+from parallel3d.tp.names import STYLE_NAMES, parse_style
+from parallel3d.tp.patterns import matches, numberless, specificity
+from parallel3d.tp.styles import Replicated, Style
+
+__all__ = ["complete"]
+
+Rules = dict[str, str | Style]
+
+
+def complete(
+    model: nn.Module, rules: Rules, tp_size: int, call: Callable[[nn.Module], Any]
+) -> tuple[Rules, dict[str, str], list[str]]:
+    """``rules`` with what is missing and without what can't be right.
+
+    Args:
+        rules: pattern -> style name.
+        call: runs a copy of the model on the meta device.
+
+    Returns:
+        The rules, why each added one is there, and notes. When ``call`` fails the rules are as given, and a
+        note says why they were not looked at.
+
+    Raises:
+        PlanError: something that is wrong lies in no block that could be left whole.
+    """
+    rules, why, notes = dict(rules), {}, []  # type: ignore[var-annotated]
+    while True:
+        try:
+            flow = trace_flow(model, styles_of(model, rules), call)
+        except Exception as error:  # anything at all: it is the model's code
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({said})"]
+        clashes = _clashes(model, rules, flow)
+        if not clashes:
+            return _with_params(model, rules, why, notes, flow, tp_size)
+        # One block at a time: a part that goes astray is seen wherever it comes to.
+        block = _block(clashes[0])
+        dropped = [pattern for pattern in rules if _inside(model, pattern, block)]
+        if not dropped:
+            raise PlanError(f"the plan {type(model).__name__} brings is wrong: {clashes[0].text}")
+        rules = {p: style for p, style in rules.items() if p not in dropped}
+        notes.append(
+            f"{block!r} stays whole on every rank, its {len(dropped)} rules are left out: "
+            f"{clashes[0].text}"
+        )
+        if not rules:
+            raise PlanError(
+                f"the plan {type(model).__name__} brings is wrong everywhere: " + "; ".join(notes)
+            )
+
+
+_NOT_RUN = "the model can't be run on the meta device to look at it"
+
+
+def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
+    """Path of a module or a parameter -> the style that holds for it."""
+    found: dict[str, Style] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in sorted(rules, key=specificity):  # the most specific last
+        style = parse_style(rules[pattern])
+        for name in [*modules, *params]:
+            if matches(pattern, name):
+                module = modules.get(name)
+                found[name] = style if module is None else style.for_module(module)
+    return found
+
+
+# ---- what can't be repaired ----
+
+
+def _clashes(model: nn.Module, rules: Rules, flow: Flow) -> list[Clash]:
+    styles = styles_of(model, rules)
+    found = list(flow.clashes)
+    for path, meetings in flow.met.items():
+        if _is_summed(path, styles):
+            continue
+        if path in flow.whole or _repair(model, path, meetings) is None:
+            sources = frozenset[str]().union(*(m.sources for m in meetings))
+            text = f"parameter {path!r} has no rule and meets each rank's part, of {_said(sources)}"
+            found.append(Clash(text, sources | {path.rpartition(".")[0]}))
+    for path in flow.whole:
+        if _is_summed(path, styles):
+            owner = path.rpartition(".")[0]
+            text = f"{path!r} is to have its gradient summed, but is used alike on every rank"
+            found.append(Clash(text, frozenset([owner])))
+    return found
+
+
+def _is_summed(path: str, styles: dict[str, Style]) -> bool:
+    style = styles.get(path, styles.get(path.rpartition(".")[0]))
+    return isinstance(style, Replicated) and style.tp_grad == "partial"
+
+
+def _block(clash: Clash) -> str:
+    """The pattern of the smallest module around everything the clash is about; ``""``: none is smaller than
+    a layer."""
+    paths = [path.split(".") for path in clash.modules]
+    if len(paths) == 1:
+        paths = [paths[0][:-1]]
+    common = [column[0] for column in itertools.takewhile(_is_one, zip(*paths, strict=False))]
+    return "" if common and common[-1].isdigit() else numberless(".".join(common))
+
+
+def _is_one(column: tuple[str, ...]) -> bool:
+    return len(set(column)) == 1
+
+
+def _inside(model: nn.Module, pattern: str, block: str) -> bool:
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
+    names += [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    found = {numberless(name) for name in names if matches(pattern, name)}
+    return bool(block) and any(n == block or n.startswith(f"{block}.") for n in found)
+
+
+# ---- what can ----
+
+
+def _repair(model: nn.Module, path: str, meetings: list[Meeting]) -> str | None:
+    """The style that makes a parameter without a rule right, if one does."""
+    wanted = {_repair_once(tuple(model.get_parameter(path).shape), m) for m in meetings}
+    return wanted.pop() if len(wanted) == 1 else None
+
+
+def _repair_once(whole: tuple[int, ...], met: Meeting) -> str | None:
+    dims = [i - len(met.shape) for i, size in enumerate(met.shape) if size != 1]
+    if not dims:  # one number for everything
+        return "replicated_with_grad_allreduce"
+    # Of a tensor with its heads apart the last dim is one head's, and the same of each.
+    if met.reshaped and dims == [-1] and met.shape[-1] == met.local_shape[-1]:
+        return "replicated_with_grad_allreduce"
+    return None
+
+
+def _with_params(
+    model: nn.Module,
+    rules: Rules,
+    why: dict[str, str],
+    notes: list[str],
+    flow: Flow,
+    tp_size: int,
+) -> tuple[Rules, dict[str, str], list[str]]:
+    """Adds the rules of parameters that can be repaired, each for all layers at once."""
+    styles = styles_of(model, rules)
+    todo: dict[str, tuple[str, Meeting]] = {}
+    for path, meetings in flow.met.items():
+        if not _is_summed(path, styles):
+            style = _repair(model, path, meetings)
+            assert style is not None
+            todo[path] = (style, meetings[0])
+    for path, (style, met) in todo.items():
+        owner = path.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        alone = all(f"{owner}.{n}" in todo for n in module._parameters) and owner not in styles
+        pattern = numberless(owner if alone else path)
+        reason = f"added: it acts on each rank's part, of {_said(frozenset(map(numberless, met.sources)))}"
+        if pattern not in rules:
+            rules[pattern], why[pattern] = style, reason
+            notes.append(f"{pattern!r} gets {style!r}: {reason.removeprefix('added: ')}")
+        if not alone and owner not in styles and numberless(owner) not in rules:
+            rules[numberless(owner)] = STYLE_NAMES["local_params"]
+            why[numberless(owner)] = "added: for the rules of its parameters"
+    return rules, why, notes
+
+
+def _said(names: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))

@@ -1,0 +1,193 @@
+"""Groups of layers that may be split together, read off a trace; and the ways to split one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from torch import nn
+
+from parallel3d.tp.derive.trace import OUTPUT, Flow, Layer
+from parallel3d.tp.styles import Colwise, LocalSizes, Rowwise, Style
+
+__all__ = ["Group", "Way", "find_groups", "ways_to_split"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers whose outputs meet in one other linear layer, and go nowhere else.
+
+    Attributes:
+        owner: the innermost module around them that is called.
+        ups: the layers, to be split by output features.
+        down: the layer that reads them, to be split by input features.
+    """
+
+    owner: str
+    ups: tuple[str, ...]
+    down: str
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return (*self.ups, self.down)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to split a group: path in the model -> style."""
+
+    styles: tuple[tuple[str, Style], ...]
+
+
+def find_groups(flow: Flow, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
+    """The groups, and why layers are in none, by layer.
+
+    A layer between two others is in two groups, of which one may be split. Those that should have the choice
+    come first: of more layers (q, k and v before what makes their input), then the earlier in the model.
+    """
+    linear = [name for name in flow.reads if name in layers and layers[name].kind == "linear"]
+    why_not: dict[str, str] = {}
+    ups: dict[str, list[str]] = {}
+    for name in linear:
+        readers = flow.readers(name)
+        if len(readers) == 1 and readers[0] in linear and readers[0] != name:
+            ups.setdefault(readers[0], []).append(name)
+        else:
+            why_not[name] = _why_alone(readers)
+    groups = [
+        Group(owner, tuple(names), down)
+        for down, names in ups.items()
+        if (owner := _owner([*names, down], flow)) is not None
+    ]
+    groups.sort(key=lambda group: (-len(group.ups), linear.index(group.ups[0])))
+    grouped = {name for group in groups for name in group.members}
+    return groups, {name: said for name, said in why_not.items() if name not in grouped}
+
+
+def _why_alone(readers: list[str]) -> str:
+    if not readers:
+        return "nobody reads its output in the trace"
+    if readers == [OUTPUT]:
+        return "its output is the model's output"
+    if len(readers) == 1:
+        return f"its output is read by {readers[0]}, which is no linear layer"
+    shown = ", ".join(readers[:3]) + (", ..." if len(readers) > 3 else "")
+    return f"its output is read by {len(readers)} ({shown}), not by one linear layer only"
+
+
+def _owner(names: list[str], flow: Flow) -> str | None:
+    """The innermost module around ``names`` whose call the trace saw."""
+    common = names[0].split(".")[:-1]
+    for name in names[1:]:
+        parts = name.split(".")[:-1]
+        common = [a for a, b in zip(common, parts, strict=False) if a == b][: _alike(common, parts)]
+    while ".".join(common) not in flow.calls:
+        if not common:
+            return None
+        common.pop()
+    return ".".join(common)
+
+
+def _alike(a: list[str], b: list[str]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+_MOST_WAYS = 60
+
+
+def ways_to_split(
+    group: Group, model: nn.Module, flow: Flow, layers: dict[str, Layer]
+) -> Iterator[Way]:
+    """Ways to split the group, the likelier first. Most are wrong; the proof tells."""
+    modules = dict(model.named_modules())
+    cuts = list(_cuts(group, flow, layers))
+    count = 0
+    for cut in cuts:
+        sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
+        # Up to three attributes, fewest first; those that look like what is split before others.
+        for chosen in _attributes(group, modules, sizes):
+            styles: list[tuple[str, Style]] = [
+                (owner, LocalSizes(names)) for owner, names in chosen.items()
+            ]
+            for name in group.ups:
+                sections = cut[name]
+                styles.append((name, Colwise(packed=sections) if len(sections) > 1 else Colwise()))
+            styles.append((group.down, Rowwise()))
+            yield Way(tuple(styles))
+            count += 1
+            if count == _MOST_WAYS:
+                return
+
+
+def _cuts(
+    group: Group, flow: Flow, layers: dict[str, Layer]
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """For each layer the sections its output features are packed of; () is none."""
+    seen = {name: flow.cuts.get(name, ()) for name in group.ups}
+    plain: dict[str, tuple[int, ...]] = dict.fromkeys(group.ups, ())
+    yield seen
+    if any(seen.values()):
+        yield plain
+    for parts in (3, 2):
+        packed = {
+            name: (layers[name].features // parts,) * parts
+            for name in group.ups
+            if layers[name].features % parts == 0
+        }
+        if packed and packed != seen:
+            yield {**plain, **packed}
+
+
+def _attributes(
+    group: Group, modules: dict[str, Any], sizes: set[int]
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Which int attributes of the modules around the group to make local, by module."""
+    found: list[tuple[bool, str, str]] = []
+    for path in _around(group):
+        module = modules[path]
+        for name, value in vars(module).items():
+            if type(value) is int and value > 1 and name not in _NEVER and not name.startswith("_"):
+                likely = value in sizes or ("head" in name and "dim" not in name)
+                found.append((not likely, path, name))
+    found.sort(key=lambda item: item[0])
+    likely = [item for item in found if not item[0]]
+    yield {}
+    for pool in (likely, found):
+        if pool is likely and len(likely) > 1:
+            for number in (1, 2):
+                for chosen in combinations(likely, number):
+                    yield _by_module(chosen)
+            yield _by_module(tuple(likely))
+        else:
+            for number in (1, 2):
+                for chosen in combinations(pool, number):
+                    if pool is found and all(not item[0] for item in chosen) and len(likely) > 1:
+                        continue
+                    yield _by_module(chosen)
+
+
+_NEVER = {"training", "layer_idx", "layer_id"}
+
+
+def _around(group: Group) -> Iterator[str]:
+    """The owner and the modules between it and the group's layers."""
+    seen = {group.owner: None}
+    for name in group.members:
+        parts = name.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            path = ".".join(parts[:end])
+            if len(path) > len(group.owner) and path.startswith(group.owner):
+                seen[path] = None
+    return iter(seen)
+
+
+def _by_module(chosen: tuple[tuple[bool, str, str], ...]) -> dict[str, tuple[str, ...]]:
+    result: dict[str, tuple[str, ...]] = {}
+    for _, path, name in chosen:
+        result[path] = (*result.get(path, ()), name)
+    return result

@@ -1,0 +1,294 @@
+"""Proof of a plan for one module: with random weights, the module split over ranks computes what it computed.
+
+The module runs in float64, plain and on ranks that are threads, forward and backward. Where it draws random
+numbers to drop things, each is replaced by its mean, so that training's code runs and is comparable.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from parallel3d._compat import TorchDispatchMode
+from parallel3d._layout import local_chunk
+from parallel3d._tree import map_tensors, tensors_in
+from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.derive.ranks import run_ranks
+from parallel3d.tp.derive.skeleton import copy_with, random_like
+from parallel3d.tp.derive.trace import Call
+from parallel3d.tp.forwards import SequenceLength
+from parallel3d.tp.styles import Style
+
+__all__ = ["NotEqual", "Proof", "prove"]
+
+_TOLERANCE = 1e-8
+
+
+class NotEqual(Exception):
+    """The split module computes something else; says what."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a comparison found.
+
+    Attributes:
+        difference: the largest, relative to the largest number of its tensor.
+        partial: parameters without a style, by path in the module, of whose gradient each rank has a part.
+    """
+
+    difference: float
+    partial: tuple[str, ...]
+
+
+def prove(
+    module: nn.Module,
+    call: Call,
+    styles: Mapping[str, Style],
+    tp: int,
+    internal: frozenset[str] = frozenset(),
+) -> Proof:
+    """Compares ``module`` under ``styles`` on ``tp`` ranks with itself.
+
+    Args:
+        call: how it was called.
+        styles: path in ``module`` -> style.
+        internal: layers whose outputs may differ by rank; what they reach of the module's output isn't
+            compared, nobody outside reads it.
+
+    Raises:
+        NotEqual: outputs or gradients differ, or the split module raised.
+        PlanError: a style doesn't fit its module.
+    """
+    case = _Case(module, call, internal)
+    modules = dict(module.named_modules())
+    rules = {name: style.plan(modules[name], tp) for name, style in styles.items()}
+    differences, partial = [0.0], set[str]()
+    for training in (True, False):
+        want = case.run(case.plain, training)
+        case.check_plain(want)
+        try:
+            got = run_ranks(tp, lambda axis, t=training: case.run_split(styles, rules, axis, t))  # type: ignore[misc]
+        except Exception as error:
+            said = (str(error) or type(error).__name__).strip().splitlines()[0]
+            raise NotEqual(f"on {tp} ranks it raises {type(error).__name__}: {said}") from error
+        differences.append(case.compare(want, got, rules, partial))
+    return Proof(max(differences), tuple(sorted(partial)))
+
+
+@dataclass
+class _Result:
+    outputs: list[Tensor]
+    input_grads: list[Tensor | None]
+    param_grads: dict[str, Tensor | None]
+
+
+class _Case:
+    def __init__(self, module: nn.Module, call: Call, internal: frozenset[str]) -> None:
+        self.call, self.original = call, module
+        self.generator = torch.Generator().manual_seed(0)
+        weights: dict[int, Tensor] = {}
+
+        def random(param: nn.Parameter) -> nn.Parameter:
+            weights[id(param)] = made = random_like(param, self.generator)
+            return nn.Parameter(made, requires_grad=param.requires_grad)
+
+        self.plain = copy_with(module, random)
+        self.weights = {
+            name: weights[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
+        }
+        self.inputs = self._random_inputs()
+        self.whole = [not (sources & internal) for sources in call.outputs]
+        self.upstream: list[Tensor] = []
+
+    def _random_inputs(self) -> Any:
+        """The call's arguments with random numbers where weights or the model's input decide."""
+
+        def fresh(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            if id(tensor) not in self.call.computed:
+                return tensor.double()
+            return torch.randn(tensor.shape, dtype=torch.float64, generator=self.generator)
+
+        return _map_once(fresh, (self.call.args, self.call.kwargs))
+
+    def run(self, model: nn.Module, training: bool) -> _Result:
+        model.double().train(training)
+        model.zero_grad()
+        computed = {
+            id(new)
+            for old, new in zip(
+                tensors_in((self.call.args, self.call.kwargs)),
+                tensors_in(self.inputs),
+                strict=True,
+            )
+            if id(old) in self.call.computed and new.is_floating_point()
+        }
+        leaves: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            copy = tensor.clone()
+            if id(tensor) in computed:
+                leaves.append(copy.requires_grad_())
+            return copy
+
+        args, kwargs = _map_once(leaf, self.inputs)
+        with torch.enable_grad(), _Deterministic():
+            output = model(*args, **kwargs)
+            found = list(tensors_in(output))
+            if len(found) != len(self.whole):
+                raise RuntimeError("the number of tensors it puts out is not always the same")
+            outputs = [t for t, whole in zip(found, self.whole, strict=True) if whole]
+            trained = [t for t in outputs if t.requires_grad]
+            if not trained:
+                raise RuntimeError("nothing that it puts out depends on weights")
+            if not self.upstream:
+                self.upstream = [
+                    torch.randn(t.shape, dtype=torch.float64, generator=self.generator)
+                    for t in trained
+                ]
+            torch.autograd.backward(
+                trained, [g.to(t.dtype) for g, t in zip(self.upstream, trained, strict=True)]
+            )
+        return _Result(
+            [t.detach() for t in outputs],
+            [x.grad for x in leaves],
+            {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)},
+        )
+
+    def run_split(
+        self,
+        styles: Mapping[str, Style],
+        rules: Mapping[str, dict[str, ParamRule]],
+        axis: TpAxis,
+        training: bool,
+    ) -> _Result:
+        by_param = {
+            id(dict(self.original.named_modules())[module]._parameters[name]): rule
+            for module, own in rules.items()
+            for name, rule in own.items()
+        }
+        names = {id(p): n for n, p in self.original.named_parameters()}
+
+        def part(param: nn.Parameter) -> nn.Parameter:
+            whole = self.weights[names[id(param)]]
+            local = _part(whole, by_param.get(id(param)), axis.size, axis.rank)
+            return nn.Parameter(local, requires_grad=param.requires_grad)
+
+        model = copy_with(self.original, part)
+        modules = dict(model.named_modules())
+        sequence = SequenceLength()
+        for name, style in styles.items():
+            style.install(modules[name], axis, sequence)
+        return self.run(model, training)
+
+    def check_plain(self, want: _Result) -> None:
+        for tensor in (*want.outputs, *want.input_grads, *want.param_grads.values()):
+            if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all():
+                raise NotEqual("the plain module gives infinite or undefined numbers")
+
+    def compare(
+        self,
+        want: _Result,
+        got: list[_Result],
+        rules: Mapping[str, dict[str, ParamRule]],
+        partial: set[str],
+    ) -> float:
+        worst = 0.0
+        for rank in got:
+            for i, (a, b) in enumerate(zip(rank.outputs, want.outputs, strict=True)):
+                worst = max(worst, _same(f"output {i}", a, b))
+            for i, (a, b) in enumerate(zip(rank.input_grads, want.input_grads, strict=True)):
+                worst = max(worst, _same(f"the gradient of input {i}", a, b))
+        planned = {
+            f"{module}.{name}".lstrip("."): rule
+            for module, own in rules.items()
+            for name, rule in own.items()
+        }
+        for name, grad in want.param_grads.items():
+            what, mine = f"the gradient of {name}", [r.param_grads[name] for r in got]
+            rule = planned.get(name)
+            if rule is None and any(_differs(g, grad) for g in mine):
+                rule = ParamRule(placement=Shard(0), tp_grad="partial")
+                partial.add(name)
+            if rule is not None and rule.tp_grad == "partial":
+                worst = max(worst, _same(what, _total(mine), grad))
+                continue
+            for rank, g in enumerate(mine):
+                wanted = None if grad is None else _part(grad, rule, len(got), rank)
+                worst = max(worst, _same(what, g, wanted))
+        return worst
+
+
+def _map_once(fn: Any, tree: Any) -> Any:
+    """``map_tensors``, with a tensor that is there twice replaced by one tensor."""
+    made: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = fn(tensor)
+        return made[id(tensor)]
+
+    return map_tensors(once, tree)
+
+
+def _part(whole: Tensor, rule: ParamRule | None, size: int, rank: int) -> Tensor:
+    """What a rank holds of a parameter."""
+    if rule is None or not isinstance(rule.placement, Shard):
+        return whole.detach()
+    if rule.packing is not None:
+        return rule.packing.take(whole, rank)
+    return local_chunk(whole, rule.placement.dim, size, rank)
+
+
+def _total(grads: list[Tensor | None]) -> Tensor | None:
+    given = [g for g in grads if g is not None]
+    return torch.stack(given).sum(0) if given else None
+
+
+def _differs(got: Tensor | None, want: Tensor | None) -> bool:
+    try:
+        _same("", got, want)
+    except NotEqual:
+        return True
+    return False
+
+
+def _same(what: str, got: Tensor | None, want: Tensor | None) -> float:
+    """Their largest difference, relative to the largest number of ``want``."""
+    if want is None or got is None:
+        given = got if want is None else want
+        if given is not None and given.abs().max() > 0:
+            raise NotEqual(f"{what} is missing on one side")
+        return 0.0
+    if got.shape != want.shape:
+        raise NotEqual(f"{what} has the shape {tuple(got.shape)} and not {tuple(want.shape)}")
+    if want.numel() == 0:
+        return 0.0
+    difference = (got.double() - want.double()).abs().max().item()
+    relative = difference / max(want.double().abs().max().item(), 1e-30)
+    if not relative <= _TOLERANCE and not difference <= 1e-14:
+        raise NotEqual(f"{what} differs by {relative:.1e} of its largest number")
+    return relative if difference > 1e-14 else 0.0
+
+
+class _Deterministic(TorchDispatchMode):
+    """Random choices become their means, and what a module does in a lower precision is done in float64."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name
+        if name == "aten::bernoulli_" and isinstance(args[1] if len(args) > 1 else None, float):
+            return args[0].fill_(args[1])
+        if name == "aten::native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

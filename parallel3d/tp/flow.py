@@ -1,0 +1,280 @@
+"""Flow: which tensors of a model's forward differ between tp ranks, found by running it once on meta.
+
+A plan says what happens at modules. Between them the model's own code runs, on each rank with its part of
+the features or heads. This finds what that code does wrong, without values and without ranks: the model's
+copy runs on the meta device under a ``TorchFunctionMode`` that keeps for each tensor whether it is *local*
+(each rank has another: what a column-parallel module puts out and all that is computed from it) or whole.
+
+- A parameter that no rule mentions and that meets a local tensor gets only a part of its gradient.
+- So does a whole activation that meets one without a column-parallel module between.
+- A parameter whose gradient is summed over tp and that meets whole activations gets it tp times.
+- A row-parallel module wants a local input, a column-parallel one a whole one.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from parallel3d._tree import tensors_in
+from parallel3d.tp.styles import (
+    Colwise,
+    Experts,
+    LocalParams,
+    PrepareInput,
+    Replicated,
+    RopeOutput,
+    Rowwise,
+    Style,
+)
+
+__all__ = ["Clash", "Flow", "Meeting", "trace_flow"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A whole parameter used together with a local tensor.
+
+    Attributes:
+        shape: of the parameter, or of what was computed from it alone.
+        local_shape: of the local tensor, as in the plain model.
+        reshaped: whether the local tensor has more dims than the modules it comes from put out: heads apart.
+        sources: the modules that made it local.
+    """
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    reshaped: bool
+    sources: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Something no rule for a parameter repairs: what it is, in words, and the modules it is about."""
+
+    text: str
+    modules: frozenset[str]
+
+
+@dataclass
+class Flow:
+    """What one forward showed.
+
+    Attributes:
+        met: path of a parameter -> where it met local tensors.
+        whole: paths of the parameters that met whole activations.
+        clashes: what is wrong whatever rules parameters get.
+    """
+
+    met: dict[str, list[Meeting]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    clashes: dict[Clash, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What is known of a tensor.
+
+    Attributes:
+        sources: modules (or split parameters) it is local by; empty: whole.
+        dims: of what those put out.
+        params: the parameters it is computed from alone; ``None``: it is an activation.
+        copied: its gradient is summed where it was made, so it may meet local tensors.
+        maker: the module that computed it.
+    """
+
+    sources: frozenset[str] = frozenset()
+    dims: int = 0
+    params: frozenset[str] | None = None
+    copied: bool = False
+    maker: str = ""
+
+
+_CONSTANT = _Value(params=frozenset())
+
+
+def trace_flow(
+    model: nn.Module, styles: dict[str, Style], call: Callable[[nn.Module], Any]
+) -> Flow:
+    """Runs a meta copy of ``model``, as the ``styles`` of its modules would have it, and says what meets.
+
+    Args:
+        styles: path -> style, for modules and for parameters.
+        call: runs the copy.
+
+    Raises:
+        Exception: whatever ``call`` raises, such as for code that needs values.
+    """
+    twin = _meta_copy(model)
+    watch = _Watch(twin, styles)
+    with torch.enable_grad(), watch:
+        result = call(twin)
+    watch.check_result(result)
+    return watch.flow
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo).eval()
+
+
+class _Watch(TorchFunctionMode):
+    """Follows local tensors through the calls of torch's functions and of modules."""
+
+    def __init__(self, model: nn.Module, styles: dict[str, Style]) -> None:
+        super().__init__()
+        self.flow = Flow()
+        self._styles = styles
+        self._values: dict[int, tuple[Tensor, _Value]] = {}  # the tensor too, so that its id stays
+        self._stack: list[str] = []
+        self._inside = 0  # modules whose style says what they put out
+        for path, param in model.named_parameters():
+            style = styles.get(path)
+            split = style is not None and not isinstance(style, Replicated)
+            sources = frozenset([path]) if split else frozenset[str]()
+            self._set(param, _Value(sources, param.dim(), frozenset([path])))
+        for path, module in model.named_modules():
+            self._hook(path, module, styles.get(path))
+
+    # ---- modules ----
+
+    def _hook(self, path: str, module: nn.Module, style: Style | None) -> None:
+        transparent = style is None or _is_transparent(style)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._stack.append(path)
+            if not transparent:
+                if not self._inside:
+                    self._check_input(path, style, args, kwargs)
+                self._inside += 1
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._stack.pop()
+            if not transparent:
+                self._inside -= 1
+                if not self._inside:
+                    self._set_output(path, style, output)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+        if isinstance(style, Experts):  # its code chooses by values
+            module.forward = lambda *args, **kwargs: next(tensors_in((args, kwargs))) * 1
+
+    def _check_input(self, path: str, style: Any, args: Any, kwargs: Any) -> None:
+        given = [self._get(x) for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+        if not given:
+            return
+        wants = _wants(style)
+        if wants == "local" and not given[0].sources:
+            text = f"{path!r} as {style} wants each rank's part, but its input is whole"
+            self.flow.clashes[Clash(text, frozenset([path]))] = None
+        for value in given if wants == "whole" else []:
+            if value.sources:
+                text = f"{path!r} as {style} wants a whole input, but gets parts, of {_said(value.sources)}"
+                self.flow.clashes[Clash(text, value.sources | {path})] = None
+
+    def _set_output(self, path: str, style: Any, output: Any) -> None:
+        for x in tensors_in(output):
+            local = isinstance(style, Colwise) and style.output == "shard"
+            sources = frozenset([path]) if local else frozenset[str]()
+            copied = isinstance(style, RopeOutput)
+            self._set(x, _Value(sources, x.dim(), None, copied, path))
+
+    def check_result(self, result: Any) -> None:
+        """A model must not put out a part."""
+        for x in tensors_in(result):
+            if sources := self._get(x).sources:
+                text = f"the model's output is each rank's part, of {_said(sources)}"
+                self.flow.clashes[Clash(text, sources)] = None
+
+    # ---- functions ----
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__bool__":
+            return True  # has no value here; models ask whether a mask is of the usual kind
+        result = func(*args, **(kwargs or {}))
+        if self._inside:
+            return result
+        changed = args[:1] if getattr(func, "__name__", "") == "__setitem__" else ()
+        made = [*tensors_in(result), *tensors_in(changed)]
+        if made:
+            given = list(tensors_in((args, kwargs)))
+            value = self._combine(given)
+            for x in made:
+                self._set(x, value)
+        return result
+
+    def _combine(self, given: list[Tensor]) -> _Value:
+        values = [self._get(x) for x in given]
+        maker = self._stack[-1] if self._stack else ""
+        local = [(x, v) for x, v in zip(given, values, strict=True) if v.sources]
+        if local:
+            largest, _ = max(local, key=lambda pair: pair[0].dim())
+            sources = frozenset[str]().union(*(v.sources for _, v in local))
+            dims = max(v.dims for _, v in local)
+            for x, v in zip(given, values, strict=True):
+                if not v.sources and x.requires_grad:
+                    self._meet(x, v, largest, dims, sources)
+            return _Value(sources, dims, None, False, maker)
+        active = [v for v in values if v.params is None]
+        params = frozenset[str]().union(*(v.params for v in values if v.params is not None))
+        if not active:
+            return _Value(params=params, maker=maker)
+        copied = all(v.copied for v in active)
+        if not copied:
+            self.flow.whole |= params
+        return _Value(copied=copied, maker=maker)
+
+    def _meet(
+        self, x: Tensor, value: _Value, local: Tensor, dims: int, sources: frozenset[str]
+    ) -> None:
+        if value.params:
+            meeting = Meeting(tuple(x.shape), tuple(local.shape), local.dim() > dims, sources)
+            for path in value.params:
+                self.flow.met.setdefault(path, []).append(meeting)
+        elif value.params is None and not value.copied:
+            text = (
+                f"what {value.maker or 'the model'!r} computes alike on every rank meets each rank's "
+                f"part, of {_said(sources)}"
+            )
+            modules = sources | ({value.maker} if value.maker else set())
+            self.flow.clashes[Clash(text, frozenset(modules))] = None
+
+    # ---- what is known ----
+
+    def _get(self, x: Tensor) -> _Value:
+        known = self._values.get(id(x))
+        if known is not None:
+            return known[1]
+        return _Value() if x.requires_grad else _CONSTANT
+
+    def _set(self, x: Tensor, value: _Value) -> None:
+        self._values[id(x)] = (x, value)
+
+
+def _said(sources: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(sources)))
+
+
+def _is_transparent(style: Style) -> bool:
+    """Whether the module's own code runs on what it is given."""
+    return isinstance(style, (Replicated, PrepareInput, LocalParams))
+
+
+def _wants(style: Style) -> str:
+    """What a style's module must be given: ``"whole"``, ``"local"`` or anything."""
+    if isinstance(style, (Colwise, Experts, RopeOutput)):
+        return "whole"
+    if isinstance(style, Rowwise):
+        return "local" if style.input == "shard" else "whole"
+    return ""

@@ -1,0 +1,134 @@
+"""TorchStyle: one of torch's own ``ParallelStyle`` objects in a plan, beside ours.
+
+Its module computes with DTensors, as torch has it. Parameters are made as for our styles, so they stay tied
+and stay frozen, and none is communicated; torch's style gives the module its hooks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from parallel3d.errors import PlanError
+from parallel3d.tp.checks import ParamRule, check_count, fit_rules
+from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.forwards import SequenceLength
+from parallel3d.tp.styles.base import Style
+
+__all__ = ["TorchStyle"]
+
+
+@dataclass(frozen=True, repr=False)
+class TorchStyle(Style):
+    """A module made parallel by a ``torch.distributed.tensor.parallel.ParallelStyle``.
+
+    Plans take such objects as they are; on an axis of one rank they do nothing. A linear layer whose split
+    features ``tp`` doesn't divide is refused: torch computes something else there, our styles don't.
+
+    Attributes:
+        style: torch's. One that splits parameters is a ``ColwiseParallel``, ``RowwiseParallel`` or
+            ``SequenceParallel``, or a subclass; one of another class must leave them alone.
+    """
+
+    style: ParallelStyle
+
+    def __str__(self) -> str:
+        return f"torch's {_describe(self.style)}"
+
+    __repr__ = __str__
+
+    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
+        dims = self._split_dims(module)
+        if dims is None:
+            return {}
+        if any(True for child in module.children() for _ in child.parameters()):
+            raise PlanError(f"{type(module).__name__} has modules inside; give {self} to those")
+        rules = {
+            name: ParamRule(_placement(dims.get(name)), compute="dtensor")
+            for name, p in module._parameters.items()
+            if p is not None
+        }
+        rules = fit_rules(module, **rules)
+        for name, rule in rules.items():
+            if isinstance(rule.placement, Shard):
+                self._check(module, name, rule.placement.dim, tp)
+        return rules
+
+    def _split_dims(self, module: nn.Module) -> dict[str, int | None] | None:
+        """The dim each parameter is split along, by name; None: the style leaves parameters alone."""
+        if isinstance(self.style, SequenceParallel):
+            return {}
+        if not isinstance(self.style, (ColwiseParallel, RowwiseParallel)):
+            return None
+        colwise = isinstance(self.style, ColwiseParallel)
+        if isinstance(module, nn.Linear):
+            return {"weight": 0, "bias": 0} if colwise else {"weight": 1}
+        if isinstance(module, nn.Embedding):
+            return {"weight": 1 if colwise else 0}
+        raise PlanError(f"{self} is for nn.Linear and nn.Embedding, not {type(module).__name__}")
+
+    def _check(self, module: nn.Module, name: str, dim: int, tp: int) -> None:
+        param: Any = module._parameters[name]
+        size = param.shape[dim]
+        check_count(f"dim {dim} of {name}", size, 1)
+        if size % tp and isinstance(module, nn.Linear):
+            ours = "colwise" if isinstance(self.style, ColwiseParallel) else "rowwise"
+            raise PlanError(
+                f"dim {dim} of {name} is {size}, which {tp} ranks can't share equally: torch's style "
+                f"can't compute that; our style {ours!r} can"
+            )
+
+    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        # torch's style makes parameters anew, so that tied ones come apart; it gets stand-ins without data.
+        for name, p in own.items():
+            empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
+        stand_ins = dict(module._parameters)
+        inside = {id(p) for child in module.children() for p in child.parameters()}
+        source = self.style.src_data_rank
+        try:
+            made = parallelize_module(module, axis.mesh, self.style, src_data_rank=None)
+            after = dict(module._parameters)
+        finally:
+            self.style.src_data_rank = source
+            module._parameters.update(own)
+        left_alone = self._split_dims(module) is None
+        for name, p in own.items():
+            got: Any = after.get(name)
+            fits = (
+                got is stand_ins[name]
+                if left_alone
+                else getattr(got, "placements", None) == p.placements  # type: ignore[attr-defined]
+            )
+            if not fits or made is not module:
+                raise PlanError(
+                    f"{self} made of {name} of {type(module).__name__} what could not be foreseen: "
+                    f"{getattr(got, 'placements', got)}. A style that splits parameters must split them as "
+                    "torch's ColwiseParallel, RowwiseParallel or SequenceParallel do"
+                )
+        if inside != {id(p) for child in module.children() for p in child.parameters()}:
+            raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
+
+    def communicates(self) -> tuple[str, str]:
+        return "torch's", "torch's"
+
+
+def _placement(dim: int | None) -> Shard | Replicate:
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _describe(style: ParallelStyle) -> str:
+    """What the style says of itself, where that is the same on every rank."""
+    if type(style).__repr__ is object.__repr__:
+        return f"{type(style).__module__}.{type(style).__qualname__}"
+    return repr(style)

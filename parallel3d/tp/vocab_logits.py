@@ -1,0 +1,440 @@
+"""VocabLogits: what a model's head returns under loss parallel, in place of the logits themselves.
+
+It is a tensor of the plain logits' shape that holds this rank's classes only, or nothing but what the head
+reads. Cross entropy takes it as it is; views of its rows and functions of single logits go on being one;
+everything else gets the plain logits, gathered, and so computes what it would without loss parallel.
+
+Autograd sees ordinary nodes on tensors of the plain shape, so hooks, ``retain_grad`` and functions that know
+nothing of this work. Only the gradient that travels between our own nodes is lazy, a ``VocabGrad``: it is
+made part by part where it is turned into that of what the head read.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parallel3d._compat import no_torch_function, torch_function_off
+from parallel3d._layout import local_chunk
+from parallel3d._tree import map_tensors, tensors_in
+from parallel3d.errors import StateError
+from parallel3d.tp._cross_entropy import CrossEntropy, LossOptions
+from parallel3d.tp._logit_rows import (
+    DenseRows,
+    GradientSource,
+    LinearRows,
+    LogitsView,
+    pull_back,
+    run,
+)
+from parallel3d.tp.collectives import TpAxis, gather_from_tp
+
+__all__ = ["VocabLogits", "lazy_logits", "loss_of", "next_logits", "sharded_logits"]
+
+
+def sharded_logits(local: Tensor, vocab_size: int, axis: TpAxis | None) -> "VocabLogits":
+    """Logits of which each rank has a chunk of the classes.
+
+    Args:
+        local: (..., classes on this rank), the chunk that ``torch.chunk`` cuts.
+        vocab_size: number of classes.
+        axis: the tp axis; None: ``local`` has all classes.
+    """
+    lead = tuple(local.shape[:-1])
+    flat = local.reshape(_product(lead), local.shape[-1])
+    rows = DenseRows(flat.detach())
+    view = LogitsView(rows, axis, vocab_size, lead, len(lead), local.dtype)
+    return _Make.apply(view, flat)
+
+
+def lazy_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    vocab_size: int,
+    axis: TpAxis | None,
+    *,
+    tokens: int | None = None,
+) -> "VocabLogits":
+    """The logits ``linear(hidden, weight, bias)``, made when they are needed, some rows at a time.
+
+    Args:
+        hidden: (..., features), one copy per rank: its gradients are parts to be summed over tp.
+        weight: (classes on this rank, features).
+        bias: (classes on this rank,) or None.
+        vocab_size: number of classes.
+        axis: the tp axis; None: ``weight`` has all classes.
+        tokens: rows to take at a time.
+    """
+    lead = tuple(hidden.shape[:-1])
+    flat = hidden.reshape(_product(lead), hidden.shape[-1])
+    device = hidden.device.type
+    computes = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    rows = LinearRows(
+        flat.detach(),
+        weight.detach(),
+        None if bias is None else bias.detach(),
+        computes,
+        tokens,
+    )
+    view = LogitsView(rows, axis, vocab_size, lead, len(lead), computes or hidden.dtype)
+    return _Make.apply(view, flat, weight, bias)
+
+
+def next_logits(logits: "VocabLogits", view: LogitsView) -> "VocabLogits":
+    """``view``, of the same rows as ``logits``, made of it differentiably."""
+    return _Step.apply(logits, view)
+
+
+def loss_of(logits: "VocabLogits", target: Tensor, options: LossOptions) -> Tensor:
+    """The cross entropy of ``logits``, whose classes may be at any dim; ``target`` has the other dims."""
+    return _Loss.apply(logits, target, options)
+
+
+class VocabLogits(Tensor):
+    """See the module. Whatever gathers is a collective of the tp group: all its ranks must do it alike,
+    also in an evaluation. ``repr`` does not gather.
+    """
+
+    _view: LogitsView
+    # Once something may write to the plain logits, or has: they, which then stand for this tensor.
+    _full: Tensor | None
+    # The tensor this one is a view of, and how: writing to either must show in the other.
+    _parent: "VocabLogits | None"
+    _remake: Callable[[Tensor], Tensor] | None
+
+    @staticmethod
+    def __new__(cls, view: LogitsView) -> "VocabLogits":
+        """A tensor without a graph."""
+        self = _wrapper(cls, view)
+        self._full = self._parent = self._remake = None
+        return self
+
+    def full_tensor(self) -> Tensor:
+        """The plain logits, differentiably. A collective, unless they are there."""
+        return self.shared_full() if self.is_settled() else _Full.apply(self)
+
+    def is_settled(self) -> bool:
+        """Whether plain logits stand for this tensor, or for one that it is a view of."""
+        return self._full is not None or (self._parent is not None and self._parent.is_settled())
+
+    def shared_full(self) -> Tensor:
+        """The plain logits that stand for this tensor and all its views from now on."""
+        if self._full is None:
+            if self._parent is None or self._remake is None:
+                self._full = _Full.apply(self)
+            else:
+                self._full = self._remake(self._parent.shared_full())
+        return self._full
+
+    def view_of(self, parent: "VocabLogits", remake: Callable[[Tensor], Tensor]) -> "VocabLogits":
+        """Notes that this tensor shares memory with ``parent``, where that is plain."""
+        self._parent, self._remake = parent, remake
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Does not gather: it may run on one rank only."""
+        view = self._view
+        over = "" if view.axis is None else f", vocabulary split over tp={view.axis.size}"
+        return f"VocabLogits(shape={view.shape}, dtype={view.dtype}{over}; full_tensor() has the values)"
+
+    def __format__(self, format_spec: str) -> str:
+        """As ``repr``."""
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Handled, asked of this tensor itself, or done with the plain logits."""
+        from parallel3d.tp._logits_functions import HANDLED, OWN  # which need this module
+
+        kwargs = kwargs or {}
+        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, VocabLogits)]
+        if not any(t.is_settled() for t in given):
+            if func in OWN:
+                with torch_function_off():
+                    return func(*args, **kwargs)
+            if func in HANDLED:
+                result = HANDLED[func](func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        return _on_plain(func, args, kwargs, given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What comes here has passed ``__torch_function__`` by: autograd's own work, functions in C++."""
+        if func is torch.ops.aten.detach.default and not args[0].is_settled():
+            return VocabLogits(args[0]._view)
+        return _dispatch_plain(func, args, kwargs, VocabLogits, _plain_values)
+
+
+class VocabGrad(Tensor):
+    """A gradient of ``VocabLogits``, made part by part where it is used; see the module."""
+
+    _view: LogitsView
+    _sources: tuple[GradientSource, ...]
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, view: LogitsView, sources: tuple[GradientSource, ...]) -> "VocabGrad":
+        """A tensor of ``view``'s shape: the sum of the sources, which lie after ``view``."""
+        self = _wrapper(cls, view)
+        self._sources = sources
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Does not gather."""
+        return f"VocabGrad(shape={self._view.shape}, dtype={self._view.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Sums stay lazy; whatever else reads the gradient gets it whole."""
+        if func is torch.ops.aten.detach.default:
+            return VocabGrad(args[0]._view, args[0]._sources)
+        if func is torch.ops.aten.add.Tensor and not kwargs and len(args) == 2:
+            a, b = args
+            if isinstance(a, VocabGrad) and isinstance(b, VocabGrad) and a._view is b._view:
+                return VocabGrad(a._view, a._sources + b._sources)
+        return _dispatch_plain(func, args, kwargs, VocabGrad, _whole_gradient)
+
+
+# ---- the nodes ----
+
+
+class _Make(torch.autograd.Function):
+    """Of what the head gives, or reads, logits."""
+
+    @staticmethod
+    def forward(ctx: Any, view: LogitsView, *inputs: Tensor | None) -> VocabLogits:
+        ctx.view = view
+        ctx.save_for_backward(*inputs)  # so that autograd notices when they are written to
+        return VocabLogits(view)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        view: LogitsView = ctx.view
+        rows = view.rows.of(*ctx.saved_tensors)
+        return None, *_collect(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
+
+
+class _Step(torch.autograd.Function):
+    """Another view of the same rows."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: VocabLogits, view: LogitsView) -> VocabLogits:
+        ctx.before, ctx.after = logits._view, view
+        return VocabLogits(view)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return VocabGrad(ctx.before, _sources_of(grad, ctx.after)), None
+
+
+class _Full(torch.autograd.Function):
+    """The plain logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: VocabLogits) -> Tensor:
+        ctx.view = logits._view
+        full = _gathered(ctx.view.local(), ctx.view)
+        # Who gets it may write to it: it is no view, and not what the rows are.
+        return full.clone() if ctx.view.axis is None or full._base is not None else full
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return VocabGrad(ctx.view, _sources_of(grad, ctx.view))
+
+
+class _Loss(torch.autograd.Function):
+    """Cross entropy: two small all-reduces, none in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: VocabLogits, target: Tensor, options: LossOptions) -> Tensor:
+        view = ctx.view = logits._view
+        flat = target.reshape(-1)
+        ctx.loss = loss = CrossEntropy(flat, view.vocab_size, view.axis, options, view.dtype)
+        for part in view.parts():
+            loss.see(view.get(part), part)
+        result = loss.finish()
+        return result.view(target.shape) if result.dim() else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        loss: CrossEntropy = ctx.loss
+        grad = grad.reshape(-1) if grad.dim() else grad
+        source = GradientSource(ctx.view, lambda x, part: loss.gradient(x, part, grad))
+        return VocabGrad(ctx.view, (source,)), None, None
+
+
+def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
+    """What ``grad``, of ``view``'s logits, is made of; of a plain one this rank's classes."""
+    if isinstance(grad, VocabGrad):
+        return grad._sources
+    flat = grad.movedim(view.at, -1).reshape(view.count, view.vocab_size)
+    if view.axis is not None:
+        flat = local_chunk(flat, 1, view.axis.size, view.axis.rank)
+    return (GradientSource(view, lambda x, part: flat[part]),)
+
+
+def _collect(
+    rows: Any, sources: tuple[GradientSource, ...], needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs of ``rows``."""
+    if isinstance(rows, DenseRows) and len(sources) == 1 and sources[0].view.index is None:
+        (source,) = sources
+        found = [pull_back(source, rows.get(part), part) for part in source.view.parts()]
+        return (found[0] if len(found) == 1 else torch.cat(found),)
+    sums = rows.start(needed)
+    for source in sources:
+        for part in source.view.parts():
+            where = source.view.where(part)
+            rows.add(sums, where, pull_back(source, rows.get(where), part))
+    return tuple(
+        total if total is None or given is None else total.to(given.dtype)
+        for total, given in zip(sums, rows.inputs, strict=True)
+    )
+
+
+# ---- plain tensors of them ----
+
+
+def _gathered(local: Tensor, view: LogitsView) -> Tensor:
+    axis = view.axis
+    whole = local if axis is None else gather_from_tp(local, -1, view.vocab_size, axis)
+    return whole.movedim(-1, view.at)
+
+
+def _plain_values(logits: VocabLogits) -> Tensor:
+    if logits.is_settled():
+        return logits.shared_full().detach()
+    return _gathered(logits._view.local(), logits._view)
+
+
+def _whole_gradient(grad: VocabGrad) -> Tensor:
+    view, total = grad._view, None
+    for source in grad._sources:
+        for part in source.view.parts():
+            where = source.view.where(part)
+            x = run(view.ops, view.rows.get(where))
+            found = pull_back(source, x, part, done=len(view.ops))
+            if total is None:
+                total = found.new_zeros(view.rows.count, found.shape[1])
+            total.index_add_(0, source.view.index_of_rows().reshape(-1)[part], found)
+    assert total is not None
+    total = total[view.where(slice(None))]
+    return _gathered(total.view(*view.lead, total.shape[1]), view).to(view.dtype)
+
+
+def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> Any:
+    """``func`` of the plain logits.
+
+    They are kept only where something may write to them later: what ``func`` writes to, and what it
+    returns a view of.
+    """
+    writes = _writes(func, kwargs)
+    keep = writes or torch.is_inference_mode_enabled()  # where no tensor says that it is a view
+    plain: dict[int, Tensor] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, VocabLogits):
+            return tensor
+        if id(tensor) not in plain:
+            plain[id(tensor)] = tensor.shared_full() if keep else tensor.full_tensor()
+        return plain[id(tensor)]
+
+    result = func(*map_tensors(of, args), **map_tensors(of, kwargs))
+    if writes:
+        by_plain = {id(full): t for t in given if (full := plain.get(id(t))) is not None}
+        for tensor in by_plain.values():
+            with torch_function_off():
+                if tensor.requires_grad:
+                    tensor.register_hook(_refuse_plain)
+        return map_tensors(lambda t: by_plain.get(id(t), t), result)
+    for tensor in given:
+        full = plain.get(id(tensor))
+        if tensor.is_settled() or full is None:
+            continue
+        if any(_shares(t, full) for t in tensors_in(result)):
+            tensor.shared_full()
+            return _on_plain(func, args, kwargs, given)
+    return result
+
+
+def _shares(tensor: Tensor, full: Tensor) -> bool:
+    """Whether writing to ``tensor`` would write to ``full``."""
+    base = full if full._base is None else full._base
+    return tensor is full or tensor._base is base
+
+
+def _refuse_plain(grad: Tensor) -> None:
+    """Hook on logits that were written to: their own graph is that of before, which only ``_Full`` knows."""
+    if not isinstance(grad, VocabGrad):
+        raise StateError(
+            "logits of a loss-parallel model were written to in place and then given to an autograd "
+            "function that can't see it; write logits = logits * 2 in place of logits *= 2, or give it "
+            "logits.full_tensor()"
+        )
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _WRITING or kwargs.get("out") is not None
+
+
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_WRITING = {"__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
+def _dispatch_plain(func: Any, args: Any, kwargs: Any, kind: Any, of: Any) -> Any:
+    """``func``, an operation, of plain tensors in place of those that are of ``kind``."""
+    if func._schema.is_mutable:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, kind):
+                raise StateError(
+                    f"{func} would write to logits that are split over tp; write to a clone, or to "
+                    "full_tensor()"
+                )
+
+    def plain(tensor: Tensor) -> Tensor:
+        return of(tensor) if isinstance(tensor, kind) else tensor
+
+    return func(*map_tensors(plain, args), **map_tensors(plain, kwargs or {}))
+
+
+def _wrapper(cls: Any, view: LogitsView) -> Any:
+    device = view.rows.inputs[0].device
+    self = torch.Tensor._make_wrapper_subclass(cls, view.shape, dtype=view.dtype, device=device)
+    self._view = view
+    return self
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result

@@ -1,0 +1,173 @@
+"""A tiny transformers model, plain and parallel, side by side on real processes."""
+
+import copy
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from all_double import AllDouble
+from tiny import LENGTH, VARIANTS, tiny_model
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.errors import PlanError
+from parallel3d.testing.parity import shards_of
+
+__all__ = ["MESHES", "Outcome", "compare_family"]
+
+MESHES = ((1, 1, 2), (1, 2, 2), (2, 1, 2))
+
+# Everything is float64 (AllDouble), so equal means equal but for the order of sums. Each tensor is
+# held to its own largest value; the second term is for tensors that would be zero exactly.
+OWN, MODELS = 1e-8, 1e-13
+LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one family on one mesh.
+
+    Attributes:
+        verdict: ``"equal"``, ``"refused"`` (PlanError), ``"failed"`` (any other error), or
+            ``"unequal"``.
+        note: the reason, or the tensors that differ.
+        worst: largest difference, relative to the tensor's largest value.
+        held: share of the parameters' numbers that a tp rank holds.
+    """
+
+    verdict: str
+    note: str = ""
+    worst: float = 0.0
+    held: float = 1.0
+
+
+def compare_family(
+    name: str, variant: str, sizes: tuple[int, int, int], traced: bool = False
+) -> Outcome:
+    """Runs on every rank of a world of the mesh's size: one step of both, every number compared."""
+    try:
+        return _compare(name, variant, MeshLayout(*sizes))
+    except PlanError as error:
+        return Outcome("refused", _line(error))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        note = f"{type(error).__name__}: {_line(error)} ({where.filename}:{where.lineno})"
+        return Outcome("failed", traceback.format_exc() if traced else note)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _compare(name: str, variant: str, layout: MeshLayout) -> Outcome:
+    plain = tiny_model(name, variant)
+    parallel = copy.deepcopy(plain)
+    mesh = build_mesh(layout, device_type="cpu")
+    parallel = parallelize(parallel, mesh, tp_plan="auto")
+    mine = layout.data_rank(dist.get_rank())
+    found = _Differences()
+    batches = [_batch(variant, i) for i in range(layout.data_size)]
+
+    with AllDouble(), torch.no_grad():
+        found.add("logits", *(_logits(m, batches[mine]) for m in (plain, parallel)))
+    for rank, batch in enumerate(batches):
+        loss = _step(plain, batch, rank, 1 / layout.data_size)
+        if rank == mine:
+            expected = loss
+    found.add("loss", expected, _step(parallel, batches[mine], mine, 1.0))
+
+    scale = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for path, p, q in _pairs(plain, parallel):
+        if p.grad is None or q.grad is None:
+            # A parameter that nothing uses may have a zero gradient on one side, none on the other.
+            one = p.grad if q.grad is None else _local(q.grad)
+            if one is not None and one.any():
+                found.unequal.append(f"{path}: only one side has a gradient")
+            continue
+        found.add_shards(f"gradient of {path}", p.grad, q.grad, scale)
+    with torch.no_grad():
+        for model in (plain, parallel):
+            torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    for path, p, q in _pairs(plain, parallel):
+        found.add_shards(f"weight {path}", p.detach(), q.detach(), 1.0)
+
+    held = sum(_on_tp(q) for q in parallel.parameters()) / sum(
+        p.numel() for p in plain.parameters()
+    )
+    verdict = "unequal" if found.unequal else "equal"
+    return Outcome(verdict, "; ".join(found.unequal[:8]), found.worst, held)
+
+
+def _batch(variant: str, sample: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sample + 1)
+    return torch.randint(3, VARIANTS[variant]["vocab_size"], (2, LENGTH), generator=generator)
+
+
+def _logits(model: nn.Module, batch: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return model(input_ids=batch, use_cache=False).logits
+
+
+def _step(model: nn.Module, batch: Tensor, seed: int, share: float) -> Tensor:
+    torch.manual_seed(seed)  # for models that draw which expert a token goes to
+    with AllDouble():
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        (loss * share).backward()
+    return loss.detach()
+
+
+def _pairs(
+    plain: nn.Module, parallel: nn.Module
+) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    theirs = dict(plain.named_parameters(remove_duplicate=False))
+    ours = dict(parallel.named_parameters(remove_duplicate=False))
+    assert list(theirs) == list(ours), "the parallel model's parameter names differ"
+    for path, p in theirs.items():
+        yield path, p, ours[path]
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _on_tp(q: Tensor) -> float:
+    """How many of a parameter's numbers a tp rank holds, on average."""
+    if isinstance(q, DTensor) and any(
+        p.is_shard() and axis == "tp"
+        for p, axis in zip(q.placements, q.device_mesh.mesh_dim_names or (), strict=True)
+    ):
+        return q.numel() / 2
+    return q.numel()
+
+
+class _Differences:
+    """What differs, and the largest difference."""
+
+    def __init__(self) -> None:
+        self.unequal: list[str] = []
+        self.worst = 0.0
+
+    def add(self, what: str, want: Tensor, got: Tensor, scale: float = 1.0) -> None:
+        """Compares one tensor with what it must be; nan is never equal."""
+        got = _local(got)
+        if want.shape != got.shape:
+            self.unequal.append(f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
+            return
+        if not want.numel():
+            return
+        difference, largest = float((want - got).abs().max()), float(want.abs().max())
+        if not difference <= OWN * largest + MODELS * scale:
+            self.unequal.append(f"{what}: {difference:.2g} of {largest:.2g}")
+        if largest > MODELS * scale:
+            self.worst = max(self.worst, difference / largest)
+
+    def add_shards(self, what: str, want: Tensor, got: Tensor, scale: float) -> None:
+        """Compares what this rank holds of a tensor with its part of the plain one."""
+        if want.shape != got.shape:
+            self.unequal.append(f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
+            return
+        for _, box, part in shards_of(got):
+            self.add(what, want[box], part, scale)

@@ -1,0 +1,153 @@
+"""Checkpoints of packed parameters: saved on one mesh, loaded on another and into the plain model, bitwise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from packed_models import PackedLm, even_lm, packed_plan, packed_tokens, uneven_lm
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d._compat import get_local_tensor
+from parallel3d._packed import PackedDTensor
+from parallel3d.testing import GlooPool, shards_of
+
+MODELS = {"even": even_lm, "uneven": uneven_lm}
+Whole = dict[str, torch.Tensor]
+
+
+def plain_lm(kind: str) -> PackedLm:
+    torch.manual_seed(7)
+    return MODELS[kind]().double()
+
+
+def parallel_lm(kind: str, sizes: tuple[int, int, int]) -> PackedLm:
+    model = plain_lm(kind)
+    mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
+    return parallelize(model, mesh, tp_plan=packed_plan(model))
+
+
+def adamw(model: nn.Module, **options: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(packed_tokens(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
+    """Model and moments by name, as they lie."""
+    found = dict(model.state_dict())
+    names = names_of(model)
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{key} of {names[id(param)]}"] = value
+    return found
+
+
+def whole(values: Whole) -> Whole:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in values.items()
+    }
+
+
+def scramble(values: Whole) -> None:
+    with torch.no_grad():
+        for value in values.values():
+            (get_local_tensor(value) if isinstance(value, DTensor) else value).fill_(float("nan"))
+
+
+def check_equal(found: Whole, want: Whole) -> None:
+    """Every rank's rows, and the whole tensors."""
+    assert found.keys() == want.keys()
+    for name, value in found.items():
+        for rank, box, part in shards_of(value.detach()):
+            assert torch.equal(part, want[name][box]), f"{name} on rank {rank}"
+        whole_value = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole_value, want[name]), name
+
+
+def check_packed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    packed = [p for p in model.parameters() if isinstance(p, PackedDTensor)]
+    assert len(packed) == 6
+    for param in packed:
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state[param][key]
+            assert isinstance(value, PackedDTensor) and value.placements == param.placements
+            assert value.dtype == param.dtype
+
+
+# -- saved here, loaded there ----------------------------------------------------------------------------
+
+
+def save(kind: str, sizes: tuple[int, int, int], path: str) -> Whole:
+    model = parallel_lm(kind, sizes)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    check_packed(model, optimizer)
+    state = flat_state(model, optimizer)
+    dcp.save(state, checkpoint_id=path)
+    return whole(state)
+
+
+def load(kind: str, sizes: tuple[int, int, int], path: str, want: Whole) -> None:
+    model = parallel_lm(kind, sizes)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    state = flat_state(model, optimizer)
+    scramble(state)
+    dcp.load(state, checkpoint_id=path)
+    check_equal(flat_state(model, optimizer), want)
+    model.load_state_dict({name: state[name] for name in model.state_dict()})
+    step(model, optimizer)  # and goes on
+
+
+ROUND_TRIPS = [  # shard 1, 2 and 4
+    ("even", (1, 2, 2), (1, 4, 2)),
+    ("even", (1, 4, 2), (1, 1, 4)),
+    ("even", (1, 1, 2), (2, 2, 2)),
+    ("uneven", (1, 2, 4), (1, 4, 2)),
+    ("uneven", (1, 1, 4), (1, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(("kind", "first", "second"), ROUND_TRIPS)
+def test_round_trip(gloo_pool: GlooPool, tmp_path: Path, kind, first, second) -> None:
+    path = str(tmp_path / "step")
+    n = first[0] * first[1] * first[2]
+    results = gloo_pool.run(save, kind, first, path, world_size=n)
+    want = results[0]
+    for other in results[1:]:
+        assert all(torch.equal(want[name], other[name]) for name in want)
+    check_file(kind, path, want, tmp_path)
+    gloo_pool.run(load, kind, second, path, want, world_size=second[0] * second[1] * second[2])
+
+
+def check_file(kind: str, path: str, want: Whole, tmp_path: Path) -> None:
+    """The checkpoint holds the plain model's tensors, each row once; its weights are those of a plain step."""
+    torch_file = tmp_path / "whole.pt"
+    dcp_to_torch_save(path, torch_file)
+    found = torch.load(torch_file, weights_only=True)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    plain = plain_lm(kind)
+    optimizer = adamw(plain)
+    step(plain, optimizer)
+    for name, value in flat_state(plain, optimizer).items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-9, atol=1e-9)
+    plain.load_state_dict({name: found[name] for name in plain.state_dict()})
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, value in want.items():
+        chunks = getattr(metadata[name], "chunks", None)
+        if chunks:
+            assert sum(chunk.sizes.numel() for chunk in chunks) == value.numel(), name

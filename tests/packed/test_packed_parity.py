@@ -1,0 +1,25 @@
+"""Packed parameters under the engine: simulated ranks equal the plain model, on any mesh."""
+
+import pytest
+from packed_models import even_lm, packed_plan, packed_tokens, uneven_lm
+
+from parallel3d import MeshLayout
+from parallel3d.testing import assert_parity
+
+LAYOUTS = [
+    (even_lm, (1, 1, 2)),
+    (even_lm, (2, 1, 2)),
+    (even_lm, (1, 4, 2)),
+    (even_lm, (1, 2, 4)),
+    (uneven_lm, (1, 2, 2)),
+    (uneven_lm, (1, 1, 4)),
+    (uneven_lm, (2, 1, 4)),
+    (uneven_lm, (1, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(("build", "sizes"), LAYOUTS, ids=str)
+def test_parity(build, sizes) -> None:
+    layout = MeshLayout(*sizes).resolve(sizes[0] * sizes[1] * sizes[2])
+    plan = packed_plan(build())
+    assert_parity(build, packed_tokens, layout, tp_plan=plan, steps=2, fp32=False)

@@ -1,0 +1,130 @@
+"""Mixture-of-experts layers: each expert split over tp, the parts summed once."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tp_models import DIM
+from tp_world import check_parity
+
+from parallel3d._packing import Packing
+from parallel3d.errors import PlanError
+from parallel3d.tp import (
+    Experts,
+    parse_style,
+    resolve_plan,
+)
+
+COUNT = 4
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class ExpertWeights(nn.Module):
+    """As Hugging Face holds experts. ``transposed``: (experts, in, out)."""
+
+    def __init__(self, hidden: int, *, transposed: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        self.is_transposed = transposed
+        up, down = (COUNT, 2 * hidden, DIM), (COUNT, DIM, hidden)
+        if transposed:
+            up, down = (COUNT, DIM, 2 * hidden), (COUNT, hidden, DIM)
+        self.gate_up_proj = nn.Parameter(torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(down))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(COUNT, 2 * hidden)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.randn(COUNT, DIM)) if bias else None
+        self.identity = nn.Identity()
+
+    def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = y.chunk(2, -1)
+        return gate, up
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, *, scale: float = 1.0) -> Tensor:
+        """(N, DIM), (N, k) experts, COUNT being the identity, (N, k) -> (N, DIM)."""
+        result = torch.zeros_like(x)
+        for expert in range(COUNT + 1):
+            mine = torch.where(chosen == expert, weights, 0).sum(-1, keepdim=True) * scale
+            if expert == COUNT:
+                result = result + self.identity(x) * mine
+                continue
+            up, down = self.gate_up_proj[expert], self.down_proj[expert]
+            if not self.is_transposed:
+                up, down = up.t(), down.t()
+            y = x @ up
+            if self.gate_up_proj_bias is not None:
+                y = y + self.gate_up_proj_bias[expert]
+            gate, value = self.gate_and_up(y)
+            y = (F.silu(gate) * value) @ down
+            if self.down_proj_bias is not None:
+                y = y + self.down_proj_bias[expert]
+            result = result + y * mine
+        return result
+
+
+class TakingTurns(ExpertWeights):
+    is_concatenated = False
+
+    def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = y[..., ::2], y[..., 1::2]
+        return gate, up
+
+
+class Moe(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, COUNT + 1)
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        return x + self.experts(x, chosen, weights=weights, scale=2.0)
+
+
+def plan_for(up: str, down: str) -> dict:
+    rules = (("gate_up_proj", parse_style(up)), ("down_proj", parse_style(down)))
+    return {"experts": Experts(rules), "experts.identity": "moe_identity_expert"}
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("hidden", [8, 5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_split_over_tp(tp, hidden, bias):
+    plan = plan_for("packed_colwise", "rowwise")
+    check_parity(Moe(ExpertWeights(hidden, bias=bias)), plan, tp, floats(7, DIM))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_held_the_other_way(tp, bias):
+    plan = plan_for("packed_rowwise", "colwise")
+    check_parity(Moe(ExpertWeights(5, transposed=True, bias=bias)), plan, tp, floats(7, DIM))
+
+
+@pytest.mark.parametrize("style", ["colwise", "packed_colwise"])
+def test_experts_whose_gate_and_up_take_turns(style):
+    # As transformers marks them: a packed style there would be silently wrong.
+    check_parity(Moe(TakingTurns(8, bias=True)), plan_for(style, "rowwise"), 4, floats(7, DIM))
+    rule = plan_for(style, "rowwise")["experts"].plan(TakingTurns(5), 2)["gate_up_proj"]
+    assert rule.packing == Packing(1, (((0, 6),), ((6, 4),)))
+
+
+def test_experts_with_one_projection_up():
+    class Plain(ExpertWeights):
+        def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+            return y, y
+
+    experts = Plain(7)
+    experts.gate_up_proj = nn.Parameter(torch.randn(COUNT, 7, DIM))
+    check_parity(Moe(experts), plan_for("colwise", "rowwise"), 2, floats(7, DIM))
+
+
+def test_one_after_the_other_must_be_said_where_the_module_does_not():
+    with pytest.raises(PlanError, match=r"2 times the features .* 'packed_colwise'"):
+        resolve_plan(Moe(ExpertWeights(8)), plan_for("colwise", "rowwise"), 2)

@@ -1,0 +1,114 @@
+"""Fused weights: each of the sections they are packed of is split, and the plain model's results stay."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tp_models import DIM
+from tp_world import check_parity
+
+from parallel3d._packing import Packing
+from parallel3d.errors import PlanError
+from parallel3d.tp import Colwise, Rowwise, resolve_plan
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class FusedMlp(nn.Module):
+    """One linear for gate and up."""
+
+    def __init__(self, hidden: int, bias: bool = True) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(DIM, 2 * hidden, bias=bias)
+        self.down = nn.Linear(hidden, DIM, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class FusedAttention(nn.Module):
+    """One linear for q, k and v, of more query heads than key heads."""
+
+    def __init__(self, heads: int, kv_heads: int, size: int) -> None:
+        super().__init__()
+        self.size, self.groups = size, heads // kv_heads
+        self.sections = (heads * size, kv_heads * size, kv_heads * size)
+        self.qkv = nn.Linear(DIM, sum(self.sections))
+        self.o = nn.Linear(heads * size, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(x).unflatten(-1, (-1, self.size)).transpose(1, 2)  # (batch, heads, T, size)
+        kv = y.shape[1] // (self.groups + 2)
+        q, k, v = y.split((self.groups * kv, kv, kv), 1)
+        k, v = (t.repeat_interleave(self.groups, 1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("hidden", [8, 13, 5])
+def test_gate_and_up_in_one_linear(tp, hidden):
+    plan = {"gate_up": "packed_colwise", "down": "rowwise"}
+    check_parity(FusedMlp(hidden), plan, tp, floats(2, 3, DIM))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_q_k_and_v_in_one_linear(tp):
+    model = FusedAttention(8, 4, 3)
+    plan = {"qkv": Colwise(packed=model.sections, multiple_of=3), "o": Rowwise(multiple_of=3)}
+    check_parity(model, plan, tp, floats(2, 5, DIM))
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("packed", [2, (5, 3, 4)])
+def test_a_gathered_packed_output_has_the_plain_order(tp, packed):
+    packed = packed if tp < 4 or packed == 2 else (5, 7)  # 3 features are too few for 4 ranks
+    model = nn.Linear(DIM, 12)
+    check_parity(model, {"": Colwise(packed=packed, output="replicate")}, tp, floats(2, 3, DIM))
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_packed_input_is_split_alike(tp):
+    model = nn.Sequential(nn.Linear(DIM, 14), nn.ReLU(), nn.Linear(14, DIM))
+    plan = {"0": Colwise(packed=2), "2": "packed_rowwise"}
+    check_parity(model, plan, tp, floats(2, 3, DIM))
+    plan = {"2": Rowwise(packed=(6, 8), input="replicate")}
+    check_parity(model, plan, tp, floats(2, 3, DIM))
+
+
+def test_rows_given_one_by_one():
+    rows = Packing(0, (((2, 3), (9, 1)), ((0, 2), (5, 4)), ((10, 1),)))
+    plan = {"0": Colwise(packed=rows), "1": Rowwise(packed=rows)}
+    model = nn.Sequential(nn.Linear(DIM, 11), nn.Linear(11, 4))
+    check_parity(model, plan, 3, floats(2, DIM))
+
+
+def test_an_even_split_is_packed_too():
+    rules = Colwise(packed=2).plan(nn.Linear(4, 8), 2)
+    assert rules["weight"].packing == Packing(0, (((0, 2), (4, 2)), ((2, 2), (6, 2))))
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        (Colwise(packed=5), "out_features 12 is not 5 equal sections"),
+        (Colwise(packed=(4, 4)), r"packed=\(4, 4\): .* must be positive and add up to 12"),
+        (
+            Colwise(packed=(8, 4), multiple_of=(2, 3)),
+            "section 1 of out_features 4 is not a multiple",
+        ),
+        (Colwise(packed=2, multiple_of=(2, 3, 4)), "is for 3 sections"),
+        (Colwise(packed=Packing(0, (((0, 12),),))), "12 rows on 1 ranks"),
+    ],
+)
+def test_what_packed_refuses(style, said):
+    with pytest.raises(PlanError, match=said):
+        resolve_plan(nn.Linear(DIM, 12), {"": style}, 2)
