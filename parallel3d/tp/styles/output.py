@@ -83,6 +83,12 @@ class PrepareOutput(Style):
         return _TRAFFIC[self.given, self.wanted]
 
     @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        if self.wanted == "replicate":
+            return "whole"
+        return "features" if self.wanted == "shard" else "sequence"
+
+    @property
     def splits_sequence(self) -> bool:
         return self.wanted == "sequence"
 
