@@ -328,10 +328,10 @@ class Resolution:
     def leave_fast_paths(self) -> None:
         """Sees to it that torch's transformer encoders call the modules in them that are split."""
         for name, module in self._modules.items():
-            if isinstance(module, _HAS_FAST_PATH) and id(module) not in self.ruled:
-                if self._split_inside(name):
-                    why = "calls the modules inside it in inference too"
-                    self.ruled[id(module)] = RuledModule(name, name, NoFastPath(), module, why)
+            free = isinstance(module, _HAS_FAST_PATH) and id(module) not in self.ruled
+            if free and self._split_inside(name):
+                why = "calls the modules inside it in inference too"
+                self.ruled[id(module)] = RuledModule(name, name, NoFastPath(), module, why)
 
     def _check_sequence(self) -> None:
         styles = [ruled.style for ruled in self.ruled.values()]

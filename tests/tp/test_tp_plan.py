@@ -188,7 +188,10 @@ def test_styles_refuse_what_they_cannot_do(module, style, said):
 
 def test_modules_that_read_their_childrens_weights_are_refused():
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    assert "reads weights without calling" in problems(layer, {"linear1": "colwise"})
+    resolved = resolve_plan(layer, {"linear1": "colwise", "linear2": "rowwise"}, 2)
+    assert [m.why for m in resolved.modules if m.name == ""] == [
+        "calls the modules inside it in inference too"
+    ]
     attention = nn.MultiheadAttention(8, 2)
     assert "NonDynamicallyQuantizableLinear" in problems(attention, {"out_proj": "rowwise"})
 
