@@ -1,8 +1,10 @@
 """Every causal-LM family of transformers with a tensor-parallel plan: ``tp_plan="auto"`` computes what the
 plain model does. A sample in the ordinary run; ``-m full`` runs all, on all meshes, with both variants.
 
-``python tests/hf_table.py`` makes the same runs and writes ``docs/families.md``.
+``python tests/hf/families_table.py`` makes the same runs and writes ``docs/families.md``.
 """
+
+from math import prod
 
 import pytest
 
@@ -37,7 +39,7 @@ def run(gloo_pool, cases, plan="auto", timeout=300.0):
     """The cases' outcomes; all on meshes of one size."""
     from side_by_side_hf import compare_cases, merged
 
-    (size,) = {r * s * t for _, _, (r, s, t) in cases}
+    (size,) = {prod(sizes) for _, _, sizes in cases}
     return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
 
 
@@ -77,21 +79,18 @@ def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family(gloo_pool, part: int) -> None:
-    """Equal on all meshes and in both variants, or refused and in ``refused.txt``."""
-    from side_by_side_hf import MESHES, refused_families
-    from tiny import VARIANTS, families
+    """Equal in both variants and on all meshes, or refused and in ``refused.txt``."""
+    from side_by_side_hf import CASES, refused_families
+    from tiny import families
 
     refused = refused_families()
     assert refused.keys() <= set(families())
+    names = families()[part::PARTS]
+    cases = [(name, *case) for case in CASES for name in names]
+    two, four = ([c for c in cases if prod(c[2]) == size] for size in (2, 4))
     wrong = []
-    for name in families()[part::PARTS]:
-        two = [(name, variant, MESHES[0]) for variant in VARIANTS]
-        four = [(name, variant, mesh) for variant in VARIANTS for mesh in MESHES[1:]]
-        outcomes = [*run(gloo_pool, two), *run(gloo_pool, four)]
-        want = ("refused", refused[name]) if name in refused else ("equal", "")
-        wrong += [
-            f"{case}: {outcome.verdict}, {outcome.note}"
-            for case, outcome in zip([*two, *four], outcomes, strict=True)
-            if outcome.verdict != want[0] or not outcome.note.startswith(want[1])
-        ]
+    for case, outcome in zip(two + four, run(gloo_pool, two) + run(gloo_pool, four), strict=True):
+        verdict, note = ("refused", refused[case[0]]) if case[0] in refused else ("equal", "")
+        if outcome.verdict != verdict or not outcome.note.startswith(note):
+            wrong.append(f"{case}: {outcome.verdict}, {outcome.note}")
     assert not wrong, "\n".join(wrong)

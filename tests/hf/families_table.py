@@ -1,25 +1,34 @@
-"""Runs every causal-LM family of transformers that has a tensor-parallel plan, and writes ``docs/families.md``.
+"""Runs every causal-LM family of transformers that has a tensor-parallel plan; writes ``docs/families.md``.
 
-    python tests/hf_table.py                # all; about ten minutes on two cores
-    python tests/hf_table.py llama doge     # some; only prints
+    python tests/hf/families_table.py                # all; about ten minutes on two cores
+    python tests/hf/families_table.py llama doge     # some; only prints
 
 Exits with 1 where a family is unequal or failed, or refused without being in ``tests/hf/refused.txt``.
 """
 
-import os
+import re
 import sys
 import warnings
 from collections import Counter
+from math import prod
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "families.md"
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "hf")]
+import torch
+import transformers
+from side_by_side_hf import CASES, Outcome, compare_cases, merged, refused_families
+from tiny import families, is_moe, tiny_model
+
+from parallel3d.errors import PlanError
+from parallel3d.testing import GlooPool, WorkerError
+from parallel3d.tp import resolve_plan
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+AT_ONCE = 6  # families in one run of the pool
+BROKEN = Outcome("failed", "its processes ended or hung")
 
 _HEAD = """# Families of transformers' causal LMs under `tp_plan="auto"`
 
-Written by `python tests/hf_table.py` ({versions}). A tiny random model of each family whose config ships a
+Written by `python tests/hf/families_table.py` ({versions}). A tiny random model of each family whose config ships a
 tensor-parallel plan, in float64, plain and parallel: logits, loss, every gradient, and the weights after a
 step of SGD. *equal*: all within 1e-8 of each tensor's own largest value. *base*: 4 heads, 2 of keys and
 values, 64 ids, embedding and head apart. *odd*: 1 head of keys and values, 67 ids, tied, other kernels.
@@ -34,19 +43,10 @@ model that is a family of its own and part of a composite one (`gemma3_text` in 
 
 
 def main(names: list[str]) -> int:
-    import torch
-    import transformers
-    from side_by_side_hf import MESHES, refused_families
-    from tiny import VARIANTS, families, is_moe
-
-    from parallel3d.testing import GlooPool
-
-    columns = [(variant, mesh) for mesh in MESHES for variant in VARIANTS]
     refused, rows, bad = refused_families(), [], []
     counts: Counter[tuple[str, str]] = Counter()
     with GlooPool(4) as pool:
-        for name in names or families():
-            found = run_family(pool, name, columns)
+        for name, found in in_turn(pool, names or families()):
             worst = next(
                 (v for v in ("failed", "unequal", "refused") if v in [o.verdict for o in found]),
                 "equal",
@@ -70,8 +70,8 @@ def main(names: list[str]) -> int:
         head = _HEAD.format(
             versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
             counts=told,
-            columns=" | ".join(f"{mesh} {variant}" for variant, mesh in columns),
-            rule="---|" * len(columns),
+            columns=" | ".join(f"{mesh} {variant}" for variant, mesh in CASES),
+            rule="---|" * len(CASES),
         )
         PAGE.write_text(head + "\n".join(rows) + "\n")
     if bad:
@@ -79,32 +79,33 @@ def main(names: list[str]) -> int:
     return 1 if bad else 0
 
 
-def run_family(pool, name, columns):
-    """The outcomes on all meshes; what breaks a whole run is a failure of each of its cases."""
-    from side_by_side_hf import Outcome, compare_cases, merged
+def in_turn(pool, names):
+    """Each name with its outcomes, in CASES' order. Some at once, since making groups takes longest."""
+    for first in range(0, len(names), AT_ONCE):
+        few = names[first : first + AT_ONCE]
+        outcomes = run_some(pool, few)
+        if outcomes is None:  # one broke the run: each by itself
+            outcomes = {name: (run_some(pool, [name]) or {}).get(name) for name in few}
+        for name in few:
+            yield name, outcomes[name] or [BROKEN] * len(CASES)
 
-    from parallel3d.testing import WorkerError
 
-    found = {}
+def run_some(pool, names):
+    """Name -> outcomes; None where the run as a whole failed."""
+    outcomes = {}
     for size in (2, 4):
-        cases = [(name, v, m) for v, m in columns if m[0] * m[1] * m[2] == size]
+        cases = [(name, *case) for name in names for case in CASES if prod(case[1]) == size]
         try:
-            outcomes = merged(pool.run(compare_cases, cases, world_size=size, timeout=300.0))
+            found = merged(pool.run(compare_cases, cases, world_size=size, timeout=600.0))
         except WorkerError as error:
-            outcomes = [Outcome("failed", str(error).splitlines()[0])] * len(cases)
-        found.update(zip([case[1:] for case in cases], outcomes, strict=True))
-    return [found[column] for column in columns]
+            print(error, file=sys.stderr)
+            return None
+        outcomes.update(zip(cases, found, strict=True))
+    return {name: [outcomes[name, *case] for case in CASES] for name in names}
 
 
 def notes_of(name: str) -> list[str]:
     """What resolving the plan had to do."""
-    import re
-
-    from tiny import tiny_model
-
-    from parallel3d.errors import PlanError
-    from parallel3d.tp import resolve_plan
-
     try:
         notes = resolve_plan(tiny_model(name), "auto", 2).notes
     except PlanError:
@@ -114,5 +115,6 @@ def notes_of(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     sys.exit(main(sys.argv[1:]))
