@@ -187,10 +187,12 @@ class _Alignment:
         if ruled is None or not isinstance(ruled.style, LocalParams):
             return
         old, params = dict(ruled.style.params), module._parameters
-        new = {n: fit(style, param) for n, style in old.items() if (param := params[n]) is not None}
-        kept = tuple((name, style) for name, style in new.items() if style is not None)
-        grad = ruled.style.tp_grad if kept else "whole"
-        style = replace(ruled.style, params=kept, tp_grad=grad)
+        new = tuple(
+            (name, fit(style, param) or Replicated())
+            for name, style in old.items()
+            if (param := params[name]) is not None
+        )
+        style = replace(ruled.style, params=new)
         self.resolution.ruled[id(module)] = replace(ruled, style=style)
 
     def put(self, p: Projection, style: Style) -> None:

@@ -221,6 +221,14 @@ def test_parameters_split_by_heads():
     check_parity(Sinks(4, 3), plan, 2, floats(2, 5, DIM))
 
 
+def test_each_raw_parameter_needs_a_rule():
+    plan = {"q": "colwise", "o": "rowwise", "": "local_params", "sinks": "colwise"}
+    with pytest.raises(
+        PlanError, match=r"scale of Sinks has no rule: .*used with this rank's heads"
+    ):
+        resolve_plan(Sinks(4, 3), plan, 2)
+
+
 # ---- multi-head latent attention ----
 
 
