@@ -226,7 +226,9 @@ class _Case:
             if grad is None or not grad.abs().max() > 0:
                 dead = self.weights[name].numel() and name.rpartition(".")[2] != "bias"
                 if dead and self.trained(name):
-                    raise NotEqual(f"nothing it puts out depends on {name}, so nothing is proven of it")
+                    raise NotEqual(
+                        f"nothing it puts out depends on {name}, so nothing is proven of it"
+                    )
         for name, grad in want.param_grads.items():
             what, mine = f"the gradient of {name}", [r.param_grads[name] for r in got]
             rule = planned.get(name)
@@ -303,7 +305,9 @@ class _Deterministic(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = func._schema.name
         if name in ("aten::bernoulli_", "aten::bernoulli"):
-            mean = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name[-1] == "_" else args[0])
+            mean = (
+                args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name[-1] == "_" else args[0])
+            )
             drawn = args[0] if name[-1] == "_" else args[0].clone()
             return drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
         if name == "aten::native_dropout":

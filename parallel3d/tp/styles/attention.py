@@ -86,9 +86,7 @@ class _OutProjection(Style):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         size = module.in_features // self.heads  # type: ignore[operator]
-        return fit_rules(
-            module, weight=_rule(1, self.heads, size, tp), bias=ParamRule(Replicate())
-        )
+        return fit_rules(module, weight=_rule(1, self.heads, size, tp), bias=ParamRule(Replicate()))
 
 
 @dataclass(frozen=True)
