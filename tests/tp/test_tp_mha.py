@@ -13,7 +13,7 @@ from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import SplitHeads, auto_plan, resolve_plan
 from parallel3d.tp.derive.trace import Call
-from parallel3d.tp.derive.verify import prove
+from parallel3d.tp.derive.verify import Prover
 
 E = 24
 
@@ -138,7 +138,7 @@ def test_every_option_equals_the_plain_module(number: int) -> None:
         {id(x) for x in inputs},
         [frozenset()] * (1 + options["need_weights"]),
     )
-    proof = prove(attention, call, {"": SplitHeads()}, 2)
+    proof = Prover(attention, call, 2).prove({"": SplitHeads()})
     assert proof.difference < 1e-12 and not proof.partial
 
 
@@ -154,7 +154,7 @@ def test_heads_that_do_not_divide_go_to_the_ranks_whole(number: int, tp: int, he
         {id(x) for x in inputs},
         [frozenset()] * (1 + options["need_weights"]),
     )
-    prove(attention, call, {"": SplitHeads()}, tp)
+    Prover(attention, call, tp).prove({"": SplitHeads()})
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -14,7 +14,7 @@ from parallel3d.tp.derive.inputs import check_example, examples
 from parallel3d.tp.derive.layers import find_layers
 from parallel3d.tp.derive.paths import describe, inside, join, pattern_of, with_patterns
 from parallel3d.tp.derive.trace import Flow, trace
-from parallel3d.tp.derive.verify import NotEqual, Proof, prove
+from parallel3d.tp.derive.verify import NotEqual, Proof, Prover
 from parallel3d.tp.derive.vocabulary import Findings, split_vocabulary
 from parallel3d.tp.styles import LocalSizes, Replicated, SplitHeads, Style
 
@@ -92,8 +92,8 @@ class _Derivation:
             key = self._kind(Group(name, (), name))
             if key not in proven:
                 try:
-                    styles = {"": SplitHeads()}
-                    proven[key] = prove(self.modules[name], self.flow.calls[name], styles, self.tp)
+                    prover = Prover(self.modules[name], self.flow.calls[name], self.tp)
+                    proven[key] = prover.prove({"": SplitHeads()})
                 except (NotEqual, PlanError) as error:
                     proven[key] = str(error)
             found = proven[key]
@@ -127,15 +127,16 @@ class _Derivation:
         if read:
             return read
         call, owner = self.flow.calls[group.owner], self.modules[group.owner]
+        prover = Prover(owner, call, self.tp, frozenset(group.ups))
         said: dict[str, str] = {}
         for way in ways_to_split(group, self.model, self.flow, self.layers):
             styles = {inside(name, group.owner): style for name, style in way.styles}
             try:
-                proof = prove(owner, call, styles, self.tp, frozenset(group.ups))
+                proof = prover.prove(styles)
                 extra = self._partial(owner, proof)
                 if extra:
-                    proof = prove(owner, call, {**styles, **extra}, self.tp, frozenset(group.ups))
-                    added = tuple((join(group.owner, name), style) for name, style in extra.items())
+                    proof = prover.prove({**styles, **extra})
+                    added = ((join(group.owner, name), style) for name, style in extra.items())
                     way = Way((*way.styles, *added))
                 return group, way, proof
             except (NotEqual, PlanError) as error:
