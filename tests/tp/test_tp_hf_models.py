@@ -91,9 +91,9 @@ def test_norms_of_each_head_are_split_with_the_heads():
     resolved = resolve_plan(made, "auto", 2)
     (norm, *_) = (m for m in resolved.modules if m.name.endswith("q_norm"))
     assert [(p.shape, p.local_shape(2)) for p in norm.params] == [((4, 8), (2, 8))]
-    assert "'model.layers.*.self_attn' stays whole" in notes(
-        model("cohere", use_qk_norm=True, num_key_value_heads=1)
-    )
+    few = model("cohere", use_qk_norm=True, num_key_value_heads=2)
+    (note,) = resolve_plan(few, "auto", 4).notes  # two heads' norms for four ranks
+    assert "'model.layers.*.self_attn' stays whole on every rank" in note
 
 
 def test_doges_attention_stays_whole():
