@@ -170,6 +170,21 @@ def test_same_plan_on_meta_inside_a_job_and_for_any_weights() -> None:
     assert derive_plan(Lm(True).double(), 2) == inside
 
 
+def test_same_plan_in_any_mode_and_with_frozen_weights() -> None:
+    plain = derive_plan(Vit(), 2)
+    with torch.inference_mode():
+        assert derive_plan(Vit(), 2) == plain
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert derive_plan(Vit(), 2) == plain
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"), torch.no_grad():
+        assert derive_plan(Vit().requires_grad_(False), 2) == plain
+    assert resolve_plan(Vit(), "auto", 1).tp_size == 1
+
+
 def test_model_is_not_changed_and_draws_no_random_numbers() -> None:
     model = Vit()
     before = copy.deepcopy(model.state_dict())

@@ -1,6 +1,8 @@
 """derive_plan: the tensor-parallel plan of a model that brings none."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,9 +44,29 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPl
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with simulation_off(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with _as_by_default():
         return _Derivation(model, tp_size, example).plan()
+
+
+@contextmanager
+def _as_by_default() -> Iterator[None]:
+    """Whatever modes, defaults and seeds the caller has, and puts back."""
+    dtype = torch.get_default_dtype()
+    with (
+        simulation_off(),
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+    ):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+_MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in float64
 
 
 class _Derivation:
@@ -127,6 +149,9 @@ class _Derivation:
         if read:
             return read
         call, owner = self.flow.calls[group.owner], self.modules[group.owner]
+        size = sum(p.numel() for p in owner.parameters())
+        if size > _MOST_PARAMETERS:
+            return f"the module around them has {size} parameters, too many to prove anything of it"
         prover = Prover(owner, call, self.tp, frozenset(group.ups))
         said: dict[str, str] = {}
         for way in ways_to_split(group, self.model, self.flow, self.layers):

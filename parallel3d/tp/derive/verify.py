@@ -135,7 +135,7 @@ class _Case:
 
         def random(param: nn.Parameter) -> nn.Parameter:
             weights[id(param)] = made = random_like(param, self.generator)
-            return nn.Parameter(made, requires_grad=param.requires_grad)
+            return nn.Parameter(made)  # frozen ones too, so that there is something to compare
 
         self.plain = copy_with(module, random)
         self.weights = {
@@ -213,7 +213,7 @@ class _Case:
         def part(param: nn.Parameter) -> nn.Parameter:
             whole = self.weights[names[id(param)]]
             local = _part(whole, by_param.get(id(param)), axis.size, axis.rank)
-            return nn.Parameter(local, requires_grad=param.requires_grad)
+            return nn.Parameter(local)
 
         model = copy_with(self.original, part)
         modules = dict(model.named_modules())
@@ -234,10 +234,6 @@ class _Case:
                 raise NotEqual("with random weights it gives infinite or undefined numbers")
         return want
 
-    def trained(self, name: str) -> bool:
-        """Whether the parameter takes part in training."""
-        return self.original.get_parameter(name).requires_grad
-
     def compare(
         self,
         want: _Result,
@@ -257,7 +253,7 @@ class _Case:
             for name, rule in own.items()
         }
         for name in planned:
-            if name.endswith("weight") and self.trained(name):
+            if name.endswith("weight"):
                 grad = want.param_grads[name]
                 if grad is None or not grad.abs().max() > 0:
                     raise NotEqual(f"nothing it puts out depends on {name}")
