@@ -78,8 +78,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     pending = pending_of(x)
-    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if pending is None or not trained or torch.is_autocast_enabled(x.device.type):
+    if pending is None or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return F.linear(x, weight, bias)
     left = _Left()
     token = _Weights.apply(weight, bias, left)
