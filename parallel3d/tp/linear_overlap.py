@@ -142,7 +142,8 @@ class _Linear(torch.autograd.Function):
         weight, bias = params
         ctx.left = left
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        # With a bias it is a view of a matrix, which couldn't be changed in place, by an activation.
+        return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
