@@ -1,13 +1,11 @@
 """PackedDTensor: a DTensor whose rows on one mesh axis lie as a ``Packing`` says.
 
-To DTensor's own operations its rows are those of ``torch.chunk``. So only what treats rows alike, wherever
-they are, goes through to them; anything else would be silently wrong, and raises.
+What it computes is in ``_packed_ops``; here is what it is otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from parallel3d._compat import get_local_tensor, make_dtensor, spec_of
+from parallel3d._compat import get_local_tensor, make_dtensor
 from parallel3d._packed_layout import (
     Box,
     PackedShard,
@@ -25,6 +23,7 @@ from parallel3d._packed_layout import (
     ordinary,
     packed_boxes,
 )
+from parallel3d._packed_ops import run
 from parallel3d._packing import Packing
 from parallel3d.errors import Parallel3dError
 
@@ -46,7 +45,7 @@ class PackedDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _Call(func, args, kwargs or {}).run()
+        return run(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -193,182 +192,3 @@ class _Local(torch.autograd.Function):
         spec = ctx.spec
         placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
         return make_dtensor(grad, PackedSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta))
-
-
-# -- operations ------------------------------------------------------------------------------------------
-
-# Beside those that torch marks as elementwise.
-_SAME_ROWS = {
-    "_amp_foreach_non_finite_check_and_unscale_",
-    "_fused_adagrad_",
-    "_fused_adam_",
-    "_fused_adamw_",
-    "_fused_sgd_",
-    "_pin_memory",
-    "_to_copy",
-    "alias",
-    "bernoulli_",
-    "clone",
-    "copy_",
-    "detach",
-    "detach_",
-    "empty_like",
-    "equal",
-    "fill_",
-    "full_like",
-    "is_pinned",
-    "is_same_size",
-    "normal_",
-    "ones_like",
-    "rand_like",
-    "randn_like",
-    "record_stream",
-    "uniform_",
-    "zero_",
-    "zeros_like",
-}
-# All rows to one number.
-_TO_NUMBER = {
-    "all",
-    "amax",
-    "amin",
-    "any",
-    "linalg_vector_norm",
-    "max",
-    "min",
-    "norm",
-    "sum",
-}
-
-
-@lru_cache(maxsize=1024)
-def _kind(func: Any) -> str:
-    """``"rows"``: each result has the rows of its operands. ``"number"``: it is a number of all. ``""``."""
-    name = func._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_") or name in _SAME_ROWS or torch.Tag.pointwise in func.tags:
-        return "rows"
-    return "number" if name in _TO_NUMBER else ""
-
-
-class _Call:
-    """One operation with PackedDTensors among its operands.
-
-    An operation on lists is one on each position; ``like[i]`` is what is packed at position i.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.kind = _kind(func)
-        self.like: dict[int, PackedDTensor] = {}
-        self.originals: dict[int, PackedDTensor] = {}  # by id of what DTensor sees of it
-        self.seen: list[DTensor] = []  # keeps these ids theirs
-        self.on_lists = any(isinstance(value, (list, tuple)) for value in args[:1])
-
-    def run(self) -> Any:
-        if not self.kind:
-            self._refuse("mixes, picks or moves rows")
-        values = [*self.args, *self.kwargs.values()]
-        for value in values:
-            for position, tensor in _positions(value):
-                if isinstance(tensor, DTensor) and _is_packed(tensor):
-                    self._take(position, tensor)
-        args = [self._plain(value) for value in self.args]
-        kwargs = {key: self._plain(value) for key, value in self.kwargs.items()}
-        result = self.func(*args, **kwargs)
-        if isinstance(result, (list, tuple)):
-            marked = (self._marked(i * self.on_lists, value) for i, value in enumerate(result))
-            return type(result)(marked)
-        return self._marked(0, result)
-
-    def _take(self, position: int, tensor: Any) -> None:
-        known = self.like.setdefault(position, tensor)
-        same = _packed_of(known) == _packed_of(tensor)
-        if not same or known.device_mesh != tensor.device_mesh or known.shape != tensor.shape:
-            self._refuse(
-                f"has operands with other rows, {known.placements} and {tensor.placements},"
-            )
-
-    def _plain(self, value: Any) -> Any:
-        """``value`` as DTensor gets it."""
-        if isinstance(value, (list, tuple)):
-            return [self._plain_at(i, item) for i, item in enumerate(value)]
-        return self._plain_at(0, value)
-
-    def _plain_at(self, position: int, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if isinstance(value, DTensor) and _is_packed(value):
-            spec = spec_of(value)
-            plain = make_dtensor(get_local_tensor(value), _ordinary(spec))
-            self.originals[id(plain)] = value  # type: ignore[assignment]
-            self.seen.append(plain)
-            return plain
-        like = self.like.get(position)
-        if like is None or not value.dim() or value.numel() == 1:
-            return value
-        at = like.packing.dim + value.dim() - like.dim()
-        if at < 0 or value.shape[at] == 1:
-            return value
-        if value.stride(at) == 0:  # one row, expanded, as backward expands numbers
-            return value.narrow(at, 0, 1)
-        what = f"{tuple(value.placements)}" if isinstance(value, DTensor) else "no DTensor"
-        return self._refuse(f"has an operand of {tuple(value.shape)} with other rows, {what},")
-
-    def _marked(self, position: int, result: Any) -> Any:
-        """The result at ``position`` of the result, packed as the operands there are."""
-        if not isinstance(result, Tensor):
-            return result
-        original = self.originals.get(id(result))
-        if original is not None:
-            return original
-        like = self.like.get(position)
-        if like is None or not isinstance(result, DTensor):
-            return result
-        if self.kind == "number" or not result.dim():
-            if result.dim():
-                self._refuse("leaves some of the rows")
-            return result
-        if result.shape != like.shape:
-            self._refuse(f"makes a tensor of {tuple(result.shape)}")
-        spec, packed = spec_of(result), spec_of(like)
-        axis, shard = _packed_of(like)
-        if (
-            spec.placements == _ordinary(packed).placements
-            and spec.tensor_meta == packed.tensor_meta
-        ):
-            return make_dtensor(get_local_tensor(result), packed)
-        placements = list(spec.placements)
-        assert placements[axis] == ordinary([shard])[0], f"{self.func} gave {placements}"
-        placements[axis] = shard
-        made = PackedSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-        return make_dtensor(get_local_tensor(result), made)
-
-    def _refuse(self, why: str) -> Any:
-        raise Parallel3dError(
-            f"{self.func} on a packed parameter (gate and up in one, q, k and v in one, uneven heads) {why} "
-            "and its rows on a rank are not those that DTensor computes with; use full_tensor(), which "
-            "every rank must call, or to_local()"
-        )
-
-
-def _is_packed(tensor: DTensor) -> bool:
-    """Also of a plain DTensor that torch has made with the placements of a packed one."""
-    return isinstance(tensor, PackedDTensor) or any(
-        isinstance(p, PackedShard) for p in spec_of(tensor).placements
-    )
-
-
-def _packed_of(tensor: DTensor) -> tuple[int, PackedShard]:
-    return next(
-        (i, p) for i, p in enumerate(spec_of(tensor).placements) if isinstance(p, PackedShard)
-    )
-
-
-def _ordinary(spec: Any) -> Any:
-    if isinstance(spec, PackedSpec):
-        return spec.ordinary
-    return PackedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta).ordinary
-
-
-def _positions(value: Any) -> list[tuple[int, Any]]:
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else [(0, value)]

@@ -144,6 +144,12 @@ class Box:
         """Of the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """Of the local tensor."""
+        rows = slice(self.start, self.start + self.sizes[self.dim])
+        return tuple(rows if d == self.dim else slice(None) for d in range(len(self.sizes)))
+
     def of(self, local: Tensor) -> Tensor:
         """Its part of the local tensor: a view."""
         return local.narrow(self.dim, self.start, self.sizes[self.dim])

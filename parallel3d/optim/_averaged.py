@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, make_dtensor, make_spec
+from parallel3d._packed import packing_of
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.param import owner_of
+from parallel3d.fsdp.whole.transforms import chunk
 from parallel3d.optim.pieces import local_of
 
 __all__ = ["Averaged", "tensors_of"]
@@ -113,6 +115,8 @@ class Averaged:
         owner = owner_of(tensor)
         if owner is not None:
             return owner.local_part(whole)
+        if packing_of(tensor) is not None:
+            return get_local_tensor(chunk(whole, tensor.device_mesh, tensor.placements))
         if isinstance(whole, DTensor):
             return get_local_tensor(whole.redistribute(tensor.device_mesh, tensor.placements))
         replicated = DTensor.from_local(whole, tensor.device_mesh, run_check=False)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallel3d._compat import get_local_tensor, inner_tensors, make_dtensor, make_spec
+from parallel3d._packed import packing_of
 from parallel3d.errors import StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
@@ -24,6 +25,7 @@ from parallel3d.fsdp.buckets.grads import flat_gradient
 from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.storage import with_own_storage
+from parallel3d.fsdp.whole.transforms import chunk
 
 __all__ = [
     "BucketPiece",
@@ -58,8 +60,11 @@ def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a state of ``param``, given as a DTensor or whole."""
     if not isinstance(param, DTensor):
         return local_of(value)
+    alike = isinstance(value, DTensor) and value.placements == param.placements
+    if packing_of(param) is not None and not alike:
+        return get_local_tensor(chunk(value, param.device_mesh, param.placements))
     if isinstance(value, DTensor):
-        if value.placements != param.placements or value.device_mesh != param.device_mesh:
+        if not alike or value.device_mesh != param.device_mesh:
             value = value.redistribute(param.device_mesh, param.placements)
         return get_local_tensor(value)
     owner = owner_of(param)

@@ -9,22 +9,24 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
 from parallel3d.tp.styles import (
     Colwise,
+    NoFastPath,
     PrepareInput,
     Rowwise,
     SequenceParallel,
+    SplitHeads,
     Style,
     VocabParallel,
 )
 
 __all__ = ["Resolution", "RuledModule"]
 
-# They read their children's weights instead of calling them: always, or in inference's fast path.
-_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# In inference they read the weights of modules inside them instead of calling these.
+_HAS_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,11 @@ class Resolution:
         before = self.ruled.get(id(module))
         if before is None:
             fit = style.for_module(module).in_model(self._modules[""], name)
-            self.ruled[id(module)] = RuledModule(name, pattern, fit, module, chosen.reason(pattern))
+            why = chosen.reason(pattern)
+            self.ruled[id(module)] = RuledModule(name, pattern, fit, module, why)
+            for inner, inner_style in fit.inside(module).items():
+                path, child = f"{name}.{inner}".lstrip("."), module.get_submodule(inner)
+                self.ruled[id(child)] = RuledModule(path, pattern, inner_style, child, why)
         elif before.pattern != pattern and not chosen.specific_first:
             self.problems.append(
                 f"module {name!r} has two rules: {before.pattern!r} ({before.style}) and "
@@ -238,6 +244,12 @@ class Resolution:
                 self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
         return rules
 
+    def add_attributes(self, rules: dict[int, dict[str, ParamRule]]) -> None:
+        """Plans the attributes that styles change, of modules whose parameters have ``rules``."""
+        for ruled in (self.ruled[key] for key in rules):
+            values = ruled.style.attributes(ruled.module, self.tp)
+            self.attributes += local_attributes(ruled.name, ruled.module, values)
+
     def check_as_a_whole(self, rules: dict[int, dict[str, ParamRule]]) -> None:
         """Checks what no module alone shows."""
         if not self._rules_given and self.tp > 1:
@@ -285,19 +297,33 @@ class Resolution:
                     'PrepareInput, which prepares a "gathered" input'
                 )
         for name, module in self._modules.items():
-            if isinstance(module, _READS_CHILDREN):
-                inside = [
-                    r.name
-                    for r in self.ruled.values()
-                    if isinstance(r.style, (Colwise, Rowwise))
-                    and (name == "" or r.name.startswith(f"{name}."))
-                ]
-                if inside:
+            if isinstance(module, _HAS_FAST_PATH + (nn.MultiheadAttention,)):
+                own = self.ruled.get(id(module))
+                inside = self._split_inside(name)
+                if inside and not (own and isinstance(own.style, (NoFastPath, SplitHeads))):
                     self.problems.append(
-                        f"module {inside[0]!r} is inside {name!r}, an "
-                        f"nn.{type(module).__name__}, which reads weights without calling their "
-                        "modules: it can't be split"
+                        f"module {inside[0]!r} is inside {name!r}, an nn.{type(module).__name__}, which "
+                        "reads weights without calling their modules: it can't be split. Give an "
+                        "nn.MultiheadAttention the style 'attention'"
                     )
+
+    def _split_inside(self, name: str) -> list[str]:
+        """Modules with a style that splits features, inside the one called ``name``."""
+        return [
+            r.name
+            for r in self.ruled.values()
+            if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
+            and r.name != name
+            and (name == "" or r.name.startswith(f"{name}."))
+        ]
+
+    def leave_fast_paths(self) -> None:
+        """Sees to it that torch's transformer encoders call the modules in them that are split."""
+        for name, module in self._modules.items():
+            if isinstance(module, _HAS_FAST_PATH) and id(module) not in self.ruled:
+                if self._split_inside(name):
+                    why = "calls the modules inside it in inference too"
+                    self.ruled[id(module)] = RuledModule(name, name, NoFastPath(), module, why)
 
     def _check_sequence(self) -> None:
         styles = [ruled.style for ruled in self.ruled.values()]

@@ -116,7 +116,10 @@ def find_attention(
             rowwise.append(made)
     for parent, inputs in parents.items():
         roles = {p.role for p in inputs}
-        if "fused" not in roles and not ("query" in roles and roles & {"key", "latent"}):
+        # Gemma 3n: some layers have queries only, and attend to the keys of an earlier layer.
+        borrows = _own(modules[parent], GROUP_SIZES) is not None
+        has_keys = bool(roles & {"key", "latent"}) or borrows
+        if "fused" not in roles and not ("query" in roles and has_keys):
             continue
         # Beside the others, or as BERT has it, in a module beside theirs.
         outputs = [p for p in rowwise if p.ruled.name.rpartition(".")[0] == parent]
@@ -167,7 +170,9 @@ def _kv_heads(layer: Attention, heads: int, size: int | None) -> int | None:
     keys = [p.size for p in layer.inputs if p.role == "key"]
     shared = [p.size for p in layer.inputs if p.role in ("key", "value", "fused")]
     if not shared:
-        return heads
+        latent = any(p.role == "latent" for p in layer.inputs)
+        group = None if latent else _own(layer.module, GROUP_SIZES)
+        return heads // group if group else heads
 
     def may_be(n: int) -> bool:
         sized = not size or all(total == n * size for total in keys)
@@ -191,6 +196,9 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
     """The numbers under one of ``names``: the module's own, then its config's."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
-            value = getattr(owner, name, None)
+            try:
+                value = getattr(owner, name, None)
+            except Exception:  # transformers: a number that is another in other layers
+                continue
             if type(value) is int:
                 yield value

@@ -142,7 +142,7 @@ def _repair_once(whole: tuple[int, ...], met: Meeting) -> str | None:
     if not dims:  # one number for everything
         return "replicated_with_grad_allreduce"
     # Of a tensor with its heads apart the last dim is one head's, and the same of each.
-    if met.reshaped and dims == [-1] and met.shape[-1] == met.local_shape[-1]:
+    if met.apart and dims == [-1] and met.shape[-1] == met.local_shape[-1]:
         return "replicated_with_grad_allreduce"
     return None
 

@@ -13,7 +13,7 @@ copy runs on the meta device under a ``TorchFunctionMode`` that keeps for each t
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,13 +42,13 @@ class Meeting:
     Attributes:
         shape: of the parameter, or of what was computed from it alone.
         local_shape: of the local tensor, as in the plain model.
-        reshaped: whether the local tensor has more dims than the modules it comes from put out: heads apart.
+        apart: whether the local tensor's heads are in a dim of their own, so that its last one isn't split.
         sources: the modules that made it local.
     """
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    reshaped: bool
+    apart: bool
     sources: frozenset[str]
 
 
@@ -81,14 +81,14 @@ class _Value:
 
     Attributes:
         sources: modules (or split parameters) it is local by; empty: whole.
-        dims: of what those put out.
+        apart: whether the last dim, which those split, was made two: heads and the features of each.
         params: the parameters it is computed from alone; ``None``: it is an activation.
         copied: its gradient is summed where it was made, so it may meet local tensors.
         maker: the module that computed it.
     """
 
     sources: frozenset[str] = frozenset()
-    dims: int = 0
+    apart: bool = False
     params: frozenset[str] | None = None
     copied: bool = False
     maker: str = ""
@@ -140,7 +140,7 @@ class _Watch(TorchFunctionMode):
             style = styles.get(path)
             split = style is not None and not isinstance(style, Replicated)
             sources = frozenset([path]) if split else frozenset[str]()
-            self._set(param, _Value(sources, param.dim(), frozenset([path])))
+            self._set(param, _Value(sources, False, frozenset([path])))
         for path, module in model.named_modules():
             self._hook(path, module, styles.get(path))
 
@@ -186,7 +186,7 @@ class _Watch(TorchFunctionMode):
             local = isinstance(style, Colwise) and style.output == "shard"
             sources = frozenset([path]) if local else frozenset[str]()
             copied = isinstance(style, RopeOutput)
-            self._set(x, _Value(sources, x.dim(), None, copied, path))
+            self._set(x, _Value(sources, False, None, copied, path))
 
     def check_result(self, result: Any) -> None:
         """A model must not put out a part."""
@@ -207,25 +207,39 @@ class _Watch(TorchFunctionMode):
             return result
         changed = args[:1] if getattr(func, "__name__", "") == "__setitem__" else ()
         made = [*tensors_in(result), *tensors_in(changed)]
+        self._check_reduction(func, args, kwargs or {})
         if made:
             given = list(tensors_in((args, kwargs)))
             value = self._combine(given)
             for x in made:
-                self._set(x, value)
+                self._set(x, _reshaped(func, given, x, value) if value.sources else value)
         return result
+
+    def _check_reduction(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """What reduces over features that ranks share sees only a part of them."""
+        name = getattr(func, "__name__", "")
+        x = args[0] if args else kwargs.get("input")
+        if name not in _REDUCTIONS or not isinstance(x, Tensor):
+            return
+        value = self._get(x)
+        if value.sources and not value.apart and _takes_last(name, args, kwargs, x.dim()):
+            where = self._stack[-1] if self._stack else "the model"
+            text = f"{where!r} takes {name} over features each rank has a part of, of {_said(value.sources)}"
+            self.flow.clashes[Clash(text, value.sources | {where})] = None
 
     def _combine(self, given: list[Tensor]) -> _Value:
         values = [self._get(x) for x in given]
         maker = self._stack[-1] if self._stack else ""
         local = [(x, v) for x, v in zip(given, values, strict=True) if v.sources]
         if local:
-            largest, _ = max(local, key=lambda pair: pair[0].dim())
+            largest, of_it = max(local, key=lambda pair: pair[0].dim())
             sources = frozenset[str]().union(*(v.sources for _, v in local))
-            dims = max(v.dims for _, v in local)
             for x, v in zip(given, values, strict=True):
                 if not v.sources and x.requires_grad:
-                    self._meet(x, v, largest, dims, sources)
-            return _Value(sources, dims, None, False, maker)
+                    self._meet(
+                        x, v, Meeting(tuple(x.shape), tuple(largest.shape), of_it.apart, sources)
+                    )
+            return _Value(sources, of_it.apart, None, False, maker)
         active = [v for v in values if v.params is None]
         params = frozenset[str]().union(*(v.params for v in values if v.params is not None))
         if not active:
@@ -235,19 +249,16 @@ class _Watch(TorchFunctionMode):
             self.flow.whole |= params
         return _Value(copied=copied, maker=maker)
 
-    def _meet(
-        self, x: Tensor, value: _Value, local: Tensor, dims: int, sources: frozenset[str]
-    ) -> None:
+    def _meet(self, x: Tensor, value: _Value, meeting: Meeting) -> None:
         if value.params:
-            meeting = Meeting(tuple(x.shape), tuple(local.shape), local.dim() > dims, sources)
             for path in value.params:
                 self.flow.met.setdefault(path, []).append(meeting)
         elif value.params is None and not value.copied:
             text = (
                 f"what {value.maker or 'the model'!r} computes alike on every rank meets each rank's "
-                f"part, of {_said(sources)}"
+                f"part, of {_said(meeting.sources)}"
             )
-            modules = sources | ({value.maker} if value.maker else set())
+            modules = meeting.sources | ({value.maker} if value.maker else set())
             self.flow.clashes[Clash(text, frozenset(modules))] = None
 
     # ---- what is known ----
@@ -260,6 +271,20 @@ class _Watch(TorchFunctionMode):
 
     def _set(self, x: Tensor, value: _Value) -> None:
         self._values[id(x)] = (x, value)
+
+
+def _reshaped(func: Any, given: list[Tensor], made: Tensor, value: _Value) -> _Value:
+    """``value`` of what a function makes, which may take heads apart or put them together again."""
+    if getattr(func, "__name__", "") not in _RESHAPES or not given[0].dim() or not made.dim():
+        return value
+    before, after = given[0].shape[-1], made.shape[-1]
+    if after > before:
+        return replace(value, apart=False)
+    apart = after < before or made.dim() > given[0].dim()
+    return replace(value, apart=value.apart or apart)
+
+
+_RESHAPES = ("view", "reshape", "unflatten", "flatten", "_unsafe_view")
 
 
 def _said(sources: frozenset[str]) -> str:
@@ -278,3 +303,30 @@ def _wants(style: Style) -> str:
     if isinstance(style, Rowwise):
         return "local" if style.input == "shard" else "whole"
     return ""
+
+
+# Position and default of the argument that says over which dim; None: over all. ``...``: always the last.
+_REDUCTIONS: dict[str, Any] = {
+    **dict.fromkeys(("mean", "sum", "std", "var", "std_mean", "var_mean", "prod"), (1, None)),
+    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "median"), (1, None)),
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod"), (1, None)),
+    **dict.fromkeys(("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(("norm", "vector_norm", "quantile"), (2, None)),
+    "topk": (2, -1),
+    "normalize": (2, 1),
+    **dict.fromkeys(("layer_norm", "rms_norm", "scaled_dot_product_attention"), ...),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), ...),
+}
+
+
+def _takes_last(name: str, args: Any, kwargs: dict[str, Any], ndim: int) -> bool:
+    """Whether a function of ``_REDUCTIONS`` reduces over the last of ``ndim`` dims."""
+    if _REDUCTIONS[name] is ...:
+        return True
+    position, default = _REDUCTIONS[name]
+    given = args[position] if len(args) > position else default
+    dim = kwargs.get("dim", kwargs.get("axis", given))
+    if isinstance(dim, Tensor):
+        return False  # max(x, y) is elementwise
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return any(d is None or d in (-1, ndim - 1) for d in dims)

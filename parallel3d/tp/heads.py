@@ -12,11 +12,13 @@ a layer that isn't understood        not faster; a note of the plan says so
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
 
 from parallel3d._packing import Packing
+from parallel3d.errors import PlanError
 from parallel3d.tp._resolve import Resolution
 from parallel3d.tp.attention import (
     GROUP_SIZES,
@@ -27,6 +29,7 @@ from parallel3d.tp.attention import (
     find_attention,
 )
 from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
+from parallel3d.tp.patterns import numberless
 from parallel3d.tp.styles import Colwise, LocalParams, Replicated, Rowwise, Style
 from parallel3d.tp.styles.grouped_kv import GroupedKv
 from parallel3d.tp.styles.sections import sections_of
@@ -57,7 +60,8 @@ def align_heads(resolution: Resolution) -> None:
     if resolution.tp == 1:
         return
     for layer in find_attention(resolution.ruled, resolution.modules):
-        _Alignment(resolution, layer).run()
+        with suppress(PlanError):  # of a style that doesn't fit its module: rules() says so
+            _Alignment(resolution, layer).run()
 
 
 class _Alignment:
@@ -69,14 +73,21 @@ class _Alignment:
     def run(self) -> None:
         layer, tp = self.layer, self.tp
         reads = reads_of(layer.module)
+        if any(isinstance(p.ruled.style.packed, Packing) for p in layer.projections):  # type: ignore[attr-defined]
+            return  # the plan says it all
         if layer.heads is None or layer.kv_heads is None:
             if any(p.size % tp for p in layer.projections) or (layer.heads or 0) % tp:
                 self.keep_whole(layer.why)
             return
         of_config = [f"config.{name}" for name in (*NUMBERS, *KV_NUMBERS)]
         unset = sorted(reads & set(of_config)) if reads is not None else []
-        fused = any(p.role == "fused" for p in layer.inputs)
-        if unset:
+        fused = [p for p in layer.inputs if p.role == "fused"]
+        cut = [n for p in fused for n in self.sections(p) if n % layer.kv_heads]
+        if cut:
+            self.keep_whole(
+                f"{cut[0]} features can't be shared by {layer.kv_heads} groups of heads"
+            )
+        elif unset:
             self.keep_whole(f"its forward reads self.{unset[0]}, which all layers share")
         elif layer.kv_heads >= tp:
             kv = share_out(layer.kv_heads, tp)
@@ -149,11 +160,14 @@ class _Alignment:
 
     def give(self, p: Projection, heads: tuple[int, ...]) -> None:
         """Gives a projection's ranks so many heads, or groups of heads, each."""
+        packing = pack_heads(p.dim, self.sections(p), heads)
+        self.put(p, replace(p.ruled.style, packed=packing, multiple_of=1))  # type: ignore[call-arg]
+
+    def sections(self, p: Projection) -> tuple[int, ...]:
+        """Sizes of what a projection's features are packed of."""
         style = p.ruled.style
         assert isinstance(style, (Colwise, Rowwise)) and not isinstance(style.packed, Packing)
-        sections = sections_of(p.ruled.name, p.size, style.packed)
-        packing = pack_heads(p.dim, sections, heads)
-        self.put(p, replace(style, packed=packing, multiple_of=1))
+        return sections_of(p.ruled.name, p.size, style.packed)
 
     def give_raw(self, heads: tuple[int, ...]) -> None:
         """Gives each rank so many heads' part of the layer's own parameters that the plan splits."""
@@ -183,7 +197,9 @@ class _Alignment:
         self.resolution.ruled[p.key] = replace(p.ruled, style=style)
 
     def note(self, said: str) -> None:
-        self.resolution.notes.append(f"{self.layer.name!r}: {said}")
+        note = f"{numberless(self.layer.name)!r}: {said}"
+        if note not in self.resolution.notes:  # once for all layers
+            self.resolution.notes.append(note)
 
     def set_attributes(
         self, heads: Sequence[int], kv: Sequence[int], group: int | None = None
@@ -201,7 +217,8 @@ class _Alignment:
         for p in layer.projections:
             whole = layer.heads_of(p)
             local = kv if whole == layer.kv_heads else heads
-            widths = tuple(p.size // whole * number for number in local)
-            for name in width_attributes(layer.module, p.size):
-                values.setdefault(name, widths)
+            for width in {p.size, *self.sections(p)}:
+                widths = tuple(width // whole * number for number in local)
+                for name in width_attributes(layer.module, width):
+                    values.setdefault(name, widths)
         self.resolution.attributes += local_attributes(layer.name, layer.module, values)

@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from parallel3d._compat import functorch_is_active, untraced
 from parallel3d._forward import as_if, wrap_forward
 from parallel3d.errors import PlanError
+from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
+from parallel3d.tp.forwards import SequenceLength, TpState, take_input
+from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.plan import PlannedModule, ResolvedPlan
 from parallel3d.tp.styles import Colwise, Style
+from parallel3d.tp.styles.traffic import Traffic
 from parallel3d.tp.vocab_logits import lazy_logits, sharded_logits
 
 __all__ = ["LogitsHead", "chunk_whole_head", "find_head", "with_loss_parallel"]
@@ -39,12 +42,12 @@ class LogitsHead(Style):
         return self.head.plan(module, tp)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, logits_head, TpState(self, axis, sequence))
+        bind_base_forward(module, nn.Linear, logits_head, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        forward, backward = dataclasses.replace(self.head, output="shard").communicates()
-        loss = "all-reduce x2 of a number a token, in the loss"
-        return (loss if forward == "-" else f"{forward}, {loss}"), backward
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        # The loss reduces two numbers a token.
+        loss = (Traffic("all-reduce", "forward", 1),) * 2
+        return *dataclasses.replace(self.head, output="shard").traffic(module, tp), *loss
 
     @property
     def takes_parts(self) -> bool:
@@ -55,7 +58,7 @@ def logits_head(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> VocabLogits (..., out)."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.head.input, style.head.sequence_dim, tp)
+    x = take_input(input, style.head.input, style.head.sequence_dim, tp, read_only=True)
     if torch.compiler.is_compiling() or functorch_is_active():  # neither can look into our subclass
         y = F.linear(x, self.weight, self.bias)
         return gather_from_tp(y, -1, self.out_features, tp.axis)
@@ -78,7 +81,7 @@ def _logits(head: Any, x: Tensor, axis: TpAxis | None, chunked: bool) -> Tensor:
     # Without a backward to come the head's weight may be freed when its forward ends.
     if chunked and torch.is_grad_enabled():
         return lazy_logits(x, head.weight, head.bias, head.out_features, axis)
-    return sharded_logits(F.linear(x, head.weight, head.bias), head.out_features, axis)
+    return sharded_logits(linear(x, head.weight, head.bias), head.out_features, axis)
 
 
 def chunk_whole_head(model: nn.Module, plan: ResolvedPlan | None) -> None:
@@ -100,7 +103,9 @@ def with_loss_parallel(plan: ResolvedPlan, model: nn.Module, *, chunked: bool) -
     def changed(planned: PlannedModule) -> PlannedModule:
         if planned.name != name:
             return planned
-        return dataclasses.replace(planned, style=LogitsHead(planned.style, chunked))  # type: ignore[arg-type]
+        style = LogitsHead(planned.style, chunked)  # type: ignore[arg-type]
+        traffic = style.traffic(model.get_submodule(name), plan.tp_size) if plan.tp_size > 1 else ()
+        return dataclasses.replace(planned, style=style, traffic=traffic)
 
     return dataclasses.replace(plan, modules=tuple(map(changed, plan.modules)))
 

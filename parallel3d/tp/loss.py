@@ -49,8 +49,8 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         Parallel3dError: shapes or options that can't be.
-        RuntimeError: a target outside the vocabulary (on an accelerator when it next synchronises), or a
-            second derivative.
+        RuntimeError: a target outside the vocabulary (on an accelerator when it next synchronises).
+        StateError: a backward with ``create_graph=True``.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, weight, reduction)
     _check_target(logits, target)

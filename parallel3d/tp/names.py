@@ -16,6 +16,7 @@ from parallel3d.tp.styles import (
     RopeOutput,
     Rowwise,
     SequenceParallel,
+    SplitHeads,
     Style,
     VocabParallel,
 )
@@ -24,6 +25,7 @@ from parallel3d.tp.torch_styles import TorchStyle
 __all__ = ["STYLE_NAMES", "parse_style"]
 
 STYLE_NAMES: dict[str, Style] = {
+    "attention": SplitHeads(),
     "colwise": Colwise(),
     "colwise_gather_output": Colwise(output="replicate"),
     "colwise_rep": Colwise(output="replicate"),

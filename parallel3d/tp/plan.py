@@ -5,7 +5,6 @@ meta models; the :class:`ResolvedPlan` it returns can be printed, compared betwe
 and applied.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -19,8 +18,10 @@ from parallel3d.tp.auto import choose
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.chosen import ChosenPlan, Plan, check_plan_type
 from parallel3d.tp.heads import align_heads
-from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
+from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.report import report
 from parallel3d.tp.styles import Style
+from parallel3d.tp.styles.traffic import Traffic
 
 __all__ = ["PlannedModule", "PlannedParam", "ResolvedPlan", "resolve_plan"]
 
@@ -58,6 +59,8 @@ class PlannedModule:
         style: what it gets.
         params: its own parameters, in its order.
         why: where the rule comes from, when it isn't the user's.
+        traffic: what it communicates for each token.
+        itemsize: bytes of an element of its parameters, or of the model's.
     """
 
     name: str
@@ -65,6 +68,8 @@ class PlannedModule:
     style: Style
     params: tuple[PlannedParam, ...]
     why: str = ""
+    traffic: tuple[Traffic, ...] = ()
+    itemsize: int = 4
 
 
 @dataclass(frozen=True)
@@ -96,23 +101,7 @@ class ResolvedPlan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        header = ("module", "style", "parameters, whole -> on a rank", "forward", "backward")
-        rows = [header, *_table(self.modules, self.tp_size)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
-        lines.insert(2, "  ".join("-" * width for width in widths))
-        if self.unplanned:
-            lines.append(
-                f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters "
-                f"({', '.join(self.unplanned[:4])}{', ...' if len(self.unplanned) > 4 else ''})"
-            )
-        lines += [f"Attribute: {line}" for line in describe_attributes(self.attributes)]
-        lines += [f"Note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return report(self)
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Makes ``model`` tensor-parallel in place, and returns it.
@@ -165,8 +154,10 @@ def resolve_plan(
     resolution.notes += chosen.notes
     resolution.add_plan(chosen, strict=strict and not chosen.source)
     resolution.add_tied_embeddings()
+    resolution.leave_fast_paths()
     align_heads(resolution)
     rules = resolution.rules()
+    resolution.add_attributes(rules)
     resolution.check_as_a_whole(rules)
     if resolution.problems:
         listed = "".join(f"\n  - {problem}" for problem in resolution.problems)
@@ -183,6 +174,8 @@ def resolve_plan(
                 for name, rule in rules[key].items()
             ),
             ruled.why,
+            ruled.style.traffic(ruled.module, tp_size) if tp_size > 1 else (),
+            _itemsize(ruled.module, model),
         )
         for key, ruled in resolution.ruled_in_order()
     )
@@ -195,17 +188,9 @@ def resolve_plan(
     )
 
 
-def _table(modules: tuple[PlannedModule, ...], tp: int) -> Iterator[tuple[str, ...]]:
-    """One row for each group of modules that differ in nothing but their place."""
-    groups: dict[tuple[str, ...], list[PlannedModule]] = {}
-    for m in modules:
-        params = ", ".join(_describe(p, tp) for p in m.params)
-        groups.setdefault((m.pattern, str(m.style), params), []).append(m)
-    for (pattern, style, params), members in groups.items():
-        name = f"{pattern} (x{len(members)})" if len(members) > 1 else members[0].name
-        yield name or "(root)", style, params or "-", *members[0].style.communicates()
-
-
-def _describe(p: PlannedParam, tp: int) -> str:
-    summed = " [gradient summed]" if p.rule.tp_grad == "partial" else ""
-    return f"{p.name} {p.shape} -> {p.local_shape(tp)}{summed}"
+def _itemsize(module: nn.Module, model: nn.Module) -> int:
+    """Bytes of an element of what ``module`` computes, as its parameters say or else the model's."""
+    for param in (*module.parameters(), *model.parameters()):
+        if param.is_floating_point():
+            return param.dtype.itemsize
+    return 4

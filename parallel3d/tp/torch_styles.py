@@ -19,10 +19,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule, check_count, fit_rules
+from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.traffic import Traffic
 
 __all__ = ["TorchStyle"]
 
@@ -79,7 +80,6 @@ class TorchStyle(Style):
     def _check(self, module: nn.Module, name: str, dim: int, tp: int) -> None:
         param: Any = module._parameters[name]
         size = param.shape[dim]
-        check_count(f"dim {dim} of {name}", size, 1)
         if size % tp and isinstance(module, nn.Linear):
             ours = "colwise" if isinstance(self.style, ColwiseParallel) else "rowwise"
             raise PlanError(
@@ -119,8 +119,8 @@ class TorchStyle(Style):
         if inside != {id(p) for child in module.children() for p in child.parameters()}:
             raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
 
-    def communicates(self) -> tuple[str, str]:
-        return "torch's", "torch's"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return Traffic("torch's own", "forward", None), Traffic("torch's own", "backward", None)
 
 
 def _placement(dim: int | None) -> Shard | Replicate:

@@ -4,6 +4,7 @@ import copy
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from all_double import AllDouble
@@ -16,7 +17,7 @@ from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import PlanError
 from parallel3d.testing.parity import shards_of
 
-__all__ = ["MESHES", "Outcome", "compare_family"]
+__all__ = ["MESHES", "Case", "Outcome", "compare_cases", "merged", "refused_families"]
 
 MESHES = ((1, 1, 2), (1, 2, 2), (2, 1, 2))
 
@@ -24,6 +25,12 @@ MESHES = ((1, 1, 2), (1, 2, 2), (2, 1, 2))
 # held to its own largest value; the second term is for tensors that would be zero exactly.
 OWN, MODELS = 1e-8, 1e-13
 LEARNING_RATE = 0.1
+
+
+Case = tuple[str, str, tuple[int, int, int]]
+"""A family, a variant of its tiny config, and the sizes of a mesh."""
+
+Plan = dict[str, str] | str
 
 
 @dataclass(frozen=True)
@@ -44,29 +51,49 @@ class Outcome:
     held: float = 1.0
 
 
-def compare_family(
-    name: str, variant: str, sizes: tuple[int, int, int], traced: bool = False
-) -> Outcome:
-    """Runs on every rank of a world of the mesh's size: one step of both, every number compared."""
+def compare_cases(cases: list[Case], plan: Plan = "auto") -> list[Outcome]:
+    """Runs on every rank of a world of the meshes' size: one step of plain and parallel, every number
+    compared."""
+    return [_outcome(case, plan) for case in cases]
+
+
+def merged(by_rank: list[list[Outcome]]) -> list[Outcome]:
+    """The worst of what the ranks found, case by case."""
+    order = ("failed", "unequal", "refused", "equal")
+    return [
+        min(each, key=lambda o: (order.index(o.verdict), -o.worst))
+        for each in zip(*by_rank, strict=True)
+    ]
+
+
+def refused_families() -> dict[str, str]:
+    """Family -> the beginning of the reason, from ``refused.txt``."""
+    lines = (Path(__file__).parent / "refused.txt").read_text().splitlines()
+    pairs = [line.split(": ", 1) for line in lines if line and not line.startswith("#")]
+    return dict(pairs)
+
+
+def _outcome(case: Case, plan: Plan) -> Outcome:
+    name, variant, sizes = case
     try:
-        return _compare(name, variant, MeshLayout(*sizes))
+        return _compare(name, variant, MeshLayout(*sizes), plan)
     except PlanError as error:
         return Outcome("refused", _line(error))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        note = f"{type(error).__name__}: {_line(error)} ({where.filename}:{where.lineno})"
-        return Outcome("failed", traceback.format_exc() if traced else note)
+        at = f"{where.filename}:{where.lineno}"
+        return Outcome("failed", f"{type(error).__name__}: {_line(error)} ({at})")
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:400]
 
 
-def _compare(name: str, variant: str, layout: MeshLayout) -> Outcome:
+def _compare(name: str, variant: str, layout: MeshLayout, plan: Plan) -> Outcome:
     plain = tiny_model(name, variant)
     parallel = copy.deepcopy(plain)
     mesh = build_mesh(layout, device_type="cpu")
-    parallel = parallelize(parallel, mesh, tp_plan="auto")
+    parallel = parallelize(parallel, mesh, tp_plan=plan)
     mine = layout.data_rank(dist.get_rank())
     found = _Differences()
     batches = [_batch(variant, i) for i in range(layout.data_size)]

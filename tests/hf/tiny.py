@@ -245,12 +245,13 @@ def families() -> list[str]:
     """
     found = []
     for name in CAUSAL_LMS:
-        config = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else None
-        parts = getattr(config, "sub_configs", {})
-        text = parts.get("text_config")
-        if text is not None and getattr(text, "model_type", None) in CAUSAL_LMS:
+        if name not in CONFIG_MAPPING:
             continue
-        if getattr(config, "base_model_tp_plan", None):
+        config = CONFIG_MAPPING[name]
+        text = config.sub_configs.get("text_config")
+        if getattr(text, "model_type", None) in CAUSAL_LMS:
+            continue
+        if config.base_model_tp_plan:
             found.append(name)
     return found
 
@@ -292,6 +293,8 @@ def tiny_config(name: str, variant: str = "base") -> PretrainedConfig:
             tiny[k] = variables["kv_heads"] if grouped else HEADS
     if "tie_word_embeddings" in fields:
         tiny["tie_word_embeddings"] = variables["tie_word_embeddings"]
+    if "output_router_logits" in fields and variant == "odd":
+        tiny["output_router_logits"] = True  # and so the loss that balances experts
     tiny |= ODDITIES.get(name, {}) | ODDITIES.get(f"{name}/{variant}", {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -6,6 +6,11 @@ from packed_models import even_lm, packed_plan, packed_tokens, uneven_lm
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
 
+
+def shown(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 LAYOUTS = [
     (even_lm, (1, 1, 2)),
     (even_lm, (2, 1, 2)),
@@ -18,7 +23,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("build", "sizes"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("build", "sizes"), LAYOUTS, ids=shown)
 def test_parity(build, sizes) -> None:
     layout = MeshLayout(*sizes).resolve(sizes[0] * sizes[1] * sizes[2])
     plan = packed_plan(build())

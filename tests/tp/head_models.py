@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from parallel3d.tp import Colwise
 
 DIM = 12
 SIZE = 4  # of a head
@@ -126,4 +129,55 @@ class Latent(nn.Module):
         return self.o_proj(y.reshape(b, s, -1))
 
 
-KINDS = (CountsByShape, CountsByAttribute, CountsByConfig, Interleaved, Latent)
+class Sections(nn.Module):
+    """One projection of all queries, then all keys, then all values; and a parameter for each head."""
+
+    def __init__(self, heads: int, kv: int) -> None:
+        super().__init__()
+        self.head_dim, self.q_size, self.kv_size = SIZE, heads * SIZE, kv * SIZE
+        self.qkv_proj = nn.Linear(DIM, (heads + 2 * kv) * SIZE)
+        self.o_proj = nn.Linear(heads * SIZE, DIM)
+        self.sinks = nn.Parameter(torch.randn(heads))
+        self.plan = self.plan_of(heads, kv)
+
+    @staticmethod
+    def plan_of(heads: int, kv: int) -> dict:
+        return {
+            "qkv_proj": Colwise(packed=(heads * SIZE, kv * SIZE, kv * SIZE)),
+            "o_proj": "rowwise",
+            "": "local_params",
+            "sinks": "colwise",
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv_proj(x).split([self.q_size, self.kv_size, self.kv_size], -1)
+        q, k, v = (t.reshape(*x.shape[:-1], -1, self.head_dim).transpose(1, 2) for t in parts)
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2)
+        sinks = self.sinks.reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        y = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Sinks(CountsByShape):
+    """A parameter for each head and one for each feature of one, in a layer whose projections come apart."""
+
+    plan: ClassVar = {
+        **CountsByShape.plan,
+        "": "local_params",
+        "sinks": "colwise",
+        "scale": "replicated_with_grad_allreduce",
+    }
+
+    def __init__(self, heads: int, kv: int) -> None:
+        super().__init__(heads, kv)
+        self.sinks, self.scale = nn.Parameter(torch.randn(heads)), nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(x).view(shape).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True, enable_gqa=True)
+        return self.o((y * self.sinks.view(-1, 1, 1)).transpose(1, 2).flatten(2))
+
+
+KINDS = (CountsByShape, CountsByAttribute, CountsByConfig, Interleaved, Latent, Sections, Sinks)

@@ -59,7 +59,8 @@ def test_numberless_takes_whole_segments_only():
 
 def test_specificity():
     order = ["*", "layers.*.*", "layers.*.q*", "layers.*.q_proj", "layers.0.q_proj"]
-    assert sorted(order[::-1], key=specificity) == order
+    mixed = [order[i] for i in (3, 0, 4, 2, 1)]
+    assert sorted(mixed, key=specificity) == order
 
 
 def test_nearest_shows_each_layer_once():

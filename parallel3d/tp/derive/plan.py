@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from parallel3d._compat import simulation_off
 from parallel3d.errors import PlanError
@@ -13,7 +14,16 @@ from parallel3d.tp.derive.groups import Group, Way, find_groups, ways_to_split
 from parallel3d.tp.derive.inputs import Example, check_example, examples
 from parallel3d.tp.derive.trace import INPUT, OUTPUT, Flow, Layer, trace
 from parallel3d.tp.derive.verify import NotEqual, Proof, prove
-from parallel3d.tp.styles import Colwise, Replicated, Style, VocabParallel
+from parallel3d.tp.patterns import matches
+from parallel3d.tp.styles import (
+    Colwise,
+    LocalParams,
+    LocalSizes,
+    Replicated,
+    SplitHeads,
+    Style,
+    VocabParallel,
+)
 from parallel3d.tp.styles.kinds import is_embedding, linear_kind
 
 __all__ = ["derive_plan"]
@@ -40,7 +50,8 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPl
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with simulation_off():
+    with simulation_off(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         return _Derivation(model, tp_size, example).plan()
 
 
@@ -55,6 +66,7 @@ class _Derivation:
         self.refused: dict[str, str] = {}
 
     def plan(self) -> ChosenPlan:
+        self._attention()
         self._groups()
         self._vocabulary()
         if not self.styles:
@@ -80,6 +92,32 @@ class _Derivation:
             f"auto_plan(model, tp, example=((input,), {{}})){tried}"
         )
 
+    # ---- torch's attention ----
+
+    def _attention(self) -> None:
+        proven: dict[Any, Proof | str] = {}
+        for name in self.flow.reads:
+            if name not in self.layers or self.layers[name].kind != "attention":
+                continue
+            key = self._kind(Group(name, (), name))
+            if key not in proven:
+                try:
+                    styles = {"": SplitHeads()}
+                    proven[key] = prove(self.modules[name], self.flow.calls[name], styles, self.tp)
+                except (NotEqual, PlanError) as error:
+                    proven[key] = str(error)
+            found = proven[key]
+            if isinstance(found, str):
+                self.refused[name] = found
+            else:
+                self.styles[name] = SplitHeads()
+                heads = self.modules[name].num_heads
+                self.why[name] = f"{heads} heads of their own weights; {self._equal}"
+
+    @property
+    def _equal(self) -> str:
+        return f"proven equal on {self.tp} ranks"
+
     # ---- groups ----
 
     def _groups(self) -> None:
@@ -99,7 +137,7 @@ class _Derivation:
         if read:
             return read
         call, owner = self.flow.calls[group.owner], self.modules[group.owner]
-        said: list[str] = []
+        said: dict[str, str] = {}
         for way in ways_to_split(group, self.model, self.flow, self.layers):
             styles = {_inside(name, group.owner): style for name, style in way.styles}
             try:
@@ -113,8 +151,10 @@ class _Derivation:
                     way = Way((*way.styles, *added))
                 return group, way, proof
             except (NotEqual, PlanError) as error:
-                said.append(str(error))
-        return said[0]
+                said.setdefault(str(error), _sizes_of(way, group))
+        first, *others = said.items()
+        second = next((f"; {sizes}{error}" for error, sizes in others if sizes), "")
+        return f"{first[0]}{second}"
 
     def _read_directly(self, group: Group) -> str:
         for name in group.members:
@@ -155,7 +195,7 @@ class _Derivation:
             self.refused.pop(own, None)
 
     def _reason(self, name: str, style: Style, group: Group, proof: Proof) -> str:
-        equal = f"proven equal on {self.tp} ranks"
+        equal = self._equal
         down = _short(group.down, group)
         if name == group.down:
             return f"reads {', '.join(_short(n, group) for n in group.ups)} and nothing else split; {equal}"
@@ -205,13 +245,15 @@ class _Derivation:
             op = self.flow.read_directly[f"{table}.weight"]
             self.refused[table] = f"its weight is read by {op} outside its module"
             return
-        heads = self._heads(size)
+        heads = [name for name in self._heads(size) if self._share_out(name)]
         tied = [n for n in self._tied_modules(table) if n not in heads]
-        if tied:
-            self.refused[table] = f"its weight is also {tied[0]}'s, which can't be split"
+        other = [n for n in tied if n not in self.layers or self.layers[n].kind != "embedding"]
+        if other:
+            self.refused[table] = f"its weight is also {other[0]}'s, which can't be split so"
             return
-        self.styles[table] = VocabParallel()
-        self.why[table] = f"looks up the model's input in a vocabulary of {size}"
+        for name in (table, *tied):
+            self.styles[name] = VocabParallel()
+            self.why[name] = f"looks up the model's input in a vocabulary of {size}"
         for head in heads:
             self.styles[head] = Colwise(output="replicate")
             shared = ", tied to the embedding" if head in self._tied_modules(table) else ""
@@ -241,6 +283,26 @@ class _Derivation:
                 continue
             heads.append(name)
         return heads
+
+    def _share_out(self, head: str) -> bool:
+        """Whether the head's parameters can be split where other modules have them as their own too; gives
+        such modules, which don't read them, rules that split them alike."""
+        own = {id(p): n for n, p in self.modules[head]._parameters.items() if p is not None}
+        for name, module in self.modules.items():
+            layer = self.layers.get(name)
+            if name == head or (layer is not None and layer.kind == "embedding"):
+                continue
+            shared = [n for n, p in module._parameters.items() if id(p) in own]
+            if not shared:
+                continue
+            read = [n for n in shared if _join(name, n) in self.flow.read_directly]
+            others = [n for n, p in module._parameters.items() if p is not None and n not in shared]
+            if layer is not None or read or others or any(n != "bias" for n in shared):
+                self.refused[head] = f"its {shared[0]} is also {name}'s, which can't be split so"
+                return False
+            self.styles[name] = LocalParams((("bias", Colwise()),))
+            self.why[name] = f"has the bias of {head}, which is split, and doesn't read it"
+        return True
 
     def _tied_modules(self, table: str) -> list[str]:
         weight = self.modules[table].weight
@@ -290,6 +352,9 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
             name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"
         ):
             continue
+        if isinstance(module, nn.MultiheadAttention):
+            layers[name] = Layer("attention", module.embed_dim)
+            continue
         if is_embedding(module):
             layers[name] = Layer("embedding", module.embedding_dim)  # type: ignore[arg-type]
             continue
@@ -304,22 +369,37 @@ def _with_patterns(
     styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, str | Style], dict[str, str]]:
     """Rules for modules that differ only in numbers as one rule, where it then matches no others."""
-    names: dict[str, list[str]] = {}
-    for name in modules:
-        names.setdefault(_pattern(name), []).append(name)
     rules: dict[str, str | Style] = {}
     reasons: dict[str, str] = {}
     for name, style in styles.items():
-        pattern = _pattern(name)
-        alike = all(styles.get(other) == style for other in names[pattern])
-        key = pattern if alike else name
+        key = next(
+            (
+                pattern
+                for pattern in (_pattern(name), _pattern(name, 1))
+                if (alike := [n for n in modules if matches(pattern, n)])
+                and len(alike) > 1
+                and all(styles.get(other) == style for other in alike)
+            ),
+            name,
+        )
         if key not in rules:
             rules[key], reasons[key] = style, why[name]
     return rules, reasons
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def _pattern(name: str, most: int = 0) -> str:
+    """``name`` with its numbers, or the first ``most`` of them, as wildcards."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=most)
+
+
+def _sizes_of(way: Way, group: Group) -> str:
+    changed = [
+        f"{_join(_short(name, group), size)}"
+        for name, style in way.styles
+        if isinstance(style, LocalSizes)
+        for size in style.names
+    ]
+    return f"with {', '.join(changed)} of a rank's part: " if changed else ""
 
 
 def _inside(name: str, owner: str) -> str:
@@ -341,7 +421,6 @@ def _first_line(error: Exception) -> str:
 
 def _describe(example: Example) -> str:
     """Shapes and types of an example's tensors, and its other values' types."""
-    from torch import Tensor
 
     def show(value: Any) -> str:
         if isinstance(value, Tensor):

@@ -87,6 +87,7 @@ class ThreadAxis(TpAxis):
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self.mesh = None  # type: ignore[assignment]
         self.size, self.rank = size, rank
+        self.copies, self.gathered = [], []
         self.group = _ThreadGroup(meeting, rank, size)
 
 

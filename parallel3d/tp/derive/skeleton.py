@@ -24,9 +24,8 @@ def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> 
 
 
 def weightless(param: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape that takes no memory: one number, seen everywhere."""
-    dtype = param.dtype if param.is_floating_point() else torch.float32
-    made = torch.full((), 0.01, dtype=dtype).expand(param.shape)
+    """A float32 parameter of the same shape that takes no memory: one number, seen everywhere."""
+    made = torch.full((), 0.01).expand(param.shape)
     return nn.Parameter(made, requires_grad=param.requires_grad)
 
 

@@ -84,6 +84,11 @@ def trace(
         layers: module path -> what it is; the trace doesn't look into these.
     """
     copied = copy_with(model, weightless).eval()
+    for module in copied.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _single(buffer)
+    args, kwargs = map_tensors(_single, (args, kwargs))
     recorder = _Recorder(copied)
     for name, module in copied.named_modules():
         if name in layers:
@@ -107,6 +112,7 @@ class _Recorder(TorchDispatchMode):
         self._sources: dict[int, frozenset[str]] = {}
         self._kept: list[Any] = []  # a freed storage's address would be another's
         self._params = {_place(p): name for name, p in model.named_parameters()}
+        self._features: dict[str, int] = {}
         self._direct: dict[int, str] = {}  # output of a linear layer, by storage
 
     # ---- sources ----
@@ -149,13 +155,14 @@ class _Recorder(TorchDispatchMode):
             return
         if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split"):
             sizes = tuple(part.shape[-1] for part in parts)
-            if len(sizes) > 1 and sum(sizes) == whole.shape[-1]:
+            if len(sizes) > 1 and sum(sizes) == whole.shape[-1] == self._features[layer]:
                 self.flow.cuts[layer] = sizes
 
     # ---- modules ----
 
     def replace(self, name: str, module: Any, layer: Layer) -> None:
         """Gives a layer of the copy a forward that notes what it reads."""
+        self._features[name] = layer.features
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             tensors = list(tensors_in((args, kwargs)))
@@ -164,18 +171,18 @@ class _Recorder(TorchDispatchMode):
             if layer.kind == "attention":
                 self.flow.calls.setdefault(name, self._call(args, kwargs))
             shape = first.shape if layer.kind == "embedding" else first.shape[:-1]
-            wide = first.is_floating_point()
-            dtype = first.dtype if wide else next(module.parameters()).dtype
-            output = torch.randn((*shape, layer.features), dtype=dtype)
+            output = torch.randn((*shape, layer.features))
+            if torch.is_grad_enabled():  # needs gradients, as it does with weights, and is no leaf
+                output = output.requires_grad_().clone()
             self.flow.reads[name] = self.flow.reads.get(name, frozenset()) | sources
             self.flow.inputs.setdefault(name, _place(first))
             self.give(output, frozenset({name}))
             self._direct[_place(output)] = name
-            # Something to need gradients, as the weights do.
-            output = output.requires_grad_() if torch.is_grad_enabled() else output
             if layer.kind == "attention":
-                self.flow.calls[name].outputs = [frozenset({name})]
-                return output, None
+                # Nobody is known to read the weights: they are compared, if they're put out.
+                wants = kwargs.get("need_weights", args[4] if len(args) > 4 else True)
+                self.flow.calls[name].outputs = [frozenset({name})] * (2 if wants else 1)
+                return output, output.new_zeros(()) if wants else None
             return output
 
         module.forward = forward
@@ -209,6 +216,11 @@ class _Recorder(TorchDispatchMode):
         kept = map_tensors(note, (args, kwargs))
         self._kept.append((args, kwargs))
         return Call(kept[0], kept[1], computed)
+
+
+def _single(tensor: Tensor) -> Tensor:
+    """In float32, as the weights of the copy are, if it has numbers with a point at all."""
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _place(tensor: Tensor) -> int:

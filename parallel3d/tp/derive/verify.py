@@ -66,11 +66,13 @@ def prove(
     """
     case = _Case(module, call, internal)
     modules = dict(module.named_modules())
+    for name, style in list(styles.items()):
+        inner = style.inside(modules[name])
+        styles = {**styles, **{f"{name}.{path}".lstrip("."): s for path, s in inner.items()}}
     rules = {name: style.plan(modules[name], tp) for name, style in styles.items()}
     differences, partial = [0.0], set[str]()
     for training in (True, False):
-        want = case.run(case.plain, training)
-        case.check_plain(want)
+        want = case.run_plain(training)
         try:
             got = run_ranks(tp, lambda axis, t=training: case.run_split(styles, rules, axis, t))  # type: ignore[misc]
         except Exception as error:
@@ -187,10 +189,19 @@ class _Case:
             style.install(modules[name], axis, sequence)
         return self.run(model, training)
 
-    def check_plain(self, want: _Result) -> None:
+    def run_plain(self, training: bool) -> _Result:
+        try:
+            want = self.run(self.plain, training)
+        except Exception as error:
+            raise NotEqual(f"it doesn't run by itself in float64: {error}") from error
         for tensor in (*want.outputs, *want.input_grads, *want.param_grads.values()):
             if tensor is not None and tensor.is_floating_point() and not tensor.isfinite().all():
-                raise NotEqual("the plain module gives infinite or undefined numbers")
+                raise NotEqual("with random weights it gives infinite or undefined numbers")
+        return want
+
+    def trained(self, name: str) -> bool:
+        """Whether the parameter takes part in training."""
+        return self.original.get_parameter(name).requires_grad
 
     def compare(
         self,
@@ -205,11 +216,18 @@ class _Case:
                 worst = max(worst, _same(f"output {i}", a, b))
             for i, (a, b) in enumerate(zip(rank.input_grads, want.input_grads, strict=True)):
                 worst = max(worst, _same(f"the gradient of input {i}", a, b))
-        planned = {
+        planned = {  # path in the module -> rule
             f"{module}.{name}".lstrip("."): rule
             for module, own in rules.items()
             for name, rule in own.items()
         }
+        for name in planned:
+            grad = want.param_grads[name]
+            if grad is None or not grad.abs().max() > 0:
+                if name.endswith("weight") and self.trained(name):
+                    raise NotEqual(
+                        f"nothing it puts out depends on {name}, so nothing is proven of it"
+                    )
         for name, grad in want.param_grads.items():
             what, mine = f"the gradient of {name}", [r.param_grads[name] for r in got]
             rule = planned.get(name)
@@ -285,8 +303,12 @@ class _Deterministic(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = func._schema.name
-        if name == "aten::bernoulli_" and isinstance(args[1] if len(args) > 1 else None, float):
-            return args[0].fill_(args[1])
+        if name in ("aten::bernoulli_", "aten::bernoulli"):
+            mean = (
+                args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name[-1] == "_" else args[0])
+            )
+            drawn = args[0] if name[-1] == "_" else args[0].clone()
+            return drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
         if name == "aten::native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):

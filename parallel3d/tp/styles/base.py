@@ -18,8 +18,9 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength
+from parallel3d.tp.styles.traffic import Traffic
 
-__all__ = ["Style", "joined", "summed"]
+__all__ = ["Style"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,12 @@ class Style(ABC):
         """The style with what it reads from the model around its module, whose path is ``name``."""
         return self
 
-    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[object, ...]]:
-        """Attributes of the module that must be another on each rank: name -> value for each rank."""
+    def inside(self, module: nn.Module) -> dict[str, "Style"]:
+        """Styles that modules inside get with this one, by their path from ``module``."""
+        return {}
+
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
+        """Attributes of the module that are others on a rank: name -> value on each rank."""
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
@@ -90,9 +95,9 @@ class Style(ABC):
     ) -> None:
         """Gives ``module`` its tensor-parallel forward. Base: the forward it has is right."""
 
-    def communicates(self) -> tuple[str, str]:
-        """What it communicates in forward and in backward, for the report."""
-        return "-", "-"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        """What the module communicates for each token, for the report."""
+        return ()
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:
@@ -119,13 +124,3 @@ def _shown(value: object) -> str:
     if isinstance(value, Packing):
         return f"{value.lengths} by rank"
     return repr(value)
-
-
-def summed(output: str) -> tuple[str, str]:
-    """What summing an output over ``tp`` communicates in forward and in backward."""
-    return ("all-reduce", "-") if output == "replicate" else ("reduce-scatter", "all-gather")
-
-
-def joined(*operations: str) -> str:
-    """Several operations in one cell of the report."""
-    return ", ".join(op for op in operations if op not in ("", "-")) or "-"

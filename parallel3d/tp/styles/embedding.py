@@ -14,14 +14,14 @@ from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import (
     ParamRule,
     fit_rules,
-    is_plain,
     refuse_lookup_options,
 )
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum
 from parallel3d.tp.packed_collectives import gather_packed
-from parallel3d.tp.styles.base import Style, summed
-from parallel3d.tp.styles.kinds import is_embedding
+from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.kinds import is_embedding, works_by_element
+from parallel3d.tp.styles.traffic import Traffic, summed
 
 __all__ = ["VocabParallel", "colwise_embedding"]
 
@@ -47,7 +47,7 @@ class VocabParallel(Style):
             raise PlanError(
                 f"VocabParallel is for nn.Embedding with its own forward, not {type(module).__name__}"
             )
-        if self.splits_sequence and not is_plain(module, nn.Embedding):
+        if self.splits_sequence and not works_by_element(module, nn.Embedding):
             raise PlanError(
                 f"{type(module).__name__} does something with what it looks up, which may need the whole "
                 'sequence; VocabParallel(output="replicate") gives it all'
@@ -59,8 +59,8 @@ class VocabParallel(Style):
         state = TpState(self, axis, sequence)
         bind_base_forward(module, nn.Embedding, vocab_parallel_embedding, state)
 
-    def communicates(self) -> tuple[str, str]:
-        return summed(self.output)
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        return summed(self.output, module.embedding_dim)
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:

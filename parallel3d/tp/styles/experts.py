@@ -12,10 +12,10 @@ from parallel3d._packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis, reduce_from_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward
-from parallel3d.tp.shared_input import share_copy
+from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.sections import cut_features
+from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
 __all__ = ["Experts", "IdentityExpert"]
 
@@ -67,8 +67,10 @@ class Experts(Style):
         state.once = tuple(_output_biases(module))
         bind_forward(module, experts, state)
 
-    def communicates(self) -> tuple[str, str]:
-        return "all-reduce", "all-reduce (input, routing weights)"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        # The routing weights' gradients, a few numbers a token, are not counted.
+        size = _hidden_size(self.plan(module, tp), module)
+        return *summed("replicate", size), *entered("replicate", size)
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class IdentityExpert(Style):
 def experts(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The experts on copies of what they read; the ranks' parts summed."""
     tp: TpState = self._parallel3d_tp
-    args = tuple(_copy(value, tp.axis) for value in args)
-    kwargs = {name: _copy(value, tp.axis) for name, value in kwargs.items()}
+    args = tuple(_copy(value, tp) for value in args)
+    kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
     for (
         name
     ) in tp.once:  # shadows the parameter, whose gradient comes from the one rank that adds it
@@ -113,9 +115,9 @@ def identity_expert(self: Any, *args: Any, **kwargs: Any) -> Any:
     return tp.inner(self, *args, **kwargs) / tp.axis.size
 
 
-def _copy(value: Any, axis: TpAxis) -> Any:
+def _copy(value: Any, tp: TpState) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return share_copy(value, axis)
+        return take_input(value, "replicate", 0, tp)
     return value
 
 
@@ -185,6 +187,15 @@ def _output_biases(module: nn.Module) -> list[str]:
             (placement,) = param.placements
             whole += [name] * isinstance(placement, Replicate)
     return whole
+
+
+def _hidden_size(rules: dict[str, ParamRule], module: nn.Module) -> int | None:
+    """Features of the experts' input and output: the dim of their weights that isn't split."""
+    for name, rule in rules.items():
+        shape = module._parameters[name].shape  # type: ignore[union-attr]
+        if isinstance(rule.placement, Shard) and len(shape) == 3:
+            return int(shape[3 - rule.placement.dim])
+    return None
 
 
 def _only_first(bias: Tensor, axis: TpAxis) -> Tensor:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import is_plain
 
-__all__ = ["LinearKind", "calls_forward_of", "is_embedding", "linear_kind"]
+__all__ = ["LinearKind", "is_embedding", "linear_kind", "works_by_element"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,25 @@ def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
     return all(_is_transparent(c.__dict__["forward"]) for c in between if "forward" in c.__dict__)
 
 
+def works_by_element(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether ``module`` is a plain ``base``, or does to what its ``super().forward`` takes and gives only
+    arithmetic with numbers, the same to each element: that is right on any part too."""
+    if type(module).forward is base.forward:
+        return True
+    cls = type(module)
+    between = cls.__mro__[: cls.__mro__.index(base)]
+    return calls_forward_of(module, base) and all(
+        _is_arithmetic(c.__dict__["forward"], module) for c in between if "forward" in c.__dict__
+    )
+
+
 # Attributes a style changes: a forward that reads them computes with a part where it expects the whole.
 _CHANGED = {"weight", "bias", "_parameters", "parameters", "named_parameters", "state_dict"}
+
+
+@cache
+def _steps(forward: Callable[..., Any]) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(forward))
 
 
 @cache
@@ -82,15 +100,34 @@ def _is_transparent(forward: Callable[..., Any]) -> bool:
     code = getattr(forward, "__code__", None)
     if code is None or "super" not in code.co_names:
         return False
-    steps = list(dis.get_instructions(forward))
     # Straight code: in a loop or a branch the call might come twice or never.
-    if any("JUMP" in step.opname or step.opname == "FOR_ITER" for step in steps):
+    if any("JUMP" in step.opname or step.opname == "FOR_ITER" for step in _steps(forward)):
         return False
-    names = [step.argval for step in steps if "ATTR" in step.opname or "METHOD" in step.opname]
+    names = [s.argval for s in _steps(forward) if "ATTR" in s.opname or "METHOD" in s.opname]
     for name, after in zip(names, [*names[1:], ""], strict=True):
         if name in _CHANGED and after not in ("dtype", "device"):
             return False
-    # Only super().forward: self.other() might read the weight.
-    methods = [step for step in steps if step.argval == "forward"]
+    calls = [name for name in names if name == "forward"]
+    # Nor a function inside, which might read anything.
     nested = any(hasattr(constant, "co_code") for constant in code.co_consts)
-    return len(methods) == 1 and not nested
+    return len(calls) == 1 and not nested
+
+
+_OF_ELEMENTS = {"super", "forward", "to", "dtype", "device", "weight", "type_as"}
+_ARITHMETIC = {"+", "-", "*", "/", "+=", "-=", "*=", "/="}
+
+
+def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
+    for name in set(forward.__code__.co_names) - _OF_ELEMENTS:
+        value = getattr(module, name, None)
+        if isinstance(value, torch.Tensor):
+            if value.dim() or isinstance(value, nn.Parameter):
+                return False
+        elif not isinstance(value, (int, float)):
+            return False
+    for step in _steps(forward):
+        if "SUBSCR" in step.opname or "SLICE" in step.opname or "BUILD" in step.opname:
+            return False
+        if step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC:
+            return False
+    return True

@@ -16,10 +16,11 @@ from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
 from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.packed_collectives import gather_packed, split_packed
-from parallel3d.tp.styles.base import Style, joined, summed
+from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
-from parallel3d.tp.styles.kinds import is_embedding, linear_kind
+from parallel3d.tp.styles.kinds import is_embedding, linear_kind, works_by_element
 from parallel3d.tp.styles.sections import Packed, cut_features, packing_of
+from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
 __all__ = ["Colwise", "Rowwise"]
 
@@ -70,10 +71,10 @@ class Colwise(Style):
             if self.input != "replicate":
                 raise PlanError(f"an nn.Embedding takes token ids: no input={self.input!r} for it")
             refuse_lookup_options(module, scale_grad_by_freq=True)
-            self._need_whole_output(module, nn.Embedding)
+            self._check_forward(module, nn.Embedding)
             return fit_rules(module, weight=self._cut("embedding_dim", module.embedding_dim, 1, tp))
         kind = linear_kind(self, module)
-        self._need_whole_output(module, kind.base)
+        self._check_forward(module, kind.base)
         return fit_rules(
             module,
             weight=self._cut(kind.out_name, kind.out_features, kind.out_dim, tp),
@@ -87,11 +88,12 @@ class Colwise(Style):
     def _cut(self, what: str, size: Any, dim: int, tp: int) -> ParamRule:
         return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
 
-    def _need_whole_output(self, module: nn.Module, base: type[nn.Module]) -> None:
-        if self.output == "shard" and type(module).forward is not base.forward:
+    def _check_forward(self, module: nn.Module, base: type[nn.Module]) -> None:
+        whole = (self.input, self.output) == ("replicate", "replicate")
+        if not whole and not works_by_element(module, base):
             raise PlanError(
-                f"{type(module).__name__} does something with the output of nn.{base.__name__}, which may "
-                'need all features; Colwise(output="replicate") gives it all'
+                f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
+                'gives, which may need all features; Colwise(output="replicate") gives it all'
             )
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
@@ -102,14 +104,15 @@ class Colwise(Style):
         else:
             bind_base_forward(module, linear_kind(self, module).base, colwise_linear, state)
 
-    def communicates(self) -> tuple[str, str]:
-        into = {
-            "replicate": ("", "all-reduce"),
-            "sequence": ("all-gather", "reduce-scatter"),
-            "gathered": ("", ""),
-        }[self.input]
-        out = ("all-gather", "") if self.output == "replicate" else ("", "")
-        return joined(into[0], out[0]), joined(out[1], into[1])
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        if is_embedding(module):
+            width = module.embedding_dim
+            return (Traffic("all-gather", "forward", width),) * (self.output == "replicate")
+        kind = linear_kind(self, module)
+        found = entered(self.input, kind.in_features)
+        if self.output == "replicate":
+            found += (Traffic("all-gather", "forward", kind.out_features),)
+        return found
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:
@@ -152,9 +155,8 @@ class Rowwise(Style):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         kind = linear_kind(self, module)
-        if type(module).forward is not kind.base.forward and self != Rowwise(
-            input="replicate", multiple_of=self.multiple_of, packed=self.packed
-        ):
+        whole = (self.input, self.output) == ("replicate", "replicate")
+        if not whole and not works_by_element(module, kind.base):
             raise PlanError(
                 f"{type(module).__name__} does something of its own before or after the product, which may "
                 'need all features; Rowwise(input="replicate") gives it all'
@@ -180,9 +182,12 @@ class Rowwise(Style):
         state.packing = packing_of(module)
         bind_base_forward(module, linear_kind(self, module).base, rowwise_linear, state)
 
-    def communicates(self) -> tuple[str, str]:
-        out = summed(self.output)
-        return out[0], joined(out[1], "all-gather" if self.input == "replicate" else "")
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        kind = linear_kind(self, module)
+        found = summed(self.output, kind.out_features)
+        if self.input == "replicate":
+            found += (Traffic("all-gather", "backward", kind.in_features),)
+        return found
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:

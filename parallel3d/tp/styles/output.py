@@ -13,14 +13,16 @@ from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
     gather_from_tp,
+    reduce_from_tp,
     scatter_sequence,
     split_to_tp,
 )
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, finish_sum
-from parallel3d.tp.styles.base import Style, summed
+from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.experts import Experts
+from parallel3d.tp.styles.traffic import Traffic, summed
 
-__all__ = ["PrepareOutput", "RopeOutput"]
+__all__ = ["PrepareOutput", "RopeOutput", "give_output"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class PrepareOutput(Style):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.given, self.wanted) not in _COMMUNICATES:
+        if (self.given, self.wanted) not in _TRAFFIC:
             raise PlanError(
                 f"PrepareOutput(given={self.given!r}, wanted={self.wanted!r}) is not among "
-                f"{', '.join(f'{a} -> {b}' for a, b in _COMMUNICATES)}"
+                f"{', '.join(f'{a} -> {b}' for a, b in _TRAFFIC)}"
             )
         if (self.given == "shard") != (self.features > 0):
             raise PlanError(
@@ -77,8 +79,8 @@ class PrepareOutput(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, prepare_output, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return _COMMUNICATES[self.given, self.wanted]
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return _TRAFFIC[self.given, self.wanted]
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:
@@ -95,13 +97,13 @@ class PrepareOutput(Style):
         return self.given == "sequence"
 
 
-_COMMUNICATES = {
-    ("partial", "replicate"): summed("replicate"),
-    ("partial", "sequence"): summed("sequence"),
-    ("replicate", "sequence"): ("-", "all-gather"),
-    ("replicate", "shard"): ("-", "all-gather"),
-    ("sequence", "replicate"): ("all-gather", "-"),
-    ("shard", "replicate"): ("all-gather", "-"),
+_TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
+    ("partial", "replicate"): summed("replicate", None),
+    ("partial", "sequence"): summed("sequence", None),
+    ("replicate", "sequence"): (Traffic("all-gather", "backward", None),),
+    ("replicate", "shard"): (Traffic("all-gather", "backward", None),),
+    ("sequence", "replicate"): (Traffic("all-gather", "forward", None),),
+    ("shard", "replicate"): (Traffic("all-gather", "forward", None),),
 }
 
 
@@ -142,27 +144,32 @@ class RopeOutput(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, rope_output, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return "-", "all-reduce"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return (Traffic("all-reduce", "backward", self.features),)
 
 
 def prepare_output(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's output, or the first tensor of several, in the layout that is wanted."""
     tp: TpState = self._parallel3d_tp
-    y = tp.inner(self, *args, **kwargs)
+    return give_output(tp.inner(self, *args, **kwargs), tp.style, tp)
+
+
+def give_output(y: Any, style: Any, tp: TpState) -> Any:
+    """``y``, or the first tensor in it, in the layout that ``style`` wants."""
     if isinstance(y, Tensor):
-        return _give(y, tp)
+        return _give(y, style, tp)
     if type(y) in (tuple, list) and any(isinstance(part, Tensor) for part in y):
         at = next(i for i, part in enumerate(y) if isinstance(part, Tensor))
-        return type(y)([*y[:at], _give(y[at], tp), *y[at + 1 :]])
+        return type(y)([*y[:at], _give(y[at], style, tp), *y[at + 1 :]])
     raise StateError(f"{tp.style} got a {type(y).__name__}: no tensor, nor a tuple with one")
 
 
-def _give(y: Tensor, tp: TpState) -> Tensor:
-    style: Any = tp.style
+def _give(y: Tensor, style: Any, tp: TpState) -> Tensor:
     dim = style.sequence_dim
+    if style.given == "partial" and style.wanted == "replicate":
+        return reduce_from_tp(y, tp.axis)  # not in place: the module may still hold it
     if style.given == "partial":
-        return finish_sum(y.clone(), style.wanted, dim, tp)
+        return finish_sum(y, "sequence", dim, tp)
     if style.given == "sequence":
         return gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
     if style.given == "shard":

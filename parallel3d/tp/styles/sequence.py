@@ -10,6 +10,7 @@ from parallel3d.tp.checks import ParamRule, fit_rules, need_per_token
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, scatter_sequence
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, map_first
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.traffic import Traffic
 
 __all__ = ["SequenceParallel"]
 
@@ -42,11 +43,15 @@ class SequenceParallel(Style):
         if "replicate" in (self.input, self.output):  # otherwise the plain forward is right
             bind_forward(module, sequence_parallel, TpState(self, axis, sequence))
 
-    def communicates(self) -> tuple[str, str]:
-        return (
-            "all-gather" if self.output == "replicate" else "-",
-            "all-gather" if self.input == "replicate" else "-",
-        )
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        sizes = [p.numel() for p in module._parameters.values() if p is not None]
+        size = sizes[0] if sizes else None
+        found: tuple[Traffic, ...] = ()
+        if self.output == "replicate":
+            found += (Traffic("all-gather", "forward", size),)
+        if self.input == "replicate":
+            found += (Traffic("all-gather", "backward", size),)
+        return found
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:

@@ -1,0 +1,97 @@
+"""Every causal-LM family of transformers with a tensor-parallel plan: ``tp_plan="auto"`` computes what the
+plain model does. A sample in the ordinary run; ``-m full`` runs all, on all meshes, with both variants.
+
+``python tests/hf_table.py`` makes the same runs and writes ``docs/families.md``.
+"""
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.20")
+
+PARTS = 14  # of the full run
+
+# One of each kind, and what it has that others don't.
+SAMPLE = [
+    ("llama", "odd"),  # one key-value head, 67 ids, tied
+    ("qwen3", "base"),  # norms of heads
+    ("gemma3_text", "odd"),  # scaled embedding, soft caps
+    ("gpt_neox", "base"),  # fused query, key and value, by heads
+    ("phi3", "odd"),  # fused and gathered
+    ("olmo2", "base"),  # norms over all heads
+    ("apertus", "base"),  # an activation with parameters
+    ("deepseek_v3", "base"),  # latent attention, groups of experts
+    ("mixtral", "odd"),  # grouped matmul of experts
+    ("llama4_text", "base"),  # experts' weights the other way round
+    ("longcat_flash", "base"),  # experts that do nothing
+    ("granite_swa", "base"),  # attention sinks
+]
+SAMPLE_ON_FOUR = [
+    ("llama", "odd", (2, 1, 2)),
+    ("qwen3_next", "base", (1, 2, 2)),  # linear attention
+    ("mixtral", "base", (2, 1, 2)),
+    ("deepseek_v3", "odd", (1, 2, 2)),
+]
+
+
+def run(gloo_pool, cases, plan="auto", timeout=300.0):
+    """The cases' outcomes; all on meshes of one size."""
+    from side_by_side_hf import compare_cases, merged
+
+    (size,) = {r * s * t for _, _, (r, s, t) in cases}
+    return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
+
+
+def test_a_family_of_each_kind(gloo_pool) -> None:
+    cases = [(name, variant, (1, 1, 2)) for name, variant in SAMPLE]
+    outcomes = [*run(gloo_pool, cases), *run(gloo_pool, SAMPLE_ON_FOUR)]
+    wrong = [
+        f"{case}: {outcome.verdict}, {outcome.note}"
+        for case, outcome in zip([*cases, *SAMPLE_ON_FOUR], outcomes, strict=True)
+        if outcome.verdict != "equal"
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert all(outcome.held < 0.75 for outcome in outcomes)  # really split
+
+
+@pytest.mark.parametrize(
+    ("family", "rule", "instead", "differs"),
+    [
+        ("qwen3", "model.layers.*.self_attn.q_norm", "replicate", "q_norm"),
+        ("minicpm3", "model.layers.*.self_attn.kv_a_proj_with_mqa", "drop", "kv_a_proj"),
+    ],
+)
+def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> None:
+    """The comparison can fail: one rule of a right plan is spoilt."""
+    from tiny import tiny_model
+
+    from parallel3d.tp import auto_plan
+
+    plan = auto_plan(tiny_model(family), 2)
+    assert rule in plan
+    plan = {**plan, rule: instead} if instead != "drop" else {k: plan[k] for k in plan if k != rule}
+    (outcome,) = run(gloo_pool, [(family, "base", (1, 1, 2))], plan)
+    assert outcome.verdict == "unequal"
+    assert differs in outcome.note
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family(gloo_pool, part: int) -> None:
+    """Equal on all meshes and in both variants, or refused and in ``refused.txt``."""
+    from side_by_side_hf import MESHES, refused_families
+    from tiny import VARIANTS, families
+
+    refused = refused_families()
+    assert refused.keys() <= set(families())
+    wrong = []
+    for name in families()[part::PARTS]:
+        two = [(name, variant, MESHES[0]) for variant in VARIANTS]
+        four = [(name, variant, mesh) for variant in VARIANTS for mesh in MESHES[1:]]
+        outcomes = [*run(gloo_pool, two), *run(gloo_pool, four)]
+        want = ("refused", refused[name]) if name in refused else ("equal", "")
+        wrong += [
+            f"{case}: {outcome.verdict}, {outcome.note}"
+            for case, outcome in zip([*two, *four], outcomes, strict=True)
+            if outcome.verdict != want[0] or not outcome.note.startswith(want[1])
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,274 @@
+"""Styles that give a module's input or output on in another layout, and those for raw parameters."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tp_models import DIM, GatedMlp, Mlp
+from tp_world import check_parity, tp_mesh
+
+from parallel3d.errors import PlanError
+from parallel3d.testing.worlds import fake_world
+from parallel3d.tp import (
+    Colwise,
+    LocalParams,
+    PrepareInput,
+    PrepareInputOutput,
+    PrepareOutput,
+    RopeOutput,
+    Rowwise,
+    SequenceParallel,
+    resolve_plan,
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# ---- outputs ----
+
+
+class Sums(nn.Module):
+    """Puts out parts when its children's inputs are split: no style of its own sums them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Parameter(torch.randn(hidden, DIM))
+
+    def forward(self, x: Tensor) -> tuple[str, Tensor]:
+        return "first", F.gelu(self.up(x)) @ self.down
+
+
+class Second(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[1]
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_split_parameter_of_a_module_and_its_output_summed(tp):
+    rules = (("down", Colwise()),)
+    plan = {"inner.up": "colwise", "inner": LocalParams(rules), "": PrepareOutput()}
+    check_parity(Second(Sums(13)), plan, tp, floats(2, 5, DIM))
+    plan[""] = PrepareOutput(wanted="sequence")
+    check_parity(Second(Sums(13)), plan, tp, floats(2, 5, DIM), sequence_out=True)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("length", [6, 5])
+def test_an_output_split_and_gathered_along_the_sequence(tp, length):
+    model = nn.Sequential(nn.Linear(DIM, 4), nn.LayerNorm(4))
+    plan = {"0": PrepareOutput("replicate", "sequence"), "1": "sequence_parallel"}
+    check_parity(model, plan, tp, floats(2, length, DIM), sequence_out=True)
+    plan[""] = PrepareOutput("sequence", "replicate")
+    check_parity(model, plan, tp, floats(2, length, DIM))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_an_outputs_features_split_and_gathered(tp):
+    model = nn.Sequential(nn.Linear(DIM, 7), nn.ReLU(), nn.Linear(7, DIM))
+    plan = {"0": PrepareOutput("replicate", "shard"), "2": "rowwise"}
+    check_parity(model, plan, tp, floats(2, 3, DIM))
+    model = nn.Sequential(nn.Linear(DIM, 7), nn.ReLU())
+    plan = {"0": "colwise", "1": PrepareOutput("shard", "replicate", features=7)}
+    check_parity(model, plan, tp, floats(2, 3, DIM))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: PrepareOutput("sequence", "shard"), "is not among partial -> replicate"),
+        (lambda: PrepareOutput("shard", "replicate"), "features is the size"),
+        (lambda: PrepareOutput("partial", "whole"), "wanted is one of"),
+        (lambda: resolve_plan(nn.Linear(2, 2), {"": "all_reduce"}, 2), "used on parts"),
+        (lambda: PrepareInput(keywords=(("mask", "copy"),)), r"\(name, layout\)"),
+        (
+            lambda: resolve_plan(Mlp(8), {"": PrepareInput(keywords=("mask",))}, 2),
+            "Mlp.forward takes no 'mask', but x",
+        ),
+    ],
+)
+def test_what_prepare_refuses(make, said):
+    with pytest.raises(PlanError, match=said):
+        make()
+
+
+# ---- inputs ----
+
+
+class Cross(nn.Module):
+    """Reads two sequences and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(DIM, 8), nn.Linear(DIM, 8)
+        self.o = nn.Linear(8, DIM)
+
+    def forward(
+        self, x: Tensor, scale: float, memory: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        y = self.q(x) * self.k(memory) * scale
+        return self.o(y) if bias is None else self.o(y) + bias
+
+
+CROSS = {"q": Colwise(input="gathered"), "k": Colwise(input="gathered"), "o": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x, memory: model(x, 2.0, memory),
+        lambda model, x, memory: model(x, 2.0, memory=memory),
+        lambda model, x, memory: model(memory=memory, scale=2.0, x=x),
+    ],
+)
+def test_several_inputs_however_they_are_given(call):
+    plan = {**CROSS, "": PrepareInput(keywords=("memory",))}
+    check_parity(Cross(), plan, 2, floats(2, 3, DIM), floats(2, 3, DIM), call=call)
+
+
+class Encoded(nn.Module):
+    """A whole memory read by a module that gets a part of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Identity()
+        self.cross = Cross()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.cross(self.enter(x), 1.0, memory)
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_inputs_of_two_layouts(length):
+    plan = {f"cross.{name}": style for name, style in CROSS.items()}
+    plan |= {
+        "enter": SequenceParallel(input="replicate"),
+        "cross": PrepareInput("sequence", keywords=(("memory", "replicate"),)),
+        "cross.o": Rowwise(output="sequence"),
+    }
+    x, memory = floats(2, length, DIM), floats(2, length, DIM)
+    check_parity(Encoded(), plan, 2, x, memory, sequence_out=True)
+
+
+class Gate(nn.Module):
+    """Computes something from its input alike on every rank, and something split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 1)
+        self.mlp = GatedMlp(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.router(x).sigmoid() + x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("length", [6, 5])
+def test_a_block_that_needs_the_whole_sequence_between_parts_of_it(tp, length):
+    model = nn.Sequential(nn.LayerNorm(DIM), Gate(), nn.LayerNorm(DIM))
+    plan = {
+        "0": SequenceParallel(input="replicate"),
+        "1": PrepareInputOutput(
+            "sequence", wanted="whole", output=PrepareOutput("replicate", "sequence")
+        ),
+        "1.mlp.gate": "colwise",
+        "1.mlp.up": "colwise",
+        "1.mlp.down": "rowwise",
+        "2": "sequence_parallel",
+    }
+    check_parity(model, plan, tp, floats(2, length, DIM), sequence_out=True)
+
+
+# ---- raw parameters ----
+
+
+class Sinks(nn.Module):
+    """Attention-like: a parameter for each head, and one for the features of a head."""
+
+    def __init__(self, heads: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.q, self.o = nn.Linear(DIM, heads * size), nn.Linear(heads * size, DIM)
+        self.sinks = nn.Parameter(torch.randn(heads))
+        self.scale = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x).unflatten(-1, (-1, self.size))
+        y = y * self.sinks[:, None].sigmoid() * self.scale
+        return self.o(y.flatten(-2))
+
+
+def test_parameters_split_by_heads():
+    plan = {
+        "q": Colwise(multiple_of=3),
+        "o": Rowwise(multiple_of=3),
+        "": "local_params",
+        "sinks": "colwise",
+        "scale": "replicated_with_grad_allreduce",
+    }
+    check_parity(Sinks(4, 3), plan, 4, floats(2, 5, DIM))
+    check_parity(Sinks(4, 3), plan, 2, floats(2, 5, DIM))
+
+
+# ---- multi-head latent attention ----
+
+
+class Latent(nn.Module):
+    """Compressed keys and values; the last features of the compression go to all heads as they are."""
+
+    qk_rope_head_dim = 2
+
+    def __init__(self, heads: int, size: int) -> None:
+        super().__init__()
+        self.size, self.rank = size, 5
+        self.q = nn.Linear(DIM, heads * (size + 2))
+        self.kv_a = nn.Linear(DIM, self.rank + 2)
+        self.norm = nn.LayerNorm(self.rank)
+        self.kv_b = nn.Linear(self.rank, heads * 2 * size)
+        self.o = nn.Linear(heads * size, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, self.size + 2)).transpose(1, 2)
+        latent, rope = self.kv_a(x).split((self.rank, 2), -1)
+        kv = self.kv_b(self.norm(latent)).unflatten(-1, (-1, 2 * self.size)).transpose(1, 2)
+        k, v = kv.chunk(2, -1)
+        k = torch.cat([k, rope[:, None].expand(-1, k.shape[1], -1, -1)], -1)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_compressed_keys_and_values(tp):
+    plan = {
+        "1.q": Colwise(multiple_of=5),
+        "1.kv_a": "mla_kv_a_proj",
+        "1.kv_b": Colwise(multiple_of=6),
+        "1.o": Rowwise(multiple_of=3),
+    }
+    model = nn.Sequential(nn.LayerNorm(DIM), Latent(4, 3))
+    check_parity(model, plan, tp, floats(2, 5, DIM))
+    resolved = resolve_plan(model, plan, tp)
+    assert resolved.modules[1].style == RopeOutput(2)
+
+
+def test_the_size_of_what_goes_to_all_heads_must_be_known():
+    with pytest.raises(PlanError, match="nor the model's config has a qk_rope_head_dim"):
+        resolve_plan(Mlp(8), {"up": "mla_kv_a_proj"}, 2)
+
+
+def test_prepared_modules_on_one_rank_are_the_plain_ones():
+    model = Mlp(8)
+    with fake_world(0, 1):
+        resolve_plan(model, {"": PrepareOutput("replicate", "shard")}, 1).apply(model, tp_mesh(1))
+        assert model(torch.ones(2, DIM)).shape == (2, DIM)
