@@ -14,7 +14,7 @@ from parallel3d.errors import Parallel3dError, PlanError, StateError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.testing import assert_parity, record_collectives
 from parallel3d.testing.worlds import fake_world
-from parallel3d.tp import Colwise, VocabLogits, vocab_logits
+from parallel3d.tp import Colwise, VocabLogits, vocab_logits, vocab_parallel_cross_entropy
 
 VOCAB = 67  # what no tp divides; see tests/tp/test_tp_loss.py
 MODES = [True, "chunked"]
@@ -140,7 +140,15 @@ def values_too(model: nn.Module, ids: Tensor) -> Tensor:
     return loss + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
-@pytest.mark.parametrize("loss", [two_passes, values_too])
+def with_z_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """The function takes plain logits too."""
+    logits = model(ids) / 2
+    loss = vocab_parallel_cross_entropy(logits[:, :-1], ids[:, 1:], z_loss=1e-2)
+    logits *= 2  # from here on they are plain
+    return loss + vocab_parallel_cross_entropy(logits, ids)
+
+
+@pytest.mark.parametrize("loss", [two_passes, values_too, with_z_loss])
 @pytest.mark.parametrize(("mode", "tied"), [(True, False), ("chunked", True)])
 def test_other_losses(loss, mode, tied):
     assert_parity(

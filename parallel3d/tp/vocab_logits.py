@@ -117,6 +117,10 @@ class VocabLogits(Tensor):
         """The plain logits, differentiably. A collective, unless they are there."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
 
+    def holds_classes_last(self) -> bool:
+        """Whether the vocabulary is the last dim."""
+        return self._view.at == len(self._view.lead)
+
     def is_settled(self) -> bool:
         """Whether plain logits stand for this tensor, or for one that it is a view of."""
         return self._full is not None or (self._parent is not None and self._parent.is_settled())
