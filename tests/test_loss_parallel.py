@@ -251,8 +251,18 @@ def test_freed_between_forward_and_loss_is_an_error():
         model = parallelize(build(), mesh, LM_PLAN, loss_parallel="chunked")
         logits = model(batch(0))
         model.head.reshard()
-        with pytest.raises(StateError, match="the output head's weight was freed"):
+        with pytest.raises(StateError, match="after the head's weight was freed"):
             F.cross_entropy(logits.flatten(0, 1), batch(0).flatten())
+
+
+def test_chunked_logits_are_gone_after_the_backward():
+    """A step may have changed the weight: what would be computed now is not what the loss was of."""
+    with fake_world(0, 1):
+        model, _ = parallel("chunked", tp=1)
+        logits = model(batch(0))
+        F.cross_entropy(logits.flatten(0, 1), batch(0).flatten()).backward()
+        with pytest.raises(StateError, match="logits were asked for after the backward"):
+            logits.argmax(-1)
 
 
 # ---- which module is the head ----
