@@ -183,7 +183,7 @@ def test_more_ranks_than_heads_and_other_forwards_are_refused() -> None:
         resolve_plan(nn.ModuleDict({"a": nn.MultiheadAttention(12, 2)}), {"a": "attention"}, 3)
     with pytest.raises(PlanError, match="with its own forward, not Mine"):
         resolve_plan(nn.ModuleDict({"a": Mine(12, 2)}), {"a": "attention"}, 2)
-    with pytest.raises(PlanError, match="SplitHeads is for nn.MultiheadAttention"):
+    with pytest.raises(PlanError, match="SplitHeads is for"):
         resolve_plan(nn.ModuleDict({"a": nn.Linear(12, 12)}), {"a": "attention"}, 2)
     with pytest.raises(PlanError, match="reads weights without calling"):
         resolve_plan(
