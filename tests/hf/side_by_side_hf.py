@@ -18,7 +18,7 @@ from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import PlanError
 from parallel3d.testing.parity import shards_of
 
-__all__ = ["CASES", "Case", "Outcome", "compare_cases", "merged", "refused_families"]
+__all__ = ["CASES", "Case", "Outcome", "compare_cases", "merged", "plain_step", "refused_families"]
 
 Sizes = tuple[int, int, int]
 
@@ -156,6 +156,11 @@ def _step(model: nn.Module, batch: Tensor, seed: int, share: float) -> Tensor:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         (loss * share).backward()
     return loss.detach()
+
+
+def plain_step(model: nn.Module, variant: str) -> Tensor:
+    """The loss of one batch; leaves gradients."""
+    return _step(model, _batch(variant, 0), 0, 1.0)
 
 
 def _pairs(

@@ -4,6 +4,7 @@ plain model does. A sample in the ordinary run; ``-m full`` runs all, on all mes
 ``python tests/hf/families_table.py`` makes the same runs and writes ``docs/families.md``.
 """
 
+import re
 from math import prod
 from pathlib import Path
 
@@ -95,6 +96,24 @@ def test_the_page_says_what_the_tests_find() -> None:
     } == refused_families().keys()
 
 
+# Parameters without a gradient: what chooses (experts by bias, keys by an index), another modality, a state
+# that nothing reads.
+UNUSED = re.compile(r"indexer|expert_bias|e_score_correction_bias|embed_tokens_extend|z_L_init")
+
+
+def check_all_trains(name: str) -> None:
+    """The tiny plain model puts every parameter to use, so that the comparison says something."""
+    from side_by_side_hf import plain_step
+    from tiny import VARIANTS, tiny_model
+
+    for variant in VARIANTS:
+        model = tiny_model(name, variant)
+        assert plain_step(model, variant).isfinite()
+        grads = {path: p.grad for path, p in model.named_parameters()}
+        without = [path for path, grad in grads.items() if grad is None or not grad.any()]
+        assert not [path for path in without if not UNUSED.search(path)], (name, variant)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family(gloo_pool, part: int) -> None:
@@ -105,6 +124,8 @@ def test_every_family(gloo_pool, part: int) -> None:
     refused = refused_families()
     assert refused.keys() <= set(families())
     names = families()[part::PARTS]
+    for name in names:
+        check_all_trains(name)
     cases = [(name, *case) for case in CASES for name in names]
     two, four = ([c for c in cases if prod(c[2]) == size] for size in (2, 4))
     wrong = []

@@ -1,6 +1,8 @@
 """derive_plan: the tensor-parallel plan of a model that brings none."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from parallel3d.tp.derive.inputs import check_example, examples
 from parallel3d.tp.derive.layers import find_layers
 from parallel3d.tp.derive.paths import describe, inside, join, pattern_of, with_patterns
 from parallel3d.tp.derive.trace import Flow, trace
-from parallel3d.tp.derive.verify import NotEqual, Proof, prove
+from parallel3d.tp.derive.verify import NotEqual, Proof, Prover
 from parallel3d.tp.derive.vocabulary import Findings, split_vocabulary
 from parallel3d.tp.styles import LocalSizes, Replicated, SplitHeads, Style
 
@@ -42,9 +44,29 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPl
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with simulation_off(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with _as_by_default():
         return _Derivation(model, tp_size, example).plan()
+
+
+@contextmanager
+def _as_by_default() -> Iterator[None]:
+    """Whatever modes, defaults and seeds the caller has, and puts back."""
+    dtype = torch.get_default_dtype()
+    with (
+        simulation_off(),
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+    ):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+_MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in float64
 
 
 class _Derivation:
@@ -92,8 +114,8 @@ class _Derivation:
             key = self._kind(Group(name, (), name))
             if key not in proven:
                 try:
-                    styles = {"": SplitHeads()}
-                    proven[key] = prove(self.modules[name], self.flow.calls[name], styles, self.tp)
+                    prover = Prover(self.modules[name], self.flow.calls[name], self.tp)
+                    proven[key] = prover.prove({"": SplitHeads()})
                 except (NotEqual, PlanError) as error:
                     proven[key] = str(error)
             found = proven[key]
@@ -127,15 +149,19 @@ class _Derivation:
         if read:
             return read
         call, owner = self.flow.calls[group.owner], self.modules[group.owner]
+        size = sum(p.numel() for p in owner.parameters())
+        if size > _MOST_PARAMETERS:
+            return f"the module around them has {size} parameters, too many to prove anything of it"
+        prover = Prover(owner, call, self.tp, frozenset(group.ups))
         said: dict[str, str] = {}
         for way in ways_to_split(group, self.model, self.flow, self.layers):
             styles = {inside(name, group.owner): style for name, style in way.styles}
             try:
-                proof = prove(owner, call, styles, self.tp, frozenset(group.ups))
+                proof = prover.prove(styles)
                 extra = self._partial(owner, proof)
                 if extra:
-                    proof = prove(owner, call, {**styles, **extra}, self.tp, frozenset(group.ups))
-                    added = tuple((join(group.owner, name), style) for name, style in extra.items())
+                    proof = prover.prove({**styles, **extra})
+                    added = ((join(group.owner, name), style) for name, style in extra.items())
                     way = Way((*way.styles, *added))
                 return group, way, proof
             except (NotEqual, PlanError) as error:

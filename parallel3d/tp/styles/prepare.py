@@ -25,7 +25,8 @@ Layout = Literal["replicate", "sequence"]
 @dataclass(frozen=True)
 class PrepareInput(Style):
     """Prepares a module's input once for all children that read it (q, k and v; gate and up), which
-    then use ``Colwise(input="gathered")``: one collective instead of one each.
+    then use ``Colwise(input="gathered")``. Modules that read the same tensor *object* share one collective
+    by themselves; this is for those that are given views of it, or use it without a style.
 
     The first positional tensor, or the first argument when given by name, is prepared; so are the
     named arguments, however they are given. Everything else passes through.
