@@ -14,7 +14,7 @@ from parallel3d.errors import Parallel3dError, PlanError, StateError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.testing import assert_parity, record_collectives
 from parallel3d.testing.worlds import fake_world
-from parallel3d.tp import Colwise, VocabLogits, vocab_logits
+from parallel3d.tp import Colwise, VocabLogits, vocab_logits, vocab_parallel_cross_entropy
 
 VOCAB = 67  # what no tp divides; see tests/tp/test_tp_loss.py
 MODES = [True, "chunked"]
@@ -140,7 +140,15 @@ def values_too(model: nn.Module, ids: Tensor) -> Tensor:
     return loss + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
-@pytest.mark.parametrize("loss", [two_passes, values_too])
+def with_z_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """The function takes plain logits too."""
+    logits = model(ids) / 2
+    loss = vocab_parallel_cross_entropy(logits[:, :-1], ids[:, 1:], z_loss=1e-2)
+    logits *= 2  # from here on they are plain
+    return loss + vocab_parallel_cross_entropy(logits, ids)
+
+
+@pytest.mark.parametrize("loss", [two_passes, values_too, with_z_loss])
 @pytest.mark.parametrize(("mode", "tied"), [(True, False), ("chunked", True)])
 def test_other_losses(loss, mode, tied):
     assert_parity(
@@ -243,8 +251,18 @@ def test_freed_between_forward_and_loss_is_an_error():
         model = parallelize(build(), mesh, LM_PLAN, loss_parallel="chunked")
         logits = model(batch(0))
         model.head.reshard()
-        with pytest.raises(StateError, match="the output head's weight was freed"):
+        with pytest.raises(StateError, match="after the head's weight was freed"):
             F.cross_entropy(logits.flatten(0, 1), batch(0).flatten())
+
+
+def test_chunked_logits_are_gone_after_the_backward():
+    """A step may have changed the weight: what would be computed now is not what the loss was of."""
+    with fake_world(0, 1):
+        model, _ = parallel("chunked", tp=1)
+        logits = model(batch(0))
+        F.cross_entropy(logits.flatten(0, 1), batch(0).flatten()).backward()
+        with pytest.raises(StateError, match="logits were asked for after the backward"):
+            logits.argmax(-1)
 
 
 # ---- which module is the head ----

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from parallel3d._compat import no_torch_function
+from parallel3d._compat import graph_is_kept, no_torch_function
 from parallel3d._layout import local_chunk
 from parallel3d._tree import map_tensors
 from parallel3d.errors import StateError
@@ -116,6 +116,10 @@ class VocabLogits(Tensor):
     def full_tensor(self) -> Tensor:
         """The plain logits, differentiably. A collective, unless they are there."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
+
+    def holds_classes_last(self) -> bool:
+        """Whether the vocabulary is the last dim."""
+        return self._view.at == len(self._view.lead)
 
     def is_settled(self) -> bool:
         """Whether plain logits stand for this tensor, or for one that it is a view of."""
@@ -216,21 +220,36 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _kept(ctx: Any) -> Any:
+    """What a node has kept for its backward; like saved tensors it goes with the first."""
+    kept = ctx.kept
+    if kept is None:
+        raise RuntimeError(
+            "backward a second time through logits under loss parallel; the first needs retain_graph=True"
+        )
+    if not graph_is_kept():
+        ctx.kept = None
+    return kept
+
+
 class _Make(torch.autograd.Function):
     """Of what the head gives, or reads, logits."""
 
     @staticmethod
     def forward(ctx: Any, view: LogitsView, *inputs: Tensor | None) -> VocabLogits:
-        ctx.view = view
+        ctx.kept = view
         ctx.save_for_backward(*inputs)  # so that autograd notices when they are written to
         return VocabLogits(view)
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        view: LogitsView = ctx.view
+        view: LogitsView = _kept(ctx)
         rows = view.rows.of(*ctx.saved_tensors)
-        return None, *_collect(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
+        found = _collect(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
+        if not graph_is_kept():
+            view.rows.end()
+        return None, *found
 
 
 class _Step(torch.autograd.Function):
@@ -238,13 +257,14 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, view: LogitsView) -> VocabLogits:
-        ctx.before, ctx.after = logits._view, view
+        ctx.kept = logits._view, view
         return VocabLogits(view)
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return VocabGrad(ctx.before, _sources_of(grad, ctx.after)), None
+        before, after = _kept(ctx)
+        return VocabGrad(before, _sources_of(grad, after)), None
 
 
 class _Full(torch.autograd.Function):
@@ -252,15 +272,16 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits) -> Tensor:
-        ctx.view = logits._view
-        full = _gathered(ctx.view.local(), ctx.view)
+        view = ctx.kept = logits._view
+        full = _gathered(view.local(), view)
         # Who gets it may write to it: it is no view, and not what the rows are.
-        return full.clone() if ctx.view.axis is None or full._base is not None else full
+        return full.clone() if view.axis is None or full._base is not None else full
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return VocabGrad(ctx.view, _sources_of(grad, ctx.view))
+        view = _kept(ctx)
+        return VocabGrad(view, _sources_of(grad, view))
 
 
 class _Loss(torch.autograd.Function):
@@ -268,9 +289,10 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, target: Tensor, options: LossOptions) -> Tensor:
-        view = ctx.view = logits._view
+        view = logits._view
         flat = target.reshape(-1)
-        ctx.loss = loss = CrossEntropy(flat, view.vocab_size, view.axis, options, view.dtype)
+        loss = CrossEntropy(flat, view.vocab_size, view.axis, options, view.dtype)
+        ctx.kept = view, loss
         for part in view.parts():
             loss.see(view.get(part), part)
         result = loss.finish()
@@ -279,10 +301,10 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        loss: CrossEntropy = ctx.loss
+        view, loss = _kept(ctx)
         grad = grad.reshape(-1) if grad.dim() else grad
-        source = GradientSource(ctx.view, lambda x, part: loss.gradient(x, part, grad))
-        return VocabGrad(ctx.view, (source,)), None, None
+        source = GradientSource(view, lambda x, part: loss.gradient(x, part, grad))
+        return VocabGrad(view, (source,)), None, None
 
 
 def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:

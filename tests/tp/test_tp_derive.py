@@ -74,14 +74,29 @@ def test_what_cannot_be_split_stays_whole_beside_what_can() -> None:
     check_parity(three, dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
+class OddlyNamed(FusedAttention):
+    """What its numbers mean only a trial can tell."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__(width, count)
+        del self.num_heads
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.count, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
 def test_sizes_of_a_module_are_made_local_where_its_forward_needs_them() -> None:
-    model = FusedAttention(24, 4)
+    model = OddlyNamed(24, 4)
     chosen = derive_plan(model, 2, ((torch.randn(2, 5, 24),), {}))
-    assert chosen.rules[""] == LocalSizes(("num_heads",))
+    assert chosen.rules[""] == LocalSizes(("count",))
     assert chosen.rules["qkv"] == Colwise(packed=(24, 24, 24))
     check_parity(model, dict(chosen.rules), 2, torch.randn(2, 3, 24, dtype=torch.float64))
-    with pytest.raises(PlanError, match="num_heads is 4, which 3 tp ranks can't share equally"):
-        resolve_plan(model, {"": LocalSizes(("num_heads",)), "proj": "rowwise"}, 3)
+    with pytest.raises(PlanError, match="count is 4, which 3 tp ranks can't share equally"):
+        resolve_plan(model, {"": LocalSizes(("count",)), "proj": "rowwise"}, 3)
     with pytest.raises(PlanError, match="heads is None, not an int"):
         resolve_plan(model, {"": LocalSizes(("heads",)), "proj": "rowwise"}, 2)
 
@@ -155,6 +170,21 @@ def test_same_plan_on_meta_inside_a_job_and_for_any_weights() -> None:
     assert derive_plan(Lm(True).double(), 2) == inside
 
 
+def test_same_plan_in_any_mode_and_with_frozen_weights() -> None:
+    plain = derive_plan(Vit(), 2)
+    with torch.inference_mode():
+        assert derive_plan(Vit(), 2) == plain
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert derive_plan(Vit(), 2) == plain
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"), torch.no_grad():
+        assert derive_plan(Vit().requires_grad_(False), 2) == plain
+    assert resolve_plan(Vit(), "auto", 1).tp_size == 1
+
+
 def test_model_is_not_changed_and_draws_no_random_numbers() -> None:
     model = Vit()
     before = copy.deepcopy(model.state_dict())
@@ -191,10 +221,16 @@ def test_hidden_sizes_that_do_not_divide() -> None:
     check_parity(model, dict(chosen.rules), 3, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
-def test_heads_that_do_not_divide_are_left_whole() -> None:
+def test_heads_that_do_not_divide_are_shared_out_whole() -> None:
     chosen = derive_plan(Vit(), 3)
-    assert set(chosen.rules) == {"blocks.*.mlp.0", "blocks.*.mlp.3"}
-    assert any("qkv, proj" in note for note in chosen.notes)
+    assert "blocks.*.attn.qkv" in chosen.rules
+    image = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    check_parity(Vit(), dict(chosen.rules), 3, image)
+
+
+def test_attention_is_left_whole_where_heads_cannot_be_shared_out() -> None:
+    with pytest.raises(PlanError, match="qkv, proj of the model together"):
+        derive_plan(OddlyNamed(24, 4), 3, ((torch.randn(2, 5, 24),), {}))
 
 
 def test_reasons_are_in_the_report() -> None:

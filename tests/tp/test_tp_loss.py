@@ -209,7 +209,10 @@ def test_options_that_cannot_be(options, message):
 def test_shapes_that_cannot_be():
     with pytest.raises(Parallel3dError, match="must be int64 class ids of the shape"):
         vocab_parallel_cross_entropy(rand(4, 7), torch.arange(5), None, vocab_size=7)
-    with fake_world(0, 2), pytest.raises(Parallel3dError, match="needs vocab_size"):
+    with (
+        fake_world(0, 2),
+        pytest.raises(Parallel3dError, match="a loss over a tp axis needs vocab_size"),
+    ):
         axis = TpAxis(tp_mesh(2)["tp"])
         linear_cross_entropy(rand(4, 6), rand(4, 6), torch.arange(4), axis)
     with pytest.raises(Parallel3dError, match="chunk_tokens is 0"):

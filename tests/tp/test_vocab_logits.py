@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -314,3 +315,16 @@ def test_autocast_computes_the_loss_in_float32():
     for got in losses[1:]:
         for a, b in zip(got, losses[0], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_a_backward_frees_what_it_needed_though_the_loss_lives_on():
+    logits = sharded_logits(rand(2, VOCAB).requires_grad_() * 1, VOCAB, None)
+    rows = weakref.ref(logits._view.rows)
+    loss = F.cross_entropy((logits / 2)[:, :], torch.tensor([1, 2]))
+    del logits
+    loss.backward(retain_graph=True)
+    assert rows() is not None
+    loss.backward()
+    assert rows() is None
+    with pytest.raises(RuntimeError, match="backward a second time"):
+        loss.backward()

@@ -152,8 +152,8 @@ def _attributes(
         module = modules[path]
         for name, value in vars(module).items():
             if type(value) is int and value > 1 and name not in _NEVER and not name.startswith("_"):
-                likely = value in sizes or ("head" in name and "dim" not in name)
-                found.append((not likely, path, name))
+                fits = value in sizes or ("head" in name and "dim" not in name)
+                found.append((not fits, path, name))
     found.sort(key=lambda item: item[0])
     likely = [item for item in found if not item[0]]
     tried: set[tuple[tuple[bool, str, str], ...]] = set()

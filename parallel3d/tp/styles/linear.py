@@ -202,10 +202,12 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    y = _in_chunks(self, input) if style.chunks > 1 else None
+    weight, y = _as_linear(self), None
+    if style.chunks > 1:
+        y = _in_chunks(tp, input, weight, self.bias)
     if y is None:
         x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-        y = linear(x, _as_linear(self), self.bias)
+        y = linear(x, weight, self.bias)
     if style.output != "replicate":
         return y
     if tp.packing is not None:
@@ -213,13 +215,12 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     return gather_from_tp(y, -1, _sizes(self)[0], tp.axis)
 
 
-def _in_chunks(self: Any, x: Tensor) -> Tensor | None:
-    tp: TpState = self._parallel3d_tp
+def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     style: Any = tp.style
     size = tp.sequence.of(x, style.sequence_dim, tp.axis)
     if not can_chunk(x, style.sequence_dim, size, tp.axis):
         return None
-    return gather_linear(x, _as_linear(self), self.bias, style.sequence_dim, style.chunks, tp.axis)
+    return gather_linear(x, weight, bias, style.sequence_dim, style.chunks, tp.axis)
 
 
 def rowwise_linear(self: Any, input: Tensor) -> Tensor:
