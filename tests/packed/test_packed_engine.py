@@ -220,7 +220,7 @@ def test_local_optimizers(make, build, sizes, kind) -> None:
 
 
 @one_case
-def test_clip_ema_and_scaler(make, build, sizes) -> None:
+def test_clip_and_ema(make, build, sizes) -> None:
     twins = make(build, sizes)
     ema = EMA(twins.parallel, 0.9)
     twins.backward()
