@@ -16,7 +16,7 @@ from parallel3d._layout import get_param_layout
 from parallel3d._packed import PackedDTensor
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import fully_shard
-from parallel3d.optim import clip_grad_norm_, step_in_backward
+from parallel3d.optim import GradScaler, clip_grad_norm_, step_in_backward
 from parallel3d.testing import fake_world
 from parallel3d.tp import resolve_plan
 
@@ -147,6 +147,21 @@ def test_step_in_backward() -> None:
         model(packed_tokens(0)).square().mean().backward()
         for name, param in packed(model).items():
             assert not torch.equal(get_local_tensor(param), before[name])
+
+
+def test_grad_scaler() -> None:
+    with fake_world(1, 4):
+        model = parallel()
+        mesh = next(iter(packed(model).values())).device_mesh
+        scaler = GradScaler("cpu", init_scale=8.0, mesh=mesh)
+        optimizer = optim.SGD(model.parameters(), lr=1e-2, foreach=True)
+        scaler.scale(model(packed_tokens(0)).square().mean()).backward()
+        scaled = {name: get_local_tensor(p.grad).clone() for name, p in packed(model).items()}
+        scaler.unscale_(optimizer)
+        for name, param in packed(model).items():
+            torch.testing.assert_close(get_local_tensor(param.grad) * 8, scaled[name])
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def test_a_checkpoint_refuses_sums_that_wait() -> None:
