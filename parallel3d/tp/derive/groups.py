@@ -108,12 +108,12 @@ def ways_to_split(
     modules = dict(model.named_modules())
     cuts = list(_cuts(group, flow, layers))
     count = 0
-    for cut in cuts[:1]:
+    for cut in cuts:
+        yield Way(tuple(_features(group, cut)))
         for style in _head_arguments(modules[group.owner], flow.calls[group.owner]):
             yield Way(((group.owner, style), *_features(group, cut)))
     for cut in cuts:
         sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
-        # Up to three attributes, fewest first; those that look like what is split before others.
         for chosen in _attributes(group, modules, sizes):
             styles: list[tuple[str, Style]] = [
                 (owner, LocalSizes(names)) for owner, names in chosen.items()
@@ -190,9 +190,9 @@ def _attributes(
     likely = [item for item in found if not item[0]]
     tried: set[tuple[tuple[bool, str, str], ...]] = set()
     for pool, most in ((likely, 2), (found, 2)):
-        tries = [c for number in range(most + 1) for c in combinations(pool, number)]
+        tries = [c for number in range(1, most + 1) for c in combinations(pool, number)]
         if pool is likely:
-            tries.append(tuple(likely))
+            tries += [tuple(likely)] if likely else []
         for chosen in tries:
             if chosen not in tried:
                 tried.add(chosen)
