@@ -75,8 +75,9 @@ class _GatherLinear(torch.autograd.Function):
                 work.wait()
             products.append(F.linear(stacked, weight, bias))
         ctx.save_for_backward(x, weight, *gathered)
-        # (tp, ..., rows of a rank, ...): the ranks' rows one after another
-        return torch.cat(products, dim + 1).movedim(0, dim).flatten(dim, dim + 1)
+        # (tp, ..., rows of a rank, ...): the ranks' rows one after another. No view: an activation may
+        # change it in place.
+        return torch.cat(products, dim + 1).movedim(0, dim).flatten(dim, dim + 1).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

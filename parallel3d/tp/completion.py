@@ -6,7 +6,7 @@ attention or MLP block is answered by leaving the block whole on every rank, whi
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -18,34 +18,38 @@ from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
 from parallel3d.tp.styles import Replicated, Style
 
-__all__ = ["Rules", "complete"]
+__all__ = ["Call", "Rules", "complete"]
 
 Rules = dict[str, Rule]
+Call = Callable[[nn.Module], Any]
 
 
 def complete(
-    model: nn.Module, rules: Rules, tp_size: int, call: Callable[[nn.Module], Any]
+    model: nn.Module,
+    rules: Rules,
+    tp_size: int,
+    calls: Callable[[nn.Module], Iterable[Call]],
 ) -> tuple[Rules, dict[str, str], list[str]]:
     """``rules`` with what is missing and without what can't be right.
 
     Args:
         rules: pattern -> style name.
-        call: runs a copy of the model on the meta device.
+        calls: of the model: ways to run a copy of it on the meta device, of which one should work.
 
     Returns:
-        The rules, why each added one is there, and notes. When ``call`` fails the rules are as given, and a
+        The rules, why each added one is there, and notes. When no call works the rules are as given, and a
         note says why they were not looked at.
 
     Raises:
         PlanError: something that is wrong lies in no block that could be left whole, or in every layer's.
     """
-    rules, why, notes = dict(rules), {}, []  # type: ignore[var-annotated]
+    why: dict[str, str] = {}
+    notes: list[str] = []
+    rules = dict(rules)
     while True:
-        try:
-            flow = trace_flow(model, styles_of(model, rules), call)
-        except Exception as error:  # anything at all: it is the model's code
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({said})"]
+        flow, failed = _look(model, styles_of(model, rules), calls(model))
+        if flow is None:
+            return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
         summed = _summed_for_nothing(model, rules, flow)
         if summed:
             rules = {p: style for p, style in rules.items() if p not in summed}
@@ -73,6 +77,19 @@ def complete(
 
 
 _NOT_RUN = "the model can't be run on the meta device to look at it"
+
+
+def _look(
+    model: nn.Module, styles: dict[str, Style], calls: Iterable[Call]
+) -> tuple[Flow | None, str]:
+    """The flow of the first call that works, or what the first one that doesn't says."""
+    failed = ""
+    for call in calls:
+        try:
+            return trace_flow(model, styles, call), ""
+        except Exception as error:  # anything at all: it is the model's code
+            failed = failed or f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    return None, failed
 
 
 def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:

@@ -6,15 +6,18 @@ earlier releases merge fewer of them, so the merge is done here again, which cha
 was done already.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel3d._tree import map_tensors
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.completion import Rules, complete
+from parallel3d.tp.completion import Call, Rules, complete
+from parallel3d.tp.derive.inputs import Example, examples
 from parallel3d.tp.patterns import matches, numberless, specificity
 
 __all__ = ["has_hf_plan", "hf_plan", "merged_plan"]
@@ -67,7 +70,7 @@ def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
     ]
     if left_out:
         notes.append(f"rules of the model's plan that match nothing here: {', '.join(left_out)}")
-    rules, why, more = complete(model, rules, tp_size, _run)
+    rules, why, more = complete(model, rules, tp_size, _calls)
     return ChosenPlan(rules, why, (*notes, *more), "the model's plan")
 
 
@@ -96,11 +99,25 @@ def _without_overlaps(given: Mapping[str, str], names: list[str]) -> Rules:
     return rules
 
 
-def _run(model: nn.Module) -> Any:
-    """Runs a meta copy as transformers' models are run, without a cache."""
+def _calls(model: nn.Module) -> Iterator[Call]:
+    """Ways to run a meta copy, the likelier first: with token ids alone, or what the class says it takes."""
+    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
+    yield lambda twin: _eager(twin)(input_ids=ids, use_cache=False)
+    found: list[Example] = []
+    with (
+        torch.random.fork_rng(devices=[]),
+        suppress(Exception),
+    ):  # the model's code says what it takes
+        found += examples(model)
+    for example in found:
+        args, kwargs = map_tensors(lambda t: t.to("meta"), example)
+        yield lambda twin, args=args, kwargs=kwargs: _eager(twin)(*args, **kwargs)  # type: ignore[misc]
+
+
+def _eager(model: nn.Module) -> nn.Module:
+    """``model`` with attention in torch's functions; the kernels of others don't run on meta."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # the kernels of others don't run on meta
-    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
-    return model(input_ids=ids, use_cache=False)
+            config._attn_implementation = "eager"
+    return model

@@ -59,6 +59,14 @@ def test_equals_the_plain_module(
     check_parity(Block(bias), plan(chunks, dim), tp, x, call=call)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_output_may_be_changed_in_place(batch: int) -> None:
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        return model.down(model.fused(model.norm(x)).relu_())
+
+    check_parity(Block(), plan(2), 2, torch.randn(batch, 8, 8, dtype=torch.float64), call=call)
+
+
 def test_collectives() -> None:
     found = []
     for chunks in (1, 4):

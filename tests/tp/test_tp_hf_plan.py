@@ -360,3 +360,20 @@ def test_looking_at_it_changes_nothing():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     for name, p in model.named_parameters():
         assert id(p) == before[name][0] and torch.equal(p, before[name][1])
+
+
+def test_a_model_that_takes_something_else_is_looked_at_with_what_it_says():
+    class Vectors(Base):
+        main_input_name = "vectors"
+        dummy_inputs: ClassVar = {"vectors": torch.zeros(1, 3, DIM)}
+
+        def __init__(self) -> None:
+            super().__init__(with_norm(lambda: nn.RMSNorm(SIZE)))
+            del self.embed_tokens
+
+        def forward(self, vectors: Tensor) -> Tensor:
+            for layer in self.layers:
+                vectors = layer(vectors)
+            return vectors
+
+    assert auto_plan(Vectors(), 2)["layers.*.attn.norm"] == "replicated_with_grad_allreduce"

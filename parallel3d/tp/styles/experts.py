@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,14 @@ class Experts(Style):
         # The routing weights' gradients, a few numbers a token, are not counted.
         size = _hidden_size(self.plan(module, tp), module)
         return *summed("replicate", size), *entered("replicate", size)
+
+    @property
+    def random_before(self) -> bool:
+        return True
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "whole"
 
 
 @dataclass(frozen=True)

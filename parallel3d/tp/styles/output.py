@@ -84,9 +84,7 @@ class PrepareOutput(Style):
 
     @property
     def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        if self.wanted == "replicate":
-            return "whole"
-        return "features" if self.wanted == "shard" else "sequence"
+        return _RANDOM[self.wanted]
 
     @property
     def splits_sequence(self) -> bool:
@@ -97,6 +95,11 @@ class PrepareOutput(Style):
         return self.given == "sequence"
 
 
+_RANDOM: dict[str, Literal["features", "sequence", "whole"]] = {
+    "replicate": "whole",
+    "sequence": "sequence",
+    "shard": "features",
+}
 _TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
     ("partial", "replicate"): summed("replicate", None),
     ("partial", "sequence"): summed("sequence", None),
