@@ -266,9 +266,12 @@ def test_heads_that_do_not_divide_are_shared_out_whole() -> None:
     check_parity(Vit(), dict(chosen.rules), 3, image)
 
 
-def test_attention_is_left_whole_where_heads_cannot_be_shared_out() -> None:
-    with pytest.raises(PlanError, match="qkv, proj of the model together"):
-        derive_plan(OddlyNamed(24, 4), 3, ((torch.randn(2, 5, 24),), {}))
+def test_heads_that_go_by_another_name_are_shared_out_too() -> None:
+    model = OddlyNamed(24, 4)
+    chosen = derive_plan(model, 3, ((torch.randn(2, 5, 24),), {}))
+    assert chosen.rules[""] == LocalSizes(("count",))
+    (attribute,) = resolve_plan(model, dict(chosen.rules), 3).attributes
+    assert attribute.values == (2, 1, 1)
 
 
 def test_reasons_are_in_the_report() -> None:
