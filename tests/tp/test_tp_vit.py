@@ -51,16 +51,16 @@ _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 _BIG = {"intermediate_size": 32, "max_position_embeddings": 32}
 
-# Class, its config, and how many rules attention has: that it isn't left whole.
-FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "gpt2": ("GPT2LMHeadModel", _GPT, 3),
+# Class, its config, and whether its attention is split.
+FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "gpt2": ("GPT2LMHeadModel", _GPT, True),
     "opt": (
         "OPTForCausalLM",
         _SIZES | {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 32},
-        5,
+        True,
     ),
-    "gptj": ("GPTJForCausalLM", _GPT | {"rotary_dim": 4}, 5),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT | {"multi_query": False}, 3),
+    "gptj": ("GPTJForCausalLM", _GPT | {"rotary_dim": 4}, True),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT | {"multi_query": False}, True),
     "gpt_neo": (
         "GPTNeoForCausalLM",
         {
@@ -70,17 +70,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
             "attention_types": [[["global", "local"], 1]],
             "max_position_embeddings": 32,
         },
-        5,
+        True,
     ),
-    "stablelm": ("StableLmForCausalLM", _SIZES | _BIG | {"num_key_value_heads": 2}, 5),
-    "persimmon": ("PersimmonForCausalLM", _SIZES | _BIG, 5),
-    "biogpt": ("BioGptForCausalLM", _SIZES | _BIG, 5),
-    "bert": ("BertForMaskedLM", _SIZES | _BIG, 4),
-    "roberta": ("RobertaForMaskedLM", _SIZES | _BIG, 4),
-    "modernbert-decoder": ("ModernBertDecoderForCausalLM", _SIZES | _BIG | {"pad_token_id": 0}, 4),
-    "openai-gpt": ("OpenAIGPTLMHeadModel", _GPT, 3),
-    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, 0),
-    "mpt": ("MptForCausalLM", {"d_model": 16, "n_layers": 2, "n_heads": 4}, 0),
+    "stablelm": ("StableLmForCausalLM", _SIZES | _BIG | {"num_key_value_heads": 2}, True),
+    "persimmon": ("PersimmonForCausalLM", _SIZES | _BIG, True),
+    "biogpt": ("BioGptForCausalLM", _SIZES | _BIG, True),
+    "bert": ("BertForMaskedLM", _SIZES | _BIG, True),
+    "roberta": ("RobertaForMaskedLM", _SIZES | _BIG, True),
+    "modernbert-decoder": (
+        "ModernBertDecoderForCausalLM",
+        _SIZES | _BIG | {"pad_token_id": 0},
+        True,
+    ),
+    "openai-gpt": ("OpenAIGPTLMHeadModel", _GPT, True),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, True),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
+        False,
+    ),
+    "mpt": ("MptForCausalLM", {"d_model": 16, "n_layers": 2, "n_heads": 4}, True),
 }
 ORDINARY = ("gpt2", "opt", "bert")
 
@@ -123,11 +139,11 @@ def test_more_families_without_a_plan_equal_the_plain_model(
     _check(name, layout)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "stablelm", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "stablelm", "bloom", "t5"])
 def test_attention_is_split_where_it_can_be(name: str) -> None:
     plan = auto_plan(_family(name)(), 2)
-    assert len([p for p in plan if "attn" in p or "attention" in p]) == FAMILIES[name][2]
-    assert any("mlp" in p for p in plan)
+    assert any("attn" in p or "attention" in p.lower() for p in plan) == FAMILIES[name][2]
+    assert any("mlp" in p or "Dense" in p for p in plan)
 
 
 def test_hugging_face_vit_equals_the_plain_model() -> None:
