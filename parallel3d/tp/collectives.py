@@ -164,7 +164,8 @@ def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
         rows = [max(0, min(chunk, size - rank * chunk)) for rank in range(axis.size)]
         return torch.cat([x.narrow(dim, 0, n) for x, n in zip(stacked, rows, strict=True)], dim)
     joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
-    return joined.narrow(dim, 0, size) if uneven else joined
+    # No view: what an autograd function gives as one can't be changed in place, by an activation.
+    return (joined.narrow(dim, 0, size) if uneven else joined).detach()
 
 
 def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
@@ -188,7 +189,7 @@ def start_reduce_scatter(
     )
     if uneven:
         rows = torch.sym_min(size - torch.sym_min(axis.rank * chunk, size), chunk)
-        own = own.narrow(dim, 0, rows)
+        own = own.narrow(dim, 0, rows).detach()
     return own, work
 
 

@@ -11,7 +11,7 @@ a layer that isn't understood        not faster; a note of the plan says so
 ==================================== ====================================================================
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
-from parallel3d.tp._resolve import Resolution
+from parallel3d.tp._resolve import Resolution, RuledModule
 from parallel3d.tp.attention import (
     GROUP_SIZES,
     KV_NUMBERS,
@@ -30,7 +30,16 @@ from parallel3d.tp.attention import (
 )
 from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
 from parallel3d.tp.patterns import numberless
-from parallel3d.tp.styles import Colwise, LocalParams, Replicated, Rowwise, Style
+from parallel3d.tp.styles import (
+    Colwise,
+    LocalParams,
+    LocalSizes,
+    PrepareInput,
+    Replicated,
+    RopeOutput,
+    Rowwise,
+    Style,
+)
 from parallel3d.tp.styles.grouped_kv import GroupedKv
 from parallel3d.tp.styles.sections import sections_of
 
@@ -64,6 +73,23 @@ def align_heads(resolution: Resolution) -> None:
             _Alignment(resolution, layer).run()
 
 
+class _Unfit(Exception):
+    """Something in a layer can't be cut between heads."""
+
+
+def _whole(style: Style) -> Style | None:
+    """What a style is in a layer that every rank computes whole; None: nothing is."""
+    if isinstance(style, Colwise):
+        return replace(style, output="replicate")
+    if isinstance(style, Rowwise):
+        return replace(style, input="replicate")
+    if isinstance(style, LocalParams):
+        return replace(style, params=tuple((name, Replicated()) for name, _ in style.params))
+    if isinstance(style, (Replicated, RopeOutput)):
+        return Replicated()
+    return style if isinstance(style, PrepareInput) else None
+
+
 class _Alignment:
     """One attention layer being fitted to the ranks."""
 
@@ -89,23 +115,36 @@ class _Alignment:
             )
         elif unset:
             self.keep_whole(f"its forward reads self.{unset[0]}, which all layers share")
-        elif layer.kv_heads >= tp:
-            kv = share_out(layer.kv_heads, tp)
-            if layer.kv_heads % tp:
-                self.follow_kv_heads(kv)
-            self.set_attributes([n * layer.group for n in kv], kv)
-        elif layer.heads >= tp and not fused:
-            self.group_kv_heads()
-        else:
+        elif layer.heads < tp or (fused and layer.kv_heads < tp):
             self.keep_whole(
                 f"{layer.heads} heads ({layer.kv_heads} of keys and values) are too few for {tp} ranks"
             )
+        else:
+            self.share()
+
+    def share(self) -> None:
+        """Whole heads for each rank."""
+        layer, tp = self.layer, self.tp
+        assert layer.heads is not None and layer.kv_heads is not None
+        kv = share_out(layer.kv_heads, tp)
+        try:
+            if layer.kv_heads % tp:
+                # Before anything changes: whether all that is split has a part for each head.
+                self.give_raw(share_out(layer.heads, tp) if layer.kv_heads < tp else kv)
+        except _Unfit as unfit:
+            self.keep_whole(str(unfit))
+            return
+        if layer.kv_heads < tp:
+            self.group_kv_heads()
+            return
+        if layer.kv_heads % tp:
+            self.follow_kv_heads(kv)
+        self.set_attributes([n * layer.group for n in kv], kv)
 
     def follow_kv_heads(self, kv: tuple[int, ...]) -> None:
         """Whole groups of heads for each rank."""
         for p in self.layer.projections:
             self.give(p, kv)
-        self.give_raw(kv)
         self.note(f"{self.layer.kv_heads} groups of heads as {kv}")
 
     def group_kv_heads(self) -> None:
@@ -138,8 +177,6 @@ class _Alignment:
                 self.put(p, made)
             elif layer.heads % tp:
                 self.give(p, mine)
-        if layer.heads % tp:
-            self.give_raw(mine)
         self.set_attributes(mine, [len(heads) for heads in read], group)
         self.note(
             f"ranks share key and value heads: {layer.kv_heads} for {layer.heads} query heads"
@@ -147,16 +184,27 @@ class _Alignment:
 
     def keep_whole(self, why: str) -> None:
         """Every rank computes the whole layer."""
-        for p in self.layer.inputs:
-            self.put(p, replace(p.ruled.style, output="replicate"))  # type: ignore[call-arg]
-        for p in self.layer.outputs:
-            self.put(p, replace(p.ruled.style, input="replicate"))  # type: ignore[call-arg]
-        inside = f"{self.layer.name}." if self.layer.name else ""
-        for key, ruled in self.resolution.ruled.items():
-            if ruled.name.startswith(inside) and ruled.style == Replicated("partial"):
-                self.resolution.ruled[key] = replace(ruled, style=Replicated())
-        self.put_raw(lambda style, param: None)
+        for key, ruled in self.inside():
+            style = _whole(ruled.style)
+            if style is not None:
+                self.resolution.ruled[key] = replace(ruled, style=style)
+            elif isinstance(ruled.style, LocalSizes):
+                del self.resolution.ruled[key]
+            else:
+                self.resolution.problems.append(
+                    f"{self.layer.name!r} can't be shared by {self.tp} ranks ({why}), nor computed whole "
+                    f"on each: {ruled.name!r} has the style {ruled.style}"
+                )
         self.note(f"every rank computes the whole layer: {why}")
+
+    def inside(self) -> list[tuple[int, RuledModule]]:
+        """The modules with a style in the layer, the layer itself among them."""
+        name, outputs = self.layer.name, {p.key for p in self.layer.outputs}
+        return [
+            (key, ruled)
+            for key, ruled in self.resolution.ruled.items()
+            if name in ("", ruled.name) or ruled.name.startswith(f"{name}.") or key in outputs
+        ]
 
     def give(self, p: Projection, heads: tuple[int, ...]) -> None:
         """Gives a projection's ranks so many heads, or groups of heads, each."""
@@ -170,28 +218,23 @@ class _Alignment:
         return sections_of(p.ruled.name, p.size, style.packed)
 
     def give_raw(self, heads: tuple[int, ...]) -> None:
-        """Gives each rank so many heads' part of the layer's own parameters that the plan splits."""
+        """Gives each rank so many heads' part of the parameters in the layer that the plan splits."""
+        for key, ruled in self.inside():
+            if isinstance(ruled.style, LocalParams):
+                own = ruled.module._parameters
+                params = tuple((n, self.fit(s, own[n], heads)) for n, s in ruled.style.params)
+                self.resolution.ruled[key] = replace(
+                    ruled, style=replace(ruled.style, params=params)
+                )
 
-        def fit(style: Style, param: Tensor) -> Style | None:
-            dim = max(param.dim() - 2, 0)
-            if not isinstance(style, Colwise) or param.shape[dim] % sum(heads):
-                return style
-            return replace(style, packed=pack_heads(dim, (param.shape[dim],), heads))
-
-        self.put_raw(fit)
-
-    def put_raw(self, fit: Callable[[Style, Tensor], Style | None]) -> None:
-        """Changes the rules of the layer's own parameters; None: whole, with whole gradients."""
-        module = self.layer.module
-        ruled = self.resolution.ruled.get(id(module))
-        if ruled is None or not isinstance(ruled.style, LocalParams):
-            return
-        old, params = dict(ruled.style.params), module._parameters
-        new = {n: fit(style, param) for n, style in old.items() if (param := params[n]) is not None}
-        kept = tuple((name, style) for name, style in new.items() if style is not None)
-        grad = ruled.style.tp_grad if kept else "whole"
-        style = replace(ruled.style, params=kept, tp_grad=grad)
-        self.resolution.ruled[id(module)] = replace(ruled, style=style)
+    def fit(self, style: Style, param: Tensor | None, heads: tuple[int, ...]) -> Style:
+        """The style of a parameter that has a part for each head."""
+        if param is None or not isinstance(style, Colwise):
+            return style
+        dim = max(param.dim() - 2, 0)
+        if param.shape[dim] % sum(heads):
+            raise _Unfit(f"a parameter of {tuple(param.shape)} has no part for each head")
+        return replace(style, packed=pack_heads(dim, (param.shape[dim],), heads))
 
     def put(self, p: Projection, style: Style) -> None:
         self.resolution.ruled[p.key] = replace(p.ruled, style=style)
@@ -214,11 +257,26 @@ class _Alignment:
         }
         own = vars(layer.module)
         values = {n: tuple(local) for n, (whole, local) in named.items() if own.get(n) == whole}
+        by_size = {layer.kv_heads: tuple(kv), layer.heads: tuple(heads)}
         for p in layer.projections:
             whole = layer.heads_of(p)
             local = kv if whole == layer.kv_heads else heads
             for width in {p.size, *self.sections(p)}:
-                widths = tuple(width // whole * number for number in local)
+                by_size.setdefault(width, tuple(width // whole * number for number in local))
                 for name in width_attributes(layer.module, width):
-                    values.setdefault(name, widths)
+                    values.setdefault(name, by_size[width])
+        self.take_sizes(values, by_size)
         self.resolution.attributes += local_attributes(layer.name, layer.module, values)
+
+    def take_sizes(
+        self, values: dict[str, tuple[int, ...]], by_size: dict[int, tuple[int, ...]]
+    ) -> None:
+        """Adds the attributes that a :class:`LocalSizes` on the layer names, in its place."""
+        key, own = id(self.layer.module), vars(self.layer.module)
+        ruled = self.resolution.ruled.get(key)
+        if ruled is None or not isinstance(ruled.style, LocalSizes):
+            return
+        found = {name: by_size[own[name]] for name in ruled.style.names if own[name] in by_size}
+        if len(found) == len(ruled.style.names):
+            values.update(found)
+            del self.resolution.ruled[key]

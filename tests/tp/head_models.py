@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallel3d.tp import Colwise
+from parallel3d.tp import Colwise, RopeOutput
 
 DIM = 12
 SIZE = 4  # of a head
@@ -103,27 +103,35 @@ class Interleaved(nn.Module):
 
 
 class Latent(nn.Module):
-    """Keys and values from a latent (DeepSeek), values of another size, and a gate for each head."""
+    """Keys and values from a latent (DeepSeek) beside a key that all heads share, values of another size, and
+    a gate for each head."""
 
     plan: ClassVar = {
-        "q_b_proj": "colwise", "kv_b_proj": "colwise", "g_proj": "colwise", "o_proj": "rowwise",
+        "q_b_proj": "colwise",
+        "kv_a_proj": RopeOutput(features=2),
+        "kv_b_proj": "colwise",
+        "g_proj": "colwise",
+        "o_proj": "rowwise",
         "kv_a_norm": "replicated",
-    }  # fmt: skip
+    }
 
     def __init__(self, heads: int, kv: int) -> None:
         super().__init__()
         self.num_heads, self.v_head_dim = heads, 2
-        self.q_b_proj = nn.Linear(DIM, heads * SIZE)
-        self.kv_a_norm = nn.RMSNorm(DIM)
-        self.kv_b_proj = nn.Linear(DIM, heads * (SIZE + 2))
+        self.q_b_proj = nn.Linear(DIM, heads * (SIZE + 2))
+        self.kv_a_proj = nn.Linear(DIM, 7)
+        self.kv_a_norm = nn.RMSNorm(5)
+        self.kv_b_proj = nn.Linear(5, heads * (SIZE + 2))
         self.g_proj = nn.Linear(DIM, heads)
         self.o_proj = nn.Linear(heads * 2, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q = self.q_b_proj(x).view(b, s, -1, SIZE).transpose(1, 2)
-        kv = self.kv_b_proj(self.kv_a_norm(x)).view(b, s, -1, SIZE + 2).transpose(1, 2)
+        q = self.q_b_proj(x).view(b, s, -1, SIZE + 2).transpose(1, 2)
+        latent, rope = self.kv_a_proj(x).split([5, 2], -1)
+        kv = self.kv_b_proj(self.kv_a_norm(latent)).view(b, s, -1, SIZE + 2).transpose(1, 2)
         k, v = kv.split([SIZE, 2], -1)
+        k = torch.cat([k, rope.unsqueeze(1).expand(b, k.shape[1], s, 2)], -1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         y = y * self.g_proj(x).sigmoid().unsqueeze(-1)
         return self.o_proj(y.reshape(b, s, -1))

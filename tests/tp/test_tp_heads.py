@@ -29,6 +29,7 @@ from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import (
     Colwise,
+    LocalSizes,
     PlannedAttribute,
     PrepareInput,
     Replicated,
@@ -213,7 +214,7 @@ def test_an_mlp_with_a_config_is_no_attention():
     ("kind", "wanted"),
     [
         (Interleaved, {"query_key_value.weight": (24, 24, 12, 12), "dense.weight": (8, 8, 4, 4)}),
-        (Latent, {"q_b_proj.weight": (8, 8, 4, 4), "kv_b_proj.weight": (12, 12, 6, 6),
+        (Latent, {"q_b_proj.weight": (12, 12, 6, 6), "kv_b_proj.weight": (12, 12, 6, 6),
                   "g_proj.weight": (2, 2, 1, 1), "o_proj.weight": (4, 4, 2, 2)}),
         (Sections, {"qkv_proj.weight": (24, 24, 12, 12), "o_proj.weight": (8, 8, 4, 4),
                     "sinks": (2, 2, 1, 1)}),
@@ -223,6 +224,29 @@ def test_an_mlp_with_a_config_is_no_attention():
 def test_other_projections(kind, wanted):
     model = kind(6, 6)
     assert wanted.items() <= lengths(resolve_plan(model, model.plan, 4)).items()
+
+
+def test_sizes_that_a_plan_names_become_each_ranks():
+    plan = {**SPLIT, "": LocalSizes(("n_heads", "n_kv_heads", "q_width"))}
+    resolved = resolve_plan(CountsByAttribute(6, 6), plan, 4)
+    values = {a.name: a.values for a in resolved.attributes}
+    assert values["n_heads"] == (2, 2, 1, 1) and values["q_width"] == (8, 8, 4, 4)
+
+
+def test_parameters_that_cannot_be_cut_between_heads_leave_the_layer_whole():
+    # A rank's heads of keys would meet another head's row of the weight.
+    model = CountsByShape(4, 2)
+    model.k_norm = nn.RMSNorm((2, SIZE))
+    plan = {**SPLIT, "k_norm": "local_params", "k_norm.weight": "colwise"}
+    (note,) = resolve_plan(model, plan, 4).notes
+    assert "a parameter of (2, 4) has no part for each head" in note
+
+
+def test_a_layer_that_cannot_even_be_whole_is_refused():
+    model = CountsByShape(3, 3)
+    model.extra = nn.Embedding(8, 4)
+    with pytest.raises(PlanError, match=r"can't be shared by 4 ranks \(3 heads .*'extra' has"):
+        resolve_plan(model, {**SPLIT, "extra": "embedding_rowwise"}, 4)
 
 
 def test_packings_of_the_plan_are_kept():
