@@ -22,6 +22,7 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.styles.kinds import is_embedding
 
 __all__ = ["Resolution", "RuledModule"]
 
@@ -159,7 +160,7 @@ class Resolution:
         if ruled is not None:
             fit = ruled.style.with_params(styles)
             self.ruled[id(module)] = replace(ruled, style=fit)
-        elif is_plain(module, nn.Linear) or is_plain(module, nn.Embedding):
+        elif is_plain(module, nn.Linear) or is_embedding(module):
             # As transformers has it: "lm_head.weight" means the module.
             if len(set(styles.values())) > 1:
                 raise PlanError("its parameters have different rules; give the module one")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallel3d.errors import PlanError
+from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.forwards import SequenceLength
@@ -96,6 +96,7 @@ class TorchStyle(Style):
         stand_ins = dict(module._parameters)
         inside = {id(p) for child in module.children() for p in child.parameters()}
         source = self.style.src_data_rank
+        self._watch_sequence(module, axis, sequence)
         try:
             made = parallelize_module(module, axis.mesh, self.style, src_data_rank=None)
             after = dict(module._parameters)
@@ -119,6 +120,25 @@ class TorchStyle(Style):
         if inside != {id(p) for child in module.children() for p in child.parameters()}:
             raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
 
+    def _watch_sequence(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+        """Hooks that run before torch's: they see what it will split, and what it takes for parts."""
+        out = _sequence_dim(self.style, "output_layouts", "desired_output_layouts")
+        if out is not None:
+            module.register_forward_hook(_Splits(sequence, axis.size, out))
+        if self._takes_sequence():
+            module.register_forward_pre_hook(_Takes(sequence, axis.size))
+
+    def _takes_sequence(self) -> bool:
+        """Whether it makes a DTensor of a part of a sequence, of which it doesn't know the length."""
+        if isinstance(self.style, SequenceParallel):
+            return True
+        placements = getattr(self.style, "input_layouts", None) or ()
+        return any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
+
+    @property
+    def splits_sequence(self) -> bool:
+        return _sequence_dim(self.style, "output_layouts", "desired_output_layouts") is not None
+
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return Traffic("torch's own", "forward", None), Traffic("torch's own", "backward", None)
 
@@ -129,10 +149,51 @@ class TorchStyle(Style):
             return ""
         if isinstance(self.style, SequenceParallel):
             return "sequence"
-        (placement,) = getattr(self.style, "output_layouts", None) or (None,)
+        if self.splits_sequence:
+            return "sequence"
+        placement = (getattr(self.style, "output_layouts", None) or (None,))[-1]
         if isinstance(placement, Shard):
-            return "sequence" if placement.dim in (0, 1) else "features"
+            return "features"
         return "whole" if isinstance(placement, Replicate) else ""
+
+
+@dataclass
+class _Splits:
+    """Notes the length of the sequence that torch's style is about to split, for our styles, too."""
+
+    sequence: SequenceLength
+    ranks: int
+    dim: int
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, DTensor):
+            self.sequence.length = output.shape[self.dim]
+            _check_length(self.sequence, self.ranks)
+
+
+@dataclass
+class _Takes:
+    sequence: SequenceLength
+    ranks: int
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _check_length(self.sequence, self.ranks)
+
+
+def _check_length(sequence: SequenceLength, ranks: int) -> None:
+    if sequence.length is not None and sequence.length % ranks:
+        raise StateError(
+            f"a sequence of {sequence.length} can't be shared equally by {ranks} tp ranks, and torch's "
+            "styles take its parts for equal; our styles take any length"
+        )
+
+
+def _sequence_dim(style: ParallelStyle, *names: str) -> int | None:
+    """The dim of the sequence in the last of the layouts that the style has; None: it isn't split there."""
+    layouts = [getattr(style, name, None) for name in names]
+    placements = [x for found in layouts if found for x in found]
+    last = placements[-1] if placements else None
+    return last.dim if isinstance(last, Shard) and last.dim in (0, 1) else None
 
 
 def _placement(dim: int | None) -> Shard | Replicate:

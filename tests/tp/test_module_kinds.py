@@ -124,6 +124,12 @@ def test_embeddings_that_change_what_they_look_up(tp, style, make):
     check_parity(make(67, 10), {"": style}, tp, ids(3, 5, below=67))
 
 
+def test_the_rule_of_its_weight_is_the_embeddings():
+    plan = {"0.weight": "embedding_rowwise", "1": "colwise_rep"}
+    model = nn.Sequential(ScaledEmbedding(67, 10), nn.Linear(10, 3))
+    check_parity(model, plan, 2, ids(3, 5, below=67))
+
+
 def test_a_scaled_embedding_onto_a_sequence_and_in_parts():
     plan = {"": VocabParallel(output="sequence")}
     check_parity(ScaledEmbedding(67, 8), plan, 2, ids(3, 5, below=67), sequence_out=True)

@@ -18,11 +18,12 @@ from tp_models import DIM, Lm, Mlp
 from tp_world import tp_mesh
 
 from parallel3d._layout import ParamLayout, get_param_layout
-from parallel3d.errors import PlanError
+from parallel3d.errors import PlanError, StateError
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import Colwise, Rowwise, VocabParallel, parse_style, resolve_plan
+from parallel3d.tp import PrepareInput as OurPrepareInput
 
 LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2)]
 
@@ -69,6 +70,37 @@ SEQUENCE = {
 @pytest.mark.parametrize("plan", [TORCH, MIXED, SEQUENCE], ids=["torch", "mixed", "sequence"])
 def test_plans_with_torchs_styles(plan, layout):
     check(functools.partial(Lm, 12, 8), plan, layout)
+
+
+OURS_BETWEEN = {
+    **SEQUENCE,
+    "layers.*.norm": "sequence_parallel",
+    "layers.*.mlp": OurPrepareInput("sequence"),
+    "layers.*.mlp.gate": Colwise(input="gathered"),
+    "layers.*.mlp.up": Colwise(input="gathered"),
+    "layers.1.mlp.down": Rowwise(output="sequence"),
+    "layers.0.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+del OURS_BETWEEN["layers.*.mlp.down"]
+
+
+def test_our_styles_take_the_parts_that_torchs_have_made():
+    check(functools.partial(Lm, 12, 8), OURS_BETWEEN, (1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SEQUENCE,
+        {**SEQUENCE, "embed": VocabParallel(output="sequence")},
+        {**OURS_BETWEEN, "layers.0.mlp.down": Rowwise(output="sequence")},
+    ],
+    ids=["torch", "our parts", "torch splits"],
+)
+def test_a_sequence_that_ranks_cannot_share_is_an_error(plan):
+    # Fault k: torch takes the parts of a sequence of 5 for parts of one of 6. Ours take any length.
+    with pytest.raises(StateError, match=r"a sequence of 5 can't be shared equally by 2"):
+        check(functools.partial(Lm, 12, 8), plan, (1, 1, 2), length=5)
 
 
 def test_tied_weights_stay_tied_under_torchs_styles():
