@@ -47,6 +47,7 @@ __all__ = [
     "get_local_tensor",
     "gradient_hooks",
     "grads_may_differ_in_dtype",
+    "graph_is_kept",
     "group_memory",
     "has_group_memory",
     "has_tensor_hooks",
@@ -258,6 +259,11 @@ def combine_ranks(by_rank: dict[int, torch.Tensor]) -> torch.Tensor:
 def in_backward_pass() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that runs on this thread has ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def backward_id() -> int:

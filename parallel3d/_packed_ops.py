@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, make_dtensor, spec_of
+from parallel3d._compat import get_local_tensor, make_dtensor, make_spec, spec_of
 from parallel3d._packed_layout import PackedShard, PackedSpec, cut_packed, ordinary
 from parallel3d.errors import Parallel3dError
 
@@ -73,12 +73,23 @@ _TO_NUMBER = {
 }
 
 
+# New tensors of any shape; of the same one they lie as the packed one does.
+_NEW = {"new_empty", "new_full", "new_ones", "new_zeros"}
+# Of the same shape, as autograd's nodes are found by, they leave all rows.
+_VIEWS = {"expand", "view"}
+
+
 @lru_cache(maxsize=1024)
 def _kind(func: Any) -> str:
-    """``"rows"``: each result has the rows of its operands. ``"number"``: it is a number of all. ``""``."""
+    """``"rows"``: each result has the rows of its operands. ``"number"``: it is a number of all.
+    ``"new"``: it has none of their values. ``"view"``: rows if it keeps the shape. ``""``: anything else."""
     name = func._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_") or name in _SAME_ROWS or torch.Tag.pointwise in func.tags:
         return "rows"
+    if name in _NEW:
+        return "new"
+    if name in _VIEWS:
+        return "view"
     return "number" if name in _TO_NUMBER else ""
 
 
@@ -97,10 +108,15 @@ class _Call:
         self.on_lists = any(isinstance(value, (list, tuple)) for value in args[:1])
 
     def run(self) -> Any:
-        if not self.kind:
+        if self.kind == "view" and tuple(self.args[1]) == tuple(self.args[0].shape):
+            local = get_local_tensor(self.args[0])
+            return make_dtensor(self.func(local, list(local.shape)), spec_of(self.args[0]))
+        if self.kind in ("", "view"):
             self._refuse("mixes, picks or moves rows,")
         if self.func is torch.ops.aten.copy_.default and _lie_apart(*self.args[:2]):
             return _copied(*self.args[:2])
+        if self.kind == "new":
+            return _new(self.func, *self.args, **self.kwargs)
         values = [*self.args, *self.kwargs.values()]
         for value in values:
             for position, tensor in _positions(value):
@@ -184,6 +200,15 @@ class _Call:
             "or to_local(). (State of an optimizer that torch's set_optimizer_state_dict has loaded whole "
             "lies otherwise than its parameter: load it with parallel3d.fsdp.load_optim_state_dict)"
         )
+
+
+def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTensor:
+    """``like.new_empty(size)`` and its kind."""
+    spec, local = spec_of(like), get_local_tensor(like)
+    if tuple(size) != tuple(like.shape):
+        return func(make_dtensor(local, _ordinary(spec)), size, *args, **kwargs)
+    made = func(local, list(local.shape), *args, **kwargs)
+    return make_dtensor(made, make_spec(spec.mesh, spec.placements, like.shape, made.dtype))
 
 
 def _lie_apart(target: Any, source: Any) -> bool:

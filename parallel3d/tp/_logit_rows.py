@@ -1,7 +1,8 @@
 """Where logits come from, row by row, and what became of them since: what ``VocabLogits`` refers to."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ class DenseRows:
         """The logits of some rows."""
         return self.local[where]
 
+    def end(self) -> None:
+        """Called when the backward is over."""
+
     def start(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """Where gradients are summed."""
         return [torch.zeros_like(self.local) if needed[0] else None]
@@ -70,6 +74,7 @@ class LinearRows:
         bias: (classes,) or None.
         dtype: in which the layer computes, where autocast was on.
         tokens: rows to take at a time, or None.
+        over: set when the backward is over: the weight may be freed, or hold what a step has made of it.
     """
 
     hidden: Tensor
@@ -77,6 +82,7 @@ class LinearRows:
     bias: Tensor | None = None
     dtype: torch.dtype | None = None
     tokens: int | None = None
+    over: Event = field(default_factory=Event)
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -102,13 +108,17 @@ class LinearRows:
         """The logits of some rows.
 
         Raises:
-            StateError: the weight's memory was freed since the head's forward.
+            StateError: the weight is no longer what it was in the head's forward.
         """
-        if any(t.numel() and not t.untyped_storage().size() for t in inner_tensors(self.weight)):
+        freed = (t.numel() and not t.untyped_storage().size() for t in inner_tensors(self.weight))
+        if self.over.is_set() or any(freed):
+            when = (
+                "after the backward" if self.over.is_set() else "after the head's weight was freed"
+            )
             raise StateError(
-                "the output head's weight was freed between its forward and the use of its logits, which "
-                'loss_parallel="chunked" makes only then; keep the head\'s unit gathered after forward '
-                "(reshard_after_forward=False, no reshard() before the loss), or use loss_parallel=True"
+                f'logits were asked for {when}, but loss_parallel="chunked" makes them only when they are '
+                "asked for; do it earlier, keep the head's unit gathered until then "
+                "(reshard_after_forward=False), or use loss_parallel=True"
             )
         with torch.autocast(self.hidden.device.type, enabled=False):
             return F.linear(
@@ -119,6 +129,10 @@ class LinearRows:
 
     def _cast(self, x: Tensor) -> Tensor:
         return x if self.dtype is None else x.to(self.dtype)
+
+    def end(self) -> None:
+        """Called when the backward is over."""
+        self.over.set()
 
     def start(self, needed: tuple[bool, ...]) -> list[Tensor | None]:
         """Where gradients are summed: of parameters in float32, as one matmul sums within."""

@@ -1,5 +1,7 @@
-"""The functions that ``VocabLogits`` takes without gathering. A handler gets the function it stands for and
-its arguments, and returns NotImplemented for those it can't take.
+"""What functions do with ``VocabLogits``: the few that take them as they are, and all others.
+
+A handler gets the function it stands for and its arguments, and returns NotImplemented for those it can't
+take. What has no handler that can is done with the plain logits.
 """
 
 import math
@@ -12,11 +14,96 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel3d._compat import torch_function_off
 from parallel3d._tree import map_tensors, tensors_in
+from parallel3d.errors import StateError
 from parallel3d.tp._cross_entropy import LossOptions
-from parallel3d.tp.vocab_logits import VocabLogits, loss_of, next_logits
+from parallel3d.tp.vocab_logits import VocabGrad, VocabLogits, loss_of, next_logits
 
-__all__ = ["HANDLED", "OWN"]
+__all__ = ["call"]
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of arguments some of which are ``VocabLogits``: handled, asked of the tensor itself, or done
+    with the plain logits."""
+    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, VocabLogits)]
+    if not any(t.is_settled() for t in given):
+        if func in OWN:
+            with torch_function_off():
+                return func(*args, **kwargs)
+        if func in HANDLED:
+            result = HANDLED[func](func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+    return _on_plain(func, args, kwargs, given)
+
+
+def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> Any:
+    """``func`` of the plain logits.
+
+    They are kept only where something may write to them later: what ``func`` writes to, and what it
+    returns a view of.
+    """
+    written = _written(func, args, kwargs)
+    # In inference mode no tensor says that it is a view.
+    keep = func in _EXPOSING or torch.is_inference_mode_enabled()
+    plain: dict[int, Tensor] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, VocabLogits):
+            return tensor
+        if id(tensor) not in plain:
+            shared = keep or any(tensor is t for t in written)
+            plain[id(tensor)] = tensor.shared_full() if shared else tensor.full_tensor()
+        return plain[id(tensor)]
+
+    result = func(*map_tensors(of, args), **map_tensors(of, kwargs))
+    for tensor in written:
+        with torch_function_off():
+            if tensor.requires_grad:
+                tensor.register_hook(_refuse_plain)
+    if written:
+        by_plain = {id(plain[id(t)]): t for t in written}
+        result = map_tensors(lambda t: by_plain.get(id(t), t), result)
+    for tensor in given:
+        full = plain.get(id(tensor))
+        if tensor.is_settled() or full is None:
+            continue
+        if any(_shares(t, full) for t in tensors_in(result)):
+            tensor.shared_full()
+            return _on_plain(func, args, kwargs, given)
+    return result
+
+
+def _shares(tensor: Tensor, full: Tensor) -> bool:
+    """Whether writing to ``tensor`` would write to ``full``."""
+    base = full if full._base is None else full._base
+    return tensor is full or tensor._base is base
+
+
+def _refuse_plain(grad: Tensor) -> None:
+    """Hook on logits that were written to: their own graph is that of before, which only ``_Full`` knows."""
+    if not isinstance(grad, VocabGrad):
+        raise StateError(
+            "logits of a loss-parallel model were written to in place and then given to an autograd "
+            "function that can't see it; write logits = logits * 2 in place of logits *= 2, or give it "
+            "logits.full_tensor()"
+        )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[VocabLogits]:
+    """The logits that ``func`` writes to, by its name."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
+    targets = (args[:1] if in_place else (), kwargs.get("out"))
+    return [t for t in tensors_in(targets) if isinstance(t, VocabLogits)]
+
+
+_EXPOSING = {Tensor.data.__get__, Tensor.numpy, Tensor.untyped_storage, Tensor.data_ptr}  # type: ignore[attr-defined]
+_WRITING = {
+    *("__setitem__", "__set__", "__delete__", "__iadd__", "__isub__", "__imul__", "__imatmul__"),
+    *("__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
+}
 
 
 def _named(names: str) -> list[Any]:
@@ -240,8 +327,8 @@ def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | No
             dim += skipped
         elif dim == rows and not (isinstance(each, slice) and each == slice(None)):
             return None  # of the vocabulary
-        elif dim > rows or dim + (n or 0) > rows + 1:
-            return None
+        elif dim + (n or 0) > rows + (dim == rows):
+            return None  # of rows and vocabulary at once, or of dims there are not
         else:
             if dim < rows:
                 kept.append(each)

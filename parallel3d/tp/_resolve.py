@@ -11,7 +11,7 @@ from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import parse_style
-from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest, specificity
+from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest
 from parallel3d.tp.styles import (
     Colwise,
     NoFastPath,
@@ -86,8 +86,6 @@ class Resolution:
         """
         rules = list(chosen.rules.items())
         self._rules_given = len(rules)
-        if chosen.specific_first:  # stable: the model's order otherwise
-            rules.sort(key=lambda rule: specificity(str(rule[0])), reverse=True)
         for pattern, value in rules:
             try:
                 style, simple = parse_style(value), expand(pattern)
@@ -124,7 +122,7 @@ class Resolution:
             for inner, inner_style in fit.inside(module).items():
                 path, child = f"{name}.{inner}".lstrip("."), module.get_submodule(inner)
                 self.ruled[id(child)] = RuledModule(path, pattern, inner_style, child, why)
-        elif before.pattern != pattern and not chosen.specific_first:
+        elif before.pattern != pattern:
             self.problems.append(
                 f"module {name!r} has two rules: {before.pattern!r} ({before.style}) and "
                 f"{pattern!r} ({style}); keep one"
@@ -134,7 +132,7 @@ class Resolution:
         before = self._param_rules.get(path)
         if before is None:
             self._param_rules[path] = _ParamStyle(pattern, style, chosen.reason(pattern))
-        elif before.pattern != pattern and not chosen.specific_first:
+        elif before.pattern != pattern:
             self.problems.append(
                 f"parameter {path!r} has two rules: {before.pattern!r} ({before.style}) and "
                 f"{pattern!r} ({style}); keep one"
@@ -196,28 +194,35 @@ class Resolution:
             yield paths[key], list(found.values())
 
     def add_tied_embeddings(self) -> None:
-        """Gives an embedding without a rule that shares a column-parallel head's weight the
-        vocabulary-parallel style, which splits the same dim."""
+        """Gives embeddings and heads without a rule that share a weight whose vocabulary is split the
+        style that splits it alike."""
         names = {id(module): name for name, module in reversed(self._modules.items())}
         for _, owners in self._owners():
-            heads = [
-                ruled
-                for module, _ in owners
-                if (ruled := self.ruled.get(id(module)))
-                and isinstance(module, nn.Linear)
-                and isinstance(ruled.style, Colwise)
-            ]
-            for module, _ in owners:
-                if not heads or id(module) in self.ruled or not isinstance(module, nn.Embedding):
+            modules = [module for module, _ in owners]
+            ruled = [self.ruled[id(module)] for module in modules if id(module) in self.ruled]
+            partner = next(filter(_splits_vocabulary, ruled), None)
+            for module in modules:
+                if partner is None or id(module) in self.ruled:
                     continue
-                head, name = heads[0], names[id(module)]
-                style = VocabParallel(output=self._embedding_output(head.style))
-                why = f"tied to {head.name!r}"
+                style = self._style_tied_to(partner.style, module)
+                if style is None:
+                    continue
+                name, why = names[id(module)], f"tied to {partner.name!r}"
                 self.ruled[id(module)] = RuledModule(name, name, style, module, why)
                 self.notes.append(
-                    f"{name!r} shares its weight with {head.name!r} ({head.style}) and has no "
+                    f"{name!r} shares its weight with {partner.name!r} ({partner.style}) and has no "
                     f"rule: it gets {style}, so that they stay tied"
                 )
+
+    def _style_tied_to(self, partner: Style, module: nn.Module) -> Style | None:
+        if isinstance(module, nn.Embedding):
+            if isinstance(partner, VocabParallel):
+                return partner
+            return VocabParallel(output=self._embedding_output(partner))
+        if isinstance(partner, VocabParallel) and partner.output == "sequence":
+            return None  # the head's input may be whole or a part
+        tied = isinstance(partner, VocabParallel) and is_plain(module, nn.Linear)
+        return Colwise(output="replicate") if tied else None
 
     def _embedding_output(self, head: Style) -> Any:
         """``"sequence"`` when the head reads parts of a sequence that nothing else splits first."""
@@ -247,8 +252,11 @@ class Resolution:
     def add_attributes(self, rules: dict[int, dict[str, ParamRule]]) -> None:
         """Plans the attributes that styles change, of modules whose parameters have ``rules``."""
         for ruled in (self.ruled[key] for key in rules):
-            values = ruled.style.attributes(ruled.module, self.tp)
-            self.attributes += local_attributes(ruled.name, ruled.module, values)
+            try:
+                values = ruled.style.attributes(ruled.module, self.tp)
+                self.attributes += local_attributes(ruled.name, ruled.module, values)
+            except PlanError as error:
+                self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
 
     def check_as_a_whole(self, rules: dict[int, dict[str, ParamRule]]) -> None:
         """Checks what no module alone shows."""
@@ -320,10 +328,10 @@ class Resolution:
     def leave_fast_paths(self) -> None:
         """Sees to it that torch's transformer encoders call the modules in them that are split."""
         for name, module in self._modules.items():
-            if isinstance(module, _HAS_FAST_PATH) and id(module) not in self.ruled:
-                if self._split_inside(name):
-                    why = "calls the modules inside it in inference too"
-                    self.ruled[id(module)] = RuledModule(name, name, NoFastPath(), module, why)
+            free = isinstance(module, _HAS_FAST_PATH) and id(module) not in self.ruled
+            if free and self._split_inside(name):
+                why = "calls the modules inside it in inference too"
+                self.ruled[id(module)] = RuledModule(name, name, NoFastPath(), module, why)
 
     def _check_sequence(self) -> None:
         styles = [ruled.style for ruled in self.ruled.values()]
@@ -340,3 +348,8 @@ class Resolution:
         for path, owners in self._owners():
             if not any(name in rules.get(id(module), {}) for module, name in owners):
                 yield path
+
+
+def _splits_vocabulary(ruled: RuledModule) -> bool:
+    head = isinstance(ruled.style, Colwise) and isinstance(ruled.module, nn.Linear)
+    return head or isinstance(ruled.style, VocabParallel)

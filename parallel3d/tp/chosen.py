@@ -27,15 +27,12 @@ class ChosenPlan:
         why: pattern -> why the rule is there, for the report; patterns the user gave have none.
         notes: what was done that a reader of the rules should know.
         source: where the rules come from; ``""`` is the user.
-        specific_first: of two rules on one module the more specific holds; otherwise two are a
-            mistake.
     """
 
     rules: Mapping[str, Rule]
     why: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     source: str = ""
-    specific_first: bool = False
 
     def reason(self, pattern: str) -> str:
         """Why ``pattern``'s rule is there; ``""``: the user gave it."""

@@ -159,7 +159,8 @@ def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
     all_gather_single(stacked.view(-1), x.view(-1), group=axis.group)
     # One copy into the layout the next matmul wants; none for dim 0 or a batch of one.
     joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
-    return joined.narrow(dim, 0, size) if uneven else joined
+    # No view: what an autograd function gives as one can't be changed in place, by an activation.
+    return (joined.narrow(dim, 0, size) if uneven else joined).detach()
 
 
 def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
@@ -183,7 +184,7 @@ def start_reduce_scatter(
     )
     if uneven:
         rows = torch.sym_min(size - torch.sym_min(axis.rank * chunk, size), chunk)
-        own = own.narrow(dim, 0, rows)
+        own = own.narrow(dim, 0, rows).detach()
     return own, work
 
 

@@ -6,46 +6,58 @@ attention or MLP block is answered by leaving the block whole on every rank, whi
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from parallel3d.errors import PlanError
+from parallel3d.tp.chosen import Rule
 from parallel3d.tp.flow import Clash, Flow, Meeting, trace_flow
-from parallel3d.tp.names import STYLE_NAMES, parse_style
+from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
 from parallel3d.tp.styles import Replicated, Style
 
-__all__ = ["complete"]
+__all__ = ["Call", "Rules", "complete"]
 
-Rules = dict[str, str | Style]
+Rules = dict[str, Rule]
+Call = Callable[[nn.Module], Any]
 
 
 def complete(
-    model: nn.Module, rules: Rules, tp_size: int, call: Callable[[nn.Module], Any]
+    model: nn.Module,
+    rules: Rules,
+    tp_size: int,
+    calls: Callable[[nn.Module], Iterable[Call]],
 ) -> tuple[Rules, dict[str, str], list[str]]:
     """``rules`` with what is missing and without what can't be right.
 
     Args:
         rules: pattern -> style name.
-        call: runs a copy of the model on the meta device.
+        calls: of the model: ways to run a copy of it on the meta device, of which one should work.
 
     Returns:
-        The rules, why each added one is there, and notes. When ``call`` fails the rules are as given, and a
+        The rules, why each added one is there, and notes. When no call works the rules are as given, and a
         note says why they were not looked at.
 
     Raises:
-        PlanError: something that is wrong lies in no block that could be left whole.
+        PlanError: something that is wrong lies in no block that could be left whole, or in every layer's.
     """
-    rules, why, notes = dict(rules), {}, []  # type: ignore[var-annotated]
+    why: dict[str, str] = {}
+    notes: list[str] = []
+    rules = dict(rules)
     while True:
-        try:
-            flow = trace_flow(model, styles_of(model, rules), call)
-        except Exception as error:  # anything at all: it is the model's code
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({said})"]
-        clashes = _clashes(model, rules, flow)
+        flow, failed = _look(model, styles_of(model, rules), calls(model))
+        if flow is None:
+            return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
+        summed = _summed_for_nothing(model, rules, flow)
+        if summed:
+            rules = {p: style for p, style in rules.items() if p not in summed}
+            notes += [
+                f"{p!r} is not needed: what it is for is used alike on every rank" for p in summed
+            ]
+            continue
+        clashes = _clashes(model, rules, flow, tp_size)
         if not clashes:
             return _with_params(model, rules, why, notes, flow, tp_size)
         # One block at a time: a part that goes astray is seen wherever it comes to.
@@ -58,13 +70,26 @@ def complete(
             f"{block!r} stays whole on every rank, its {len(dropped)} rules are left out: "
             f"{clashes[0].text}"
         )
-        if not rules:
+        if not any("*" in pattern for pattern in rules):
             raise PlanError(
-                f"the plan {type(model).__name__} brings is wrong everywhere: " + "; ".join(notes)
+                f"the plan {type(model).__name__} brings is wrong in every layer: {'; '.join(notes)}"
             )
 
 
 _NOT_RUN = "the model can't be run on the meta device to look at it"
+
+
+def _look(
+    model: nn.Module, styles: dict[str, Style], calls: Iterable[Call]
+) -> tuple[Flow | None, str]:
+    """The flow of the first call that works, or what the first one that doesn't says."""
+    failed = ""
+    for call in calls:
+        try:
+            return trace_flow(model, styles, call), ""
+        except Exception as error:  # anything at all: it is the model's code
+            failed = failed or f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    return None, failed
 
 
 def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
@@ -84,22 +109,29 @@ def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
 # ---- what can't be repaired ----
 
 
-def _clashes(model: nn.Module, rules: Rules, flow: Flow) -> list[Clash]:
+def _clashes(model: nn.Module, rules: Rules, flow: Flow, tp_size: int) -> list[Clash]:
     styles = styles_of(model, rules)
     found = list(flow.clashes)
     for path, meetings in flow.met.items():
         if _is_summed(path, styles):
             continue
-        if path in flow.whole or _repair(model, path, meetings) is None:
+        if path in flow.whole or _repair(model, path, meetings, tp_size) is None:
             sources = frozenset[str]().union(*(m.sources for m in meetings))
             text = f"parameter {path!r} has no rule and meets each rank's part, of {_said(sources)}"
             found.append(Clash(text, sources | {path.rpartition(".")[0]}))
-    for path in flow.whole:
+    for path in flow.whole & flow.met.keys():
         if _is_summed(path, styles):
-            owner = path.rpartition(".")[0]
-            text = f"{path!r} is to have its gradient summed, but is used alike on every rank"
-            found.append(Clash(text, frozenset([owner])))
+            text = f"{path!r} meets each rank's part, but is used alike on every rank too"
+            found.append(Clash(text, frozenset([path.rpartition(".")[0]])))
     return found
+
+
+def _summed_for_nothing(model: nn.Module, rules: Rules, flow: Flow) -> list[str]:
+    """Rules that would sum gradients that are whole already."""
+    styles = styles_of(model, rules)
+    paths = [p for p in flow.whole - flow.met.keys() if _is_summed(p, styles)]
+    named = {name for path in paths for name in (path, path.rpartition(".")[0])}
+    return [pattern for pattern in rules if any(matches(pattern, name) for name in named)]
 
 
 def _is_summed(path: str, styles: dict[str, Style]) -> bool:
@@ -108,13 +140,12 @@ def _is_summed(path: str, styles: dict[str, Style]) -> bool:
 
 
 def _block(clash: Clash) -> str:
-    """The pattern of the smallest module around everything the clash is about; ``""``: none is smaller than
-    a layer."""
+    """The pattern of the smallest module around everything the clash is about; ``""``: the whole model."""
     paths = [path.split(".") for path in clash.modules]
     if len(paths) == 1:
         paths = [paths[0][:-1]]
     common = [column[0] for column in itertools.takewhile(_is_one, zip(*paths, strict=False))]
-    return "" if common and common[-1].isdigit() else numberless(".".join(common))
+    return numberless(".".join(common))
 
 
 def _is_one(column: tuple[str, ...]) -> bool:
@@ -131,19 +162,29 @@ def _inside(model: nn.Module, pattern: str, block: str) -> bool:
 # ---- what can ----
 
 
-def _repair(model: nn.Module, path: str, meetings: list[Meeting]) -> str | None:
+def _repair(model: nn.Module, path: str, meetings: list[Meeting], tp_size: int) -> str | None:
     """The style that makes a parameter without a rule right, if one does."""
-    wanted = {_repair_once(tuple(model.get_parameter(path).shape), m) for m in meetings}
+    shape = tuple(model.get_parameter(path).shape)
+    wanted = {_repair_once(model, shape, met, tp_size) for met in meetings}
     return wanted.pop() if len(wanted) == 1 else None
 
 
-def _repair_once(whole: tuple[int, ...], met: Meeting) -> str | None:
+def _repair_once(
+    model: nn.Module, shape: tuple[int, ...], met: Meeting, tp_size: int
+) -> str | None:
     dims = [i - len(met.shape) for i, size in enumerate(met.shape) if size != 1]
     if not dims:  # one number for everything
         return "replicated_with_grad_allreduce"
+    if not met.apart or met.shape[-1] != met.local_shape[-1]:
+        return None
     # Of a tensor with its heads apart the last dim is one head's, and the same of each.
-    if met.apart and dims == [-1] and met.shape[-1] == met.local_shape[-1]:
+    if dims == [-1]:
         return "replicated_with_grad_allreduce"
+    heads, size = met.shape[-2:]
+    split = [getattr(model.get_submodule(s), "out_features", 0) for s in met.sources]
+    own = shape == (heads, size) and dims == [-2, -1] and met.local_shape[-2] == heads
+    if own and heads % tp_size == 0 and all(width == heads * size for width in split):
+        return "colwise"  # something for each head
     return None
 
 
@@ -160,20 +201,21 @@ def _with_params(
     todo: dict[str, tuple[str, Meeting]] = {}
     for path, meetings in flow.met.items():
         if not _is_summed(path, styles):
-            style = _repair(model, path, meetings)
+            style = _repair(model, path, meetings, tp_size)
             assert style is not None
             todo[path] = (style, meetings[0])
     for path, (style, met) in todo.items():
         owner = path.rpartition(".")[0]
         module = model.get_submodule(owner)
-        alone = all(f"{owner}.{n}" in todo for n in module._parameters) and owner not in styles
+        alone = style != "colwise" and owner not in styles
+        alone &= all(todo.get(f"{owner}.{n}", "")[:1] == (style,) for n in module._parameters)
         pattern = numberless(owner if alone else path)
         reason = f"added: it acts on each rank's part, of {_said(frozenset(map(numberless, met.sources)))}"
         if pattern not in rules:
             rules[pattern], why[pattern] = style, reason
             notes.append(f"{pattern!r} gets {style!r}: {reason.removeprefix('added: ')}")
         if not alone and owner not in styles and numberless(owner) not in rules:
-            rules[numberless(owner)] = STYLE_NAMES["local_params"]
+            rules[numberless(owner)] = "local_params"
             why[numberless(owner)] = "added: for the rules of its parameters"
     return rules, why, notes
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from parallel3d._compat import simulation_off
 from parallel3d._tree import tensors_in
 from parallel3d.tp.styles import (
     Colwise,
@@ -109,11 +110,12 @@ def trace_flow(
     Raises:
         Exception: whatever ``call`` raises, such as for code that needs values.
     """
-    twin = _meta_copy(model)
-    watch = _Watch(twin, styles)
-    with torch.enable_grad(), watch:
-        result = call(twin)
-    watch.check_result(result)
+    with simulation_off():
+        twin = _meta_copy(model)
+        watch = _Watch(twin, styles)
+        with torch.enable_grad(), watch:
+            result = call(twin)
+        watch.check_result(result)
     return watch.flow
 
 

@@ -84,7 +84,7 @@ def _whole(style: Style) -> Style | None:
     if isinstance(style, Rowwise):
         return replace(style, input="replicate")
     if isinstance(style, LocalParams):
-        return replace(style, params=(), tp_grad="whole")
+        return replace(style, params=tuple((name, Replicated()) for name, _ in style.params))
     if isinstance(style, (Replicated, RopeOutput)):
         return Replicated()
     return style if isinstance(style, PrepareInput) else None

@@ -6,17 +6,19 @@ earlier releases merge fewer of them, so the merge is done here again, which cha
 was done already.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallel3d._tree import map_tensors
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.completion import complete
-from parallel3d.tp.patterns import matches
-from parallel3d.tp.styles import Style
+from parallel3d.tp.completion import Call, Rules, complete
+from parallel3d.tp.derive.inputs import Example, examples
+from parallel3d.tp.patterns import matches, numberless, specificity
 
 __all__ = ["has_hf_plan", "hf_plan", "merged_plan"]
 
@@ -55,32 +57,67 @@ def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
     Raises:
         PlanError: no rule of it matches, or it is wrong in a way that can't be repaired.
     """
-    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
-    names += [n for n, _ in model.named_parameters(remove_duplicate=False)]
     given = merged_plan(model)
-    rules: dict[str, str | Style] = {
-        pattern: style
-        for pattern, style in given.items()
-        if any(matches(pattern, name) for name in names)
-    }
+    rules: Rules = _without_overlaps(given, _names(model))
     if not rules:
         raise PlanError(
             f"the plan {type(model).__name__} brings names {', '.join(map(repr, given))}, "
             "of which this model has nothing; give tp_plan a dict"
         )
-    left_out = [pattern for pattern in given if pattern not in rules]
     notes = []
+    left_out = [
+        pattern for pattern in given if not any(matches(pattern, name) for name in _names(model))
+    ]
     if left_out:
         notes.append(f"rules of the model's plan that match nothing here: {', '.join(left_out)}")
-    rules, why, more = complete(model, rules, tp_size, _run)
-    return ChosenPlan(rules, why, (*notes, *more), "the model's plan", specific_first=True)
+    rules, why, more = complete(model, rules, tp_size, _calls)
+    return ChosenPlan(rules, why, (*notes, *more), "the model's plan")
 
 
-def _run(model: nn.Module) -> Any:
-    """Runs a meta copy as transformers' models are run, without a cache."""
+def _names(model: nn.Module) -> list[str]:
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def _without_overlaps(given: Mapping[str, str], names: list[str]) -> Rules:
+    """``given`` with one rule for each name: transformers takes the one whose ``*`` are all numbers.
+
+    Where two rules match, the more specific stays; the other is written out for the names it keeps.
+    """
+    found: dict[str, list[str]] = {pattern: [] for pattern in given}
+    for name in names:
+        mine = [pattern for pattern in given if matches(pattern, name)]
+        if mine:
+            exact = numberless(name)
+            found[max(mine, key=lambda p: (p == exact, specificity(p)))].append(name)
+    rules: Rules = {}
+    for pattern, kept in found.items():
+        if len(kept) == sum(matches(pattern, name) for name in names):
+            rules |= {pattern: given[pattern]} if kept else {}
+        else:
+            rules |= dict.fromkeys(kept, given[pattern])
+    return rules
+
+
+def _calls(model: nn.Module) -> Iterator[Call]:
+    """Ways to run a meta copy, the likelier first: with token ids alone, or what the class says it takes."""
+    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
+    yield lambda twin: _eager(twin)(input_ids=ids, use_cache=False)
+    found: list[Example] = []
+    with (
+        torch.random.fork_rng(devices=[]),
+        suppress(Exception),
+    ):  # the model's code says what it takes
+        found += examples(model)
+    for example in found:
+        args, kwargs = map_tensors(lambda t: t.to("meta"), example)
+        yield lambda twin, args=args, kwargs=kwargs: _eager(twin)(*args, **kwargs)  # type: ignore[misc]
+
+
+def _eager(model: nn.Module) -> nn.Module:
+    """``model`` with attention in torch's functions; the kernels of others don't run on meta."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # the kernels of others don't run on meta
-    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
-    return model(input_ids=ids, use_cache=False)
+            config._attn_implementation = "eager"
+    return model

@@ -78,8 +78,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     pending = pending_of(x)
-    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if pending is None or not trained or torch.is_autocast_enabled(x.device.type):
+    if pending is None or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return F.linear(x, weight, bias)
     left = _Left()
     token = _Weights.apply(weight, bias, left)
@@ -141,7 +142,8 @@ class _Linear(torch.autograd.Function):
         weight, bias = params
         ctx.left = left
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        # With a bias it is a view of a matrix, which couldn't be changed in place, by an activation.
+        return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from parallel3d._compat import functorch_is_active, untraced
 from parallel3d._forward import as_if, wrap_forward
 from parallel3d.errors import PlanError
+from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
+from parallel3d.tp.forwards import SequenceLength, TpState, take_input
+from parallel3d.tp.linear_overlap import linear
 from parallel3d.tp.plan import PlannedModule, ResolvedPlan
 from parallel3d.tp.styles import Colwise, Style
 from parallel3d.tp.styles.traffic import Traffic
@@ -40,7 +42,7 @@ class LogitsHead(Style):
         return self.head.plan(module, tp)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, logits_head, TpState(self, axis, sequence))
+        bind_base_forward(module, nn.Linear, logits_head, TpState(self, axis, sequence))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         # The loss reduces two numbers a token.
@@ -56,7 +58,7 @@ def logits_head(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> VocabLogits (..., out)."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.head.input, style.head.sequence_dim, tp)
+    x = take_input(input, style.head.input, style.head.sequence_dim, tp, read_only=True)
     if torch.compiler.is_compiling() or functorch_is_active():  # neither can look into our subclass
         y = F.linear(x, self.weight, self.bias)
         return gather_from_tp(y, -1, self.out_features, tp.axis)
@@ -79,7 +81,7 @@ def _logits(head: Any, x: Tensor, axis: TpAxis | None, chunked: bool) -> Tensor:
     # Without a backward to come the head's weight may be freed when its forward ends.
     if chunked and torch.is_grad_enabled():
         return lazy_logits(x, head.weight, head.bias, head.out_features, axis)
-    return sharded_logits(F.linear(x, head.weight, head.bias), head.out_features, axis)
+    return sharded_logits(linear(x, head.weight, head.bias), head.out_features, axis)
 
 
 def chunk_whole_head(model: nn.Module, plan: ResolvedPlan | None) -> None:

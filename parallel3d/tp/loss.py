@@ -16,9 +16,9 @@ __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    axis: TpAxis | None,
+    axis: TpAxis | None = None,
     *,
-    vocab_size: int,
+    vocab_size: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -37,10 +37,10 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: (..., classes on this rank): the chunk of the vocabulary that ``torch.chunk`` gives the
-            rank; chunks may differ, and may be empty.
+            rank; chunks may differ, and may be empty. Or what a model under loss parallel returns.
         target: (...), class ids of the whole vocabulary; the same on all tp ranks.
         axis: the tp axis; None: ``logits`` are whole.
-        vocab_size: number of classes.
+        vocab_size: number of classes; needed with an axis.
         ignore_index: targets that don't count.
         label_smoothing: as ``F.cross_entropy``.
         z_loss: coefficient.
@@ -49,11 +49,19 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         Parallel3dError: shapes or options that can't be.
-        RuntimeError: a target outside the vocabulary (on an accelerator when it next synchronises), or a
-            second derivative.
+        RuntimeError: a target outside the vocabulary (on an accelerator when it next synchronises).
+        StateError: a backward with ``create_graph=True``.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, weight, reduction)
     _check_target(logits, target)
+    if isinstance(logits, VocabLogits):
+        if logits.is_settled():
+            logits = logits.full_tensor()
+        elif logits.holds_classes_last():
+            return loss_of(logits, target, options)
+        else:
+            raise Parallel3dError("the classes must be the last dim of the logits")
+    vocab_size = _vocabulary(logits.shape[-1], axis, vocab_size)
     return loss_of(sharded_logits(logits, vocab_size, axis), target, options)
 
 
@@ -93,10 +101,7 @@ def linear_cross_entropy(
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, class_weight, reduction)
     _check_target(hidden, target)
-    if vocab_size is None:
-        if axis is not None and axis.size > 1:
-            raise Parallel3dError("linear_cross_entropy over a tp axis needs vocab_size")
-        vocab_size = weight.shape[0]
+    vocab_size = _vocabulary(weight.shape[0], axis, vocab_size)
     if chunk_tokens is not None and chunk_tokens < 1:
         raise Parallel3dError(f"chunk_tokens is {chunk_tokens}; it is at least 1")
     if axis is not None:
@@ -105,9 +110,15 @@ def linear_cross_entropy(
     return loss_of(logits, target, options)
 
 
+def _vocabulary(local: int, axis: TpAxis | None, given: int | None) -> int:
+    if given is None and axis is not None and axis.size > 1:
+        raise Parallel3dError("a loss over a tp axis needs vocab_size")
+    if axis is None and given not in (None, local):
+        raise Parallel3dError(f"vocab_size is {given}, without an axis there are {local} classes")
+    return local if given is None else given
+
+
 def _check_target(rows: Tensor, target: Tensor) -> None:
-    if isinstance(rows, VocabLogits):
-        raise Parallel3dError("logits of a loss-parallel model go to F.cross_entropy")
     if tuple(rows.shape[:-1]) != tuple(target.shape) or target.dtype is not torch.int64:
         raise Parallel3dError(
             f"target is {target.dtype} of shape {tuple(target.shape)}; it must be int64 class ids of the "

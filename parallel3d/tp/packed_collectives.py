@@ -30,10 +30,13 @@ def _gather(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
     dim, most = packing.dim, max(packing.lengths)
     shape = list(x.shape)
     shape[dim] = most
-    padded = x.new_zeros(shape)
-    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-    stacked = padded.new_empty((axis.size, *shape))
-    all_gather_single(stacked.view(-1), padded.view(-1), group=axis.group)
+    if packing.is_even:
+        sent = x.contiguous()
+    else:
+        sent = x.new_zeros(shape)
+        sent.narrow(dim, 0, x.shape[dim]).copy_(x)
+    stacked = sent.new_empty((axis.size, *shape))
+    all_gather_single(stacked.view(-1), sent.view(-1), group=axis.group)
     joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
     # In the order of the whole: one narrow for each interval.
     places = []

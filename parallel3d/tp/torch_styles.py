@@ -5,7 +5,7 @@ and stay frozen, and none is communicated; torch's style gives the module its ho
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -121,6 +121,18 @@ class TorchStyle(Style):
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return Traffic("torch's own", "forward", None), Traffic("torch's own", "backward", None)
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        # Of a DTensor it is torch that sees to random numbers.
+        if not getattr(self.style, "use_local_output", False):
+            return ""
+        if isinstance(self.style, SequenceParallel):
+            return "sequence"
+        (placement,) = getattr(self.style, "output_layouts", None) or (None,)
+        if isinstance(placement, Shard):
+            return "sequence" if placement.dim in (0, 1) else "features"
+        return "whole" if isinstance(placement, Replicate) else ""
 
 
 def _placement(dim: int | None) -> Shard | Replicate:

@@ -9,16 +9,17 @@ nothing of this work. Only the gradient that travels between our own nodes is la
 made part by part where it is turned into that of what the head read.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.overrides import enable_reentrant_dispatch
 
-from parallel3d._compat import no_torch_function, torch_function_off
+from parallel3d._compat import graph_is_kept, no_torch_function
 from parallel3d._layout import local_chunk
-from parallel3d._tree import map_tensors, tensors_in
+from parallel3d._tree import map_tensors
 from parallel3d.errors import StateError
 from parallel3d.tp._cross_entropy import CrossEntropy, LossOptions
 from parallel3d.tp._logit_rows import (
@@ -116,6 +117,10 @@ class VocabLogits(Tensor):
         """The plain logits, differentiably. A collective, unless they are there."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
 
+    def holds_classes_last(self) -> bool:
+        """Whether the vocabulary is the last dim."""
+        return self._view.at == len(self._view.lead)
+
     def is_settled(self) -> bool:
         """Whether plain logits stand for this tensor, or for one that it is a view of."""
         return self._full is not None or (self._parent is not None and self._parent.is_settled())
@@ -148,20 +153,10 @@ class VocabLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Handled, asked of this tensor itself, or done with the plain logits."""
-        from parallel3d.tp._logits_functions import HANDLED, OWN  # which need this module
+        """See ``_logits_functions``."""
+        from parallel3d.tp._logits_functions import call  # which needs this module
 
-        kwargs = kwargs or {}
-        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, VocabLogits)]
-        if not any(t.is_settled() for t in given):
-            if func in OWN:
-                with torch_function_off():
-                    return func(*args, **kwargs)
-            if func in HANDLED:
-                result = HANDLED[func](func, *args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-        return _on_plain(func, args, kwargs, given)
+        return call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -203,10 +198,38 @@ class VocabGrad(Tensor):
             a, b = args
             if isinstance(a, VocabGrad) and isinstance(b, VocabGrad) and a._view is b._view:
                 return VocabGrad(a._view, a._sources + b._sources)
-        return _dispatch_plain(func, args, kwargs, VocabGrad, _whole_gradient)
+        with enable_reentrant_dispatch():  # autograd takes us back through functions of logits
+            return _dispatch_plain(func, args, kwargs, VocabGrad, _whole_gradient)
 
 
 # ---- the nodes ----
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses ``create_graph=True``: the gradients are made by formulas that have no graph."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise StateError(
+                "create_graph=True through logits under loss parallel, whose gradients can't be "
+                "differentiated again; use loss_parallel=False"
+            )
+        return backward(ctx, grad)
+
+    return checked
+
+
+def _kept(ctx: Any) -> Any:
+    """What a node has kept for its backward; like saved tensors it goes with the first."""
+    kept = ctx.kept
+    if kept is None:
+        raise RuntimeError(
+            "backward a second time through logits under loss parallel; the first needs retain_graph=True"
+        )
+    if not graph_is_kept():
+        ctx.kept = None
+    return kept
 
 
 class _Make(torch.autograd.Function):
@@ -214,16 +237,19 @@ class _Make(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, view: LogitsView, *inputs: Tensor | None) -> VocabLogits:
-        ctx.view = view
+        ctx.kept = view
         ctx.save_for_backward(*inputs)  # so that autograd notices when they are written to
         return VocabLogits(view)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        view: LogitsView = ctx.view
+        view: LogitsView = _kept(ctx)
         rows = view.rows.of(*ctx.saved_tensors)
-        return None, *_collect(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
+        found = _collect(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
+        if not graph_is_kept():
+            view.rows.end()
+        return None, *found
 
 
 class _Step(torch.autograd.Function):
@@ -231,13 +257,14 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, view: LogitsView) -> VocabLogits:
-        ctx.before, ctx.after = logits._view, view
+        ctx.kept = logits._view, view
         return VocabLogits(view)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return VocabGrad(ctx.before, _sources_of(grad, ctx.after)), None
+        before, after = _kept(ctx)
+        return VocabGrad(before, _sources_of(grad, after)), None
 
 
 class _Full(torch.autograd.Function):
@@ -245,15 +272,16 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits) -> Tensor:
-        ctx.view = logits._view
-        full = _gathered(ctx.view.local(), ctx.view)
+        view = ctx.kept = logits._view
+        full = _gathered(view.local(), view)
         # Who gets it may write to it: it is no view, and not what the rows are.
-        return full.clone() if ctx.view.axis is None or full._base is not None else full
+        return full.clone() if view.axis is None or full._base is not None else full
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return VocabGrad(ctx.view, _sources_of(grad, ctx.view))
+        view = _kept(ctx)
+        return VocabGrad(view, _sources_of(grad, view))
 
 
 class _Loss(torch.autograd.Function):
@@ -261,21 +289,22 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, target: Tensor, options: LossOptions) -> Tensor:
-        view = ctx.view = logits._view
+        view = logits._view
         flat = target.reshape(-1)
-        ctx.loss = loss = CrossEntropy(flat, view.vocab_size, view.axis, options, view.dtype)
+        loss = CrossEntropy(flat, view.vocab_size, view.axis, options, view.dtype)
+        ctx.kept = view, loss
         for part in view.parts():
             loss.see(view.get(part), part)
         result = loss.finish()
         return result.view(target.shape) if result.dim() else result
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        loss: CrossEntropy = ctx.loss
+        view, loss = _kept(ctx)
         grad = grad.reshape(-1) if grad.dim() else grad
-        source = GradientSource(ctx.view, lambda x, part: loss.gradient(x, part, grad))
-        return VocabGrad(ctx.view, (source,)), None, None
+        source = GradientSource(view, lambda x, part: loss.gradient(x, part, grad))
+        return VocabGrad(view, (source,)), None, None
 
 
 def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
@@ -335,79 +364,6 @@ def _whole_gradient(grad: VocabGrad) -> Tensor:
     assert total is not None
     total = total[view.where(slice(None))]
     return _gathered(total.view(*view.lead, total.shape[1]), view).to(view.dtype)
-
-
-def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> Any:
-    """``func`` of the plain logits.
-
-    They are kept only where something may write to them later: what ``func`` writes to, and what it
-    returns a view of.
-    """
-    writes = _writes(func, kwargs)
-    keep = writes or torch.is_inference_mode_enabled()  # where no tensor says that it is a view
-    plain: dict[int, Tensor] = {}
-
-    def of(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, VocabLogits):
-            return tensor
-        if id(tensor) not in plain:
-            plain[id(tensor)] = tensor.shared_full() if keep else tensor.full_tensor()
-        return plain[id(tensor)]
-
-    result = func(*map_tensors(of, args), **map_tensors(of, kwargs))
-    if writes:
-        by_plain = {id(full): t for t in given if (full := plain.get(id(t))) is not None}
-        for tensor in by_plain.values():
-            with torch_function_off():
-                if tensor.requires_grad:
-                    tensor.register_hook(_refuse_plain)
-        return map_tensors(lambda t: by_plain.get(id(t), t), result)
-    for tensor in given:
-        full = plain.get(id(tensor))
-        if tensor.is_settled() or full is None:
-            continue
-        if any(_shares(t, full) for t in tensors_in(result)):
-            tensor.shared_full()
-            return _on_plain(func, args, kwargs, given)
-    return result
-
-
-def _shares(tensor: Tensor, full: Tensor) -> bool:
-    """Whether writing to ``tensor`` would write to ``full``."""
-    base = full if full._base is None else full._base
-    return tensor is full or tensor._base is base
-
-
-def _refuse_plain(grad: Tensor) -> None:
-    """Hook on logits that were written to: their own graph is that of before, which only ``_Full`` knows."""
-    if not isinstance(grad, VocabGrad):
-        raise StateError(
-            "logits of a loss-parallel model were written to in place and then given to an autograd "
-            "function that can't see it; write logits = logits * 2 in place of logits *= 2, or give it "
-            "logits.full_tensor()"
-        )
-
-
-def _writes(func: Any, kwargs: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _WRITING or kwargs.get("out") is not None
-
-
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-)
-_WRITING = {"__setitem__", "__set__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 def _dispatch_plain(func: Any, args: Any, kwargs: Any, kind: Any, of: Any) -> Any:

@@ -11,15 +11,24 @@ from all_double import AllDouble
 from tiny import LENGTH, VARIANTS, tiny_model
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import PlanError
 from parallel3d.testing.parity import shards_of
 
-__all__ = ["MESHES", "Case", "Outcome", "compare_cases", "merged", "refused_families"]
+__all__ = ["CASES", "Case", "Outcome", "compare_cases", "merged", "plain_step", "refused_families"]
 
-MESHES = ((1, 1, 2), (1, 2, 2), (2, 1, 2))
+Sizes = tuple[int, int, int]
+
+# What each family is run as: the variant of its tiny config, and the sizes of the mesh.
+CASES: tuple[tuple[str, Sizes], ...] = (
+    ("base", (1, 1, 2)),
+    ("odd", (1, 1, 2)),
+    ("odd", (1, 2, 2)),
+    ("base", (2, 1, 2)),
+)
 
 # Everything is float64 (AllDouble), so equal means equal but for the order of sums. Each tensor is
 # held to its own largest value; the second term is for tensors that would be zero exactly.
@@ -27,7 +36,7 @@ OWN, MODELS = 1e-8, 1e-13
 LEARNING_RATE = 0.1
 
 
-Case = tuple[str, str, tuple[int, int, int]]
+Case = tuple[str, str, Sizes]
 """A family, a variant of its tiny config, and the sizes of a mesh."""
 
 Plan = dict[str, str] | str
@@ -54,7 +63,8 @@ class Outcome:
 def compare_cases(cases: list[Case], plan: Plan = "auto") -> list[Outcome]:
     """Runs on every rank of a world of the meshes' size: one step of plain and parallel, every number
     compared."""
-    return [_outcome(case, plan) for case in cases]
+    meshes: dict[Sizes, DeviceMesh] = {}
+    return [_outcome(case, plan, meshes) for case in cases]
 
 
 def merged(by_rank: list[list[Outcome]]) -> list[Outcome]:
@@ -73,10 +83,13 @@ def refused_families() -> dict[str, str]:
     return dict(pairs)
 
 
-def _outcome(case: Case, plan: Plan) -> Outcome:
+def _outcome(case: Case, plan: Plan, meshes: dict[Sizes, DeviceMesh]) -> Outcome:
     name, variant, sizes = case
     try:
-        return _compare(name, variant, MeshLayout(*sizes), plan)
+        layout = MeshLayout(*sizes)
+        if sizes not in meshes:
+            meshes[sizes] = build_mesh(layout, device_type="cpu")
+        return _compare(name, variant, layout, meshes[sizes], plan)
     except PlanError as error:
         return Outcome("refused", _line(error))
     except Exception as error:
@@ -89,10 +102,9 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:400]
 
 
-def _compare(name: str, variant: str, layout: MeshLayout, plan: Plan) -> Outcome:
+def _compare(name: str, variant: str, layout: MeshLayout, mesh: DeviceMesh, plan: Plan) -> Outcome:
     plain = tiny_model(name, variant)
     parallel = copy.deepcopy(plain)
-    mesh = build_mesh(layout, device_type="cpu")
     parallel = parallelize(parallel, mesh, tp_plan=plan)
     mine = layout.data_rank(dist.get_rank())
     found = _Differences()
@@ -144,6 +156,11 @@ def _step(model: nn.Module, batch: Tensor, seed: int, share: float) -> Tensor:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         (loss * share).backward()
     return loss.detach()
+
+
+def plain_step(model: nn.Module, variant: str) -> Tensor:
+    """The loss of one batch; leaves gradients."""
+    return _step(model, _batch(variant, 0), 0, 1.0)
 
 
 def _pairs(

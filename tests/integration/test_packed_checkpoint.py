@@ -1,18 +1,35 @@
 """Checkpoints of packed parameters: saved on one mesh, loaded on another and into the plain model."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from packed_models import PackedLm, even_lm, packed_plan, packed_tokens, uneven_lm
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._compat import get_local_tensor
 from parallel3d._packed import PackedDTensor
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp import (
+    load_model_state_dict,
+    load_optim_state_dict,
+    model_state_dict,
+    optim_state_dict,
+)
 from parallel3d.testing import GlooPool, shards_of
 
 MODELS = {"even": even_lm, "uneven": uneven_lm}
@@ -30,8 +47,9 @@ def parallel_lm(kind: str, sizes: tuple[int, int, int]) -> PackedLm:
     return parallelize(model, mesh, tp_plan=packed_plan(model))
 
 
-def adamw(model: nn.Module, **options: bool) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Fused: DTensor then finds its way once, not once an operation."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -112,12 +130,17 @@ def load(kind: str, sizes: tuple[int, int, int], path: str, want: Whole) -> None
     step(model, optimizer)  # and goes on
 
 
-ROUND_TRIPS = [  # shard 1, 2 and 4
-    ("even", (1, 2, 2), (1, 4, 2)),
+full = pytest.mark.full
+# Shard 1, 2 and 4; 6 heads on tp 4 with shard 4 are in tests/packed/test_packed_boxes.py.
+ROUND_TRIPS = [
     ("even", (1, 4, 2), (1, 1, 4)),
-    ("even", (1, 1, 2), (2, 2, 2)),
-    ("uneven", (1, 2, 4), (1, 4, 2)),
-    ("uneven", (1, 1, 4), (1, 2, 4)),
+    ("uneven", (1, 2, 4), (1, 1, 4)),
+    pytest.param("even", (1, 2, 2), (1, 4, 2), marks=full),
+    pytest.param("even", (1, 1, 2), (2, 2, 2), marks=full),
+    pytest.param("even", (1, 2, 4), (1, 4, 1), marks=full),
+    pytest.param("uneven", (1, 2, 4), (1, 4, 2), marks=full),
+    pytest.param("uneven", (1, 1, 4), (1, 2, 4), marks=full),
+    pytest.param("uneven", (2, 1, 4), (1, 2, 1), marks=full),
 ]
 
 
@@ -151,3 +174,85 @@ def check_file(kind: str, path: str, want: Whole, tmp_path: Path) -> None:
         chunks = getattr(metadata[name], "chunks", None)
         if chunks:
             assert sum(chunk.sizes.numel() for chunk in chunks) == value.numel(), name
+
+
+# -- torch's state dict functions ------------------------------------------------------------------------
+
+
+def by_torchs_functions(kind: str, sizes: tuple[int, int, int]) -> None:
+    model = parallel_lm(kind, sizes)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    state = flat_state(model, optimizer)
+    want = whole(state)
+    names = list(dict(model.named_parameters()))
+    full = StateDictOptions(full_state_dict=True)
+
+    weights = get_model_state_dict(model, options=full)
+    moments = get_optimizer_state_dict(model, optimizer, options=full)
+    for name in names:
+        assert torch.equal(weights[name], want[name]), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(moments["state"][name][key], want[f"{key} of {name}"]), name
+    weights = copied(weights)  # of what one rank has whole they are the memory
+    scramble({name: state[name] for name in names})
+    set_model_state_dict(model, weights, options=full)
+    check_equal(flat_state(model, optimizer), want)
+
+    # As they lie: the objects of the state dict are saved and loaded in place.
+    weights = copied(get_model_state_dict(model))
+    moments = get_optimizer_state_dict(model, optimizer)
+    moments["state"] = {name: copied(each) for name, each in moments["state"].items()}
+    scramble(state)
+    set_model_state_dict(model, weights)
+    set_optimizer_state_dict(model, optimizer, moments)
+    check_equal(flat_state(model, optimizer), want)
+    check_packed(model, optimizer)
+    step(model, optimizer)
+
+
+def copied(values: Whole) -> Whole:
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
+    """Whole values by torch's other ways: an error that says what to call; that works."""
+    model = parallel_lm(kind, sizes)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    want = whole(flat_state(model, optimizer))
+    full = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=full)
+    moments = get_optimizer_state_dict(model, optimizer, options=full)
+    first = dist.get_rank() == 0
+    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(Parallel3dError, match="load_model_state_dict"):
+        set_model_state_dict(model, weights if first else {}, options=sent)
+    set_optimizer_state_dict(model, optimizer, copy.deepcopy(moments), options=full)
+    model(packed_tokens(0)).square().mean().backward()
+    with pytest.raises(Parallel3dError, match="load_optim_state_dict"):
+        optimizer.step()
+    optimizer.zero_grad()
+    full_type = StateDictType.FULL_STATE_DICT
+    load_model_state_dict(
+        model, weights if first else {}, type=full_type, broadcast_from_rank0=True
+    )
+    again = adamw(model)
+    named = {"state": moments["state"], "param_groups": moments["param_groups"]}  # as FSDP1's form
+    load_optim_state_dict(
+        model, again, named if first else {}, type=full_type, broadcast_from_rank0=True
+    )
+    check_equal(flat_state(model, again), want)
+    check_packed(model, again)
+    step(model, again)
+    assert model_state_dict(model, type=full_type).keys() == weights.keys()
+    assert optim_state_dict(model, again, type=full_type)["state"].keys() == named["state"].keys()
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("even", (1, 2, 2)), ("uneven", (1, 1, 4))])
+def test_torchs_state_dict_functions(gloo_pool: GlooPool, kind, sizes) -> None:
+    gloo_pool.run(by_torchs_functions, kind, sizes, world_size=4)
+
+
+def test_what_torch_cannot_cut_says_so(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(what_torch_cannot_cut, "even", (1, 2, 2), world_size=4)

@@ -1,5 +1,6 @@
 """Sharing and overlap of tensor-parallel collectives on real processes, under the engine."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -59,6 +60,12 @@ PLANS = {
         "head": Colwise(input="sequence", output="replicate"),
     },
 }
+PLANS["chunks"] = {
+    **PLANS["sequence"],
+    "layers.*.gate": Colwise(input="sequence", chunks=2),
+    "layers.*.up": Colwise(input="sequence", chunks=3),
+    "head": Colwise(input="sequence", output="replicate", chunks=2),
+}
 
 
 def parity(layout: str) -> dict[str, float]:
@@ -70,7 +77,7 @@ def parity(layout: str) -> dict[str, float]:
 def _parity(layout: str) -> dict[str, float]:
     result = assert_parity(
         GatedLm,
-        tokens,
+        functools.partial(tokens, length=6),
         MeshLayout(1, 2, 2),
         loss=lm_loss,
         tp_plan=PLANS[layout],

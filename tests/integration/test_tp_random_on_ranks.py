@@ -123,6 +123,40 @@ def test_attention_probabilities(gloo_pool, sdpa: bool) -> None:
         assert all(not torch.equal(heads[..., a], heads[..., b]) for b in range(a))
 
 
+def llama() -> tuple[list[Tensor], Tensor]:
+    """A model of transformers: what its layers drop of the attention, and its output."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        attention_dropout=0.5,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    plan = {
+        **{f"model.layers.*.self_attn.{n}_proj": Colwise(multiple_of=8) for n in "qkv"},
+        "model.layers.*.self_attn.o_proj": Rowwise(multiple_of=8),
+    }
+    model = parallel(transformers.LlamaForCausalLM(config).train(), plan, 2)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    out = model(IDS, output_attentions=True, use_cache=False)
+    out.logits.sum().backward()
+    return [probs.detach() != 0 for probs in out.attentions], out.logits.detach()
+
+
+@pytest.mark.full
+def test_a_model_of_transformers(gloo_pool) -> None:
+    (masks, logits), (others, also) = gloo_pool.run(llama, world_size=2)
+    assert torch.equal(logits, also)
+    for mask, other in zip(masks, others, strict=True):
+        assert mask.shape == other.shape == (2, 2, 8, 8)  # two heads of four
+        assert not (torch.equal(mask, other) or mask.all())
+
+
 class Refuses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch.rand(1)

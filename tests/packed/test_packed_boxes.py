@@ -141,7 +141,7 @@ def parallel(build, sizes: tuple[int, int, int]) -> PackedLm:
 
 
 def stepped(model: nn.Module) -> dict[str, torch.Tensor]:
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for param in model.parameters():
         param.grad = param.detach().clone()
     optimizer.step()

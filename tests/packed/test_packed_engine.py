@@ -296,8 +296,8 @@ def test_full_tensor_and_full_params(make, build, sizes) -> None:
 def test_state_dicts_of_all_types(make, build, sizes) -> None:
     twins = make(build, sizes)
     with twins.world.paused():
-        plain = optim.AdamW(twins.plain.parameters(), lr=1e-2)
-    parallel = optim.AdamW(twins.parallel.parameters(), lr=1e-2)
+        plain = optim.AdamW(twins.plain.parameters(), lr=1e-2, fused=True)
+    parallel = optim.AdamW(twins.parallel.parameters(), lr=1e-2, fused=True)
     twins.step(plain, parallel, 1)
     want = {name: value.detach() for name, value in twins.plain.state_dict().items()}
     whole = model_state_dict(twins.parallel, type=FULL)
@@ -326,7 +326,7 @@ def test_state_dicts_of_all_types(make, build, sizes) -> None:
     reload(lambda: load_model_state_dict(twins.parallel, parts, type=LOCAL))
     reload(lambda: twins.parallel.load_state_dict(sharded))
     reload(lambda: load_model_state_dict(twins.parallel, sharded))
-    again = optim.AdamW(twins.parallel.parameters(), lr=1e-2)
+    again = optim.AdamW(twins.parallel.parameters(), lr=1e-2, fused=True)
     load_optim_state_dict(twins.parallel, again, moments, type=FULL)
     for param in packed_of(twins.parallel).values():
         for key in ("exp_avg", "exp_avg_sq"):
@@ -376,7 +376,7 @@ def test_deepcopy(make, build, sizes) -> None:
     twin = copy.deepcopy(twins.parallel)
     assert packed_of(twin).keys() == packed_of(twins.parallel).keys()
     loss_of(twin, 0).backward()
-    optim.AdamW(twin.parameters(), lr=1e-2).step()
+    optim.AdamW(twin.parameters(), lr=1e-2, fused=True).step()
     twins.same(0.0)
 
 

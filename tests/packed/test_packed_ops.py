@@ -73,6 +73,9 @@ ELEMENTWISE = {
     "to": lambda a, b: a.to(torch.float32),
     "clone": lambda a, b: a.clone().detach(),
     "data": lambda a, b: a.data,
+    "view": lambda a, b: a.view_as(b).expand(a.shape),
+    "new_zeros": lambda a, b: a.new_zeros(a.shape),
+    "new_full": lambda a, b: a.new_full(a.shape, 2.0, dtype=torch.float32),
     "isfinite": lambda a, b: a.isfinite(),
     "scalar": lambda a, b: a * torch.tensor(2.0, dtype=a.dtype),
 }
@@ -184,6 +187,11 @@ def test_copies_from_and_to_other_layouts(world: LocalWorld) -> None:
         same(world, ordinary.full_tensor(), x)
         with pytest.raises(Parallel3dError, match="other rows"):
             target.copy_(x)
+
+
+def test_new_tensors_of_other_shapes_are_not_packed(world: LocalWorld) -> None:
+    a, _ = packed(UNEVEN)
+    assert type(a.new_zeros(4)) is DTensor and a.new_zeros(()).shape == ()
 
 
 def test_redistribute(world: LocalWorld) -> None:

@@ -128,3 +128,58 @@ def test_experts_with_one_projection_up():
 def test_one_after_the_other_must_be_said_where_the_module_does_not():
     with pytest.raises(PlanError, match=r"2 times the features .* 'packed_colwise'"):
         resolve_plan(Moe(ExpertWeights(8)), plan_for("colwise", "rowwise"), 2)
+
+
+class Counting(ExpertWeights):
+    """Reads in its forward how wide an expert is; the model is as wide."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.intermediate_size, self.hidden_size, self.top_k = hidden, DIM, hidden
+        self.gate_up_size = 2 * hidden
+
+    def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        y = y.reshape(-1, self.gate_up_size)
+        gate, up = y.split(self.intermediate_size, -1)
+        return gate, up
+
+
+@pytest.mark.parametrize("hidden", [8, DIM])
+def test_how_wide_an_expert_is_becomes_what_the_rank_holds(hidden):
+    plan = plan_for("packed_colwise", "rowwise")
+    check_parity(Moe(Counting(hidden)), plan, 2, floats(7, DIM))
+    resolved = resolve_plan(Moe(Counting(hidden)), plan, 2)
+    values = {a.name: a.values for a in resolved.attributes}
+    assert values == {"intermediate_size": (hidden // 2,) * 2, "gate_up_size": (hidden,) * 2}
+
+
+def _with(**attributes: object) -> nn.Module:
+    experts = ExpertWeights(8)
+    for name, value in attributes.items():
+        setattr(experts, name, value)
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("experts", "up", "said"),
+    [
+        (_with(norm=nn.LayerNorm(DIM)), "packed_colwise", "modules with parameters inside"),
+        (_with(has_post_expert_norm=True), "packed_colwise", "a norm on each expert's"),
+        (_with(scale=nn.Parameter(torch.ones(3))), "packed_colwise", r"scale \(3,\) of .* no rule"),
+        (_with(down_proj=nn.Parameter(torch.ones(4, DIM, 5))), "packed_colwise", "16 features and"),
+        (ExpertWeights(8), "replicate", "every weight of experts must be split"),
+    ],
+)
+def test_experts_that_are_refused(experts, up, said):
+    with pytest.raises(PlanError, match=said):
+        resolve_plan(Moe(experts), plan_for(up, "rowwise"), 2)
+
+
+def test_experts_without_rules_say_which_to_give():
+    with pytest.raises(PlanError, match=r'experts.gate_up_proj": "packed_colwise"'):
+        resolve_plan(Moe(ExpertWeights(8)), {"experts": "moe_tp_experts"}, 2)
+
+
+def test_the_names_of_expert_parallelism_are_refused():
+    with pytest.raises(PlanError, match="splits every expert: 'packed_colwise'"):
+        resolve_plan(Moe(ExpertWeights(8)), {"experts": "ep_dispatch_experts"}, 2)

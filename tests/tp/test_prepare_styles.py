@@ -3,6 +3,13 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 from torch.nn import functional as F
 from tp_models import DIM, GatedMlp, Mlp
 from tp_world import check_parity, tp_mesh
@@ -18,6 +25,7 @@ from parallel3d.tp import (
     RopeOutput,
     Rowwise,
     SequenceParallel,
+    parse_style,
     resolve_plan,
 )
 
@@ -137,6 +145,28 @@ def test_several_inputs_however_they_are_given(call):
     check_parity(Cross(), plan, 2, floats(2, 3, DIM), floats(2, 3, DIM), call=call)
 
 
+class Gated(Cross):
+    """With a parameter for each hidden feature, and one for each of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.scale = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(DIM))
+
+    def forward(
+        self, x: Tensor, scale: float, memory: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return self.o(self.q(x * self.scale) * self.k(memory) * self.gate.sigmoid())
+
+
+def test_parameters_of_a_module_whose_input_is_prepared():
+    plan = {**CROSS, "": PrepareInput(keywords=("memory",)), "gate": "colwise"}
+    with pytest.raises(PlanError, match="scale of Gated has no rule"):
+        resolve_plan(Gated(), plan, 2)
+    plan["scale"] = "replicated_with_grad_allreduce"
+    x, memory = floats(2, 3, DIM), floats(2, 3, DIM)
+    check_parity(Gated(), plan, 2, x, memory, call=lambda model, x, m: model(x, 1.0, m))
+
+
 class Encoded(nn.Module):
     """A whole memory read by a module that gets a part of a sequence."""
 
@@ -221,6 +251,14 @@ def test_parameters_split_by_heads():
     check_parity(Sinks(4, 3), plan, 2, floats(2, 5, DIM))
 
 
+def test_each_raw_parameter_needs_a_rule():
+    plan = {"q": "colwise", "o": "rowwise", "": "local_params", "sinks": "colwise"}
+    with pytest.raises(
+        PlanError, match=r"scale of Sinks has no rule: .*used with this rank's heads"
+    ):
+        resolve_plan(Sinks(4, 3), plan, 2)
+
+
 # ---- multi-head latent attention ----
 
 
@@ -272,3 +310,24 @@ def test_prepared_modules_on_one_rank_are_the_plain_ones():
     with fake_world(0, 1):
         resolve_plan(model, {"": PrepareOutput("replicate", "shard")}, 1).apply(model, tp_mesh(1))
         assert model(torch.ones(2, DIM)).shape == (2, DIM)
+
+
+def test_what_random_numbers_are_drawn_on_after_it():
+    # See parallel3d/tp/random.py: masks differ between ranks on parts and are alike on whole tensors.
+    assert PrepareOutput().random_after == "whole"
+    assert PrepareOutput("replicate", "shard").random_after == "features"
+    given = PrepareOutput("replicate", "sequence")
+    assert given.random_after == PrepareInputOutput(output=given).random_after == "sequence"
+    assert parse_style("moe_tp_experts").random_after == "whole"
+    assert parse_style("moe_tp_experts").random_before
+    assert parse_style(ColwiseParallel()).random_after == "features"
+    assert parse_style(ColwiseParallel(output_layouts=Replicate())).random_after == "whole"
+    assert parse_style(RowwiseParallel(output_layouts=Shard(1))).random_after == "sequence"
+    assert parse_style(TorchSequence(use_local_output=True)).random_after == "sequence"
+    assert parse_style(TorchSequence()).random_after == ""
+    assert (
+        parse_style(
+            PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+        ).random_after
+        == ""
+    )

@@ -174,3 +174,23 @@ def test_shapes_on_one_rank_of_a_fake_world(rank):
         assert gather_from_tp(torch.ones(rows, 2), 0, 5, axis).shape == (5, 2)
         assert reduce_scatter_sequence(torch.ones(3, 5), 1, axis).shape == (3, rows)
         assert copy.deepcopy(axis) is axis
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_results_may_be_changed_in_place(size, dim):
+    with fake_world(0, 2):
+        axis = TpAxis(tp_mesh(2)["tp"])
+        shape = [3, 3]
+        shape[dim] = -(-size // 2)
+        part = torch.randn(shape, requires_grad=True)
+        shape[dim] = size
+        whole = torch.randn(shape, requires_grad=True)
+        for y in (
+            gather_from_tp(part, dim, size, axis),
+            gather_sequence(part, dim, size, axis),
+            reduce_scatter_sequence(whole, dim, axis),
+            split_to_tp(whole, dim, axis),
+            reduce_from_tp(whole * 1, axis, in_place=True),
+        ):
+            y.relu_().sum().backward()

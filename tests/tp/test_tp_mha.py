@@ -13,7 +13,7 @@ from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import SplitHeads, auto_plan, resolve_plan
 from parallel3d.tp.derive.trace import Call
-from parallel3d.tp.derive.verify import prove
+from parallel3d.tp.derive.verify import Prover
 
 E = 24
 
@@ -25,7 +25,9 @@ def _randomized(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def check(attention: nn.MultiheadAttention, tp: int, *inputs: torch.Tensor, **options: object) -> None:
+def check(
+    attention: nn.MultiheadAttention, tp: int, *inputs: torch.Tensor, **options: object
+) -> None:
     """Outputs, weights and all gradients on ``tp`` simulated ranks are those of the plain module."""
     model = _randomized(nn.ModuleDict({"attn": attention}))
     model.zero_grad()
@@ -130,8 +132,13 @@ def _case(case: dict, heads: int) -> tuple[nn.MultiheadAttention, list, dict]:
 def test_every_option_equals_the_plain_module(number: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], 4)
-    call = Call(tuple(inputs), options, {id(x) for x in inputs}, [frozenset()] * (1 + options["need_weights"]))
-    proof = prove(attention, call, {"": SplitHeads()}, 2)
+    call = Call(
+        tuple(inputs),
+        options,
+        {id(x) for x in inputs},
+        [frozenset()] * (1 + options["need_weights"]),
+    )
+    proof = Prover(attention, call, 2).prove({"": SplitHeads()})
     assert proof.difference < 1e-12 and not proof.partial
 
 
@@ -141,8 +148,13 @@ def test_every_option_equals_the_plain_module(number: int) -> None:
 def test_heads_that_do_not_divide_go_to_the_ranks_whole(number: int, tp: int, heads: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], heads)
-    call = Call(tuple(inputs), options, {id(x) for x in inputs}, [frozenset()] * (1 + options["need_weights"]))
-    prove(attention, call, {"": SplitHeads()}, tp)
+    call = Call(
+        tuple(inputs),
+        options,
+        {id(x) for x in inputs},
+        [frozenset()] * (1 + options["need_weights"]),
+    )
+    Prover(attention, call, tp).prove({"": SplitHeads()})
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -171,7 +183,7 @@ def test_more_ranks_than_heads_and_other_forwards_are_refused() -> None:
         resolve_plan(nn.ModuleDict({"a": nn.MultiheadAttention(12, 2)}), {"a": "attention"}, 3)
     with pytest.raises(PlanError, match="with its own forward, not Mine"):
         resolve_plan(nn.ModuleDict({"a": Mine(12, 2)}), {"a": "attention"}, 2)
-    with pytest.raises(PlanError, match="SplitHeads is for nn.MultiheadAttention"):
+    with pytest.raises(PlanError, match="SplitHeads is for"):
         resolve_plan(nn.ModuleDict({"a": nn.Linear(12, 12)}), {"a": "attention"}, 2)
     with pytest.raises(PlanError, match="reads weights without calling"):
         resolve_plan(
@@ -181,7 +193,9 @@ def test_more_ranks_than_heads_and_other_forwards_are_refused() -> None:
 
 def _encoder(batch_first: bool = True) -> nn.Module:
     layer = nn.TransformerEncoderLayer(E, 4, 32, dropout=0.0, batch_first=batch_first)
-    return _perturbed(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(E), enable_nested_tensor=True))
+    return _perturbed(
+        nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(E), enable_nested_tensor=True)
+    )
 
 
 def _perturbed(model: nn.Module) -> nn.Module:
@@ -231,3 +245,26 @@ def test_inference_does_not_take_the_way_that_reads_weights_directly() -> None:
         got = split(world.map(lambda r: x.clone()), src_key_padding_mask=padding)
         for on_rank in world.per_rank(got):
             same(on_rank[:, :-1], wanted[:, :-1])  # torch's nested tensors put zeros where padded
+
+
+def test_dropout_differs_on_heads_and_is_alike_on_whole_tensors() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(E, 4, dropout=0.5, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, weights = self.attn(x, x, x, average_attn_weights=False)
+            return nn.functional.dropout(y, 0.5), weights
+
+    torch.manual_seed(0)
+    model, x = Dropping().double(), _sample(0).double()
+    with local_world(2) as world:
+        resolve_plan(model, {"attn": "attention"}, 2).apply(model, tp_mesh(2))
+        use_local_tensors(model, world)
+        y, weights = model(world.map(lambda r: x.clone()))
+        same(*world.per_rank(y))
+        same(*world.per_rank(weights))
+        dropped = world.per_rank(weights)[0] == 0
+    assert 0.3 < dropped.double().mean() < 0.7
+    assert not torch.equal(dropped[:, :2], dropped[:, 2:])

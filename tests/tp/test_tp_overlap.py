@@ -57,6 +57,25 @@ def test_equals_the_plain_module(layout: str, way: str) -> None:
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_output_may_be_changed_in_place(layout: str, batch: int) -> None:
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        with_length(model, 6)
+        return model.down(model.gate(x).relu_() * model.up(x).mul_(2)).tanh_()
+
+    sequence = layout == "sequence"
+    check_parity(
+        Gated(),
+        plan(layout),
+        2,
+        torch.randn(batch, 6, 8, dtype=torch.float64),
+        sequence_in=sequence,
+        sequence_out=sequence,
+        call=call,
+    )
+
+
 def parallel(layout: str) -> tuple[Gated, Tensor]:
     model, mesh = Gated(), tp_mesh(2)
     resolve_plan(model, plan(layout), 2).apply(model, mesh)

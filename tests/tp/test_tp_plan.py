@@ -188,7 +188,10 @@ def test_styles_refuse_what_they_cannot_do(module, style, said):
 
 def test_modules_that_read_their_childrens_weights_are_refused():
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    assert "reads weights without calling" in problems(layer, {"linear1": "colwise"})
+    resolved = resolve_plan(layer, {"linear1": "colwise", "linear2": "rowwise"}, 2)
+    assert [m.why for m in resolved.modules if m.name == ""] == [
+        "calls the modules inside it in inference too"
+    ]
     attention = nn.MultiheadAttention(8, 2)
     assert "NonDynamicallyQuantizableLinear" in problems(attention, {"out_proj": "rowwise"})
 
@@ -225,6 +228,24 @@ def test_a_tied_embedding_gets_the_style_that_matches():
     assert "'embed' shares its weight with 'head'" in resolved.notes[0]
     plan = {"layers.0.norm": SequenceParallel(input="replicate"), "head": Colwise("sequence")}
     assert resolve_plan(Model(tied=True), plan, 2).modules[0].style == VocabParallel()
+
+
+def test_a_tied_head_gets_the_style_that_matches():
+    resolved = resolve_plan(Model(tied=True), {"embed": "embedding_rowwise"}, 2)
+    assert [(m.name, m.style, m.why) for m in resolved.modules] == [
+        ("embed", VocabParallel(), ""),
+        ("head", Colwise(output="replicate"), "tied to 'embed'"),
+    ]
+    assert "'head' shares its weight with 'embed'" in resolved.notes[0]
+    said = problems(Model(tied=True), {"embed": VocabParallel(output="sequence")})
+    assert "head.weight shares its parameter with embed.weight" in said
+
+
+def test_two_tied_embeddings_are_split_alike():
+    model = nn.ModuleDict({"a": nn.Embedding(7, 4), "b": nn.Embedding(7, 4)})
+    model["b"].weight = model["a"].weight
+    resolved = resolve_plan(model, {"b": "embedding_rowwise"}, 2)
+    assert [m.style for m in resolved.modules] == [VocabParallel()] * 2
 
 
 def test_one_parameter_split_in_two_ways():

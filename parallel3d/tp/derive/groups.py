@@ -152,23 +152,19 @@ def _attributes(
         module = modules[path]
         for name, value in vars(module).items():
             if type(value) is int and value > 1 and name not in _NEVER and not name.startswith("_"):
-                likely = value in sizes or ("head" in name and "dim" not in name)
-                found.append((not likely, path, name))
+                fits = value in sizes or ("head" in name and "dim" not in name)
+                found.append((not fits, path, name))
     found.sort(key=lambda item: item[0])
     likely = [item for item in found if not item[0]]
-    yield {}
-    for pool in (likely, found):
-        if pool is likely and len(likely) > 1:
-            for number in (1, 2):
-                for chosen in combinations(likely, number):
-                    yield _by_module(chosen)
-            yield _by_module(tuple(likely))
-        else:
-            for number in (1, 2):
-                for chosen in combinations(pool, number):
-                    if pool is found and all(not item[0] for item in chosen) and len(likely) > 1:
-                        continue
-                    yield _by_module(chosen)
+    tried: set[tuple[tuple[bool, str, str], ...]] = set()
+    for pool, most in ((likely, 2), (found, 2)):
+        tries = [c for number in range(most + 1) for c in combinations(pool, number)]
+        if pool is likely:
+            tries.append(tuple(likely))
+        for chosen in tries:
+            if chosen not in tried:
+                tried.add(chosen)
+                yield _by_module(chosen)
 
 
 _NEVER = {"training", "layer_idx", "layer_id"}

@@ -66,6 +66,7 @@ def _hugging_face(model: Any) -> Iterator[Example]:
 
 def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
     """By the first module that has weights: token ids, features or images."""
+    module: Any
     for module in model.modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue

@@ -1,28 +1,24 @@
 """derive_plan: the tensor-parallel plan of a model that brings none."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from parallel3d._compat import simulation_off
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
 from parallel3d.tp.derive.groups import Group, Way, find_groups, ways_to_split
-from parallel3d.tp.derive.inputs import Example, check_example, examples
-from parallel3d.tp.derive.trace import INPUT, OUTPUT, Flow, Layer, trace
-from parallel3d.tp.derive.verify import NotEqual, Proof, prove
-from parallel3d.tp.patterns import matches
-from parallel3d.tp.styles import (
-    Colwise,
-    LocalSizes,
-    Replicated,
-    SplitHeads,
-    Style,
-    VocabParallel,
-)
-from parallel3d.tp.styles.kinds import is_embedding, linear_kind
+from parallel3d.tp.derive.inputs import check_example, examples
+from parallel3d.tp.derive.layers import find_layers
+from parallel3d.tp.derive.paths import describe, inside, join, pattern_of, with_patterns
+from parallel3d.tp.derive.trace import Flow, trace
+from parallel3d.tp.derive.verify import NotEqual, Proof, Prover
+from parallel3d.tp.derive.vocabulary import Findings, split_vocabulary
+from parallel3d.tp.styles import LocalSizes, Replicated, SplitHeads, Style
 
 __all__ = ["derive_plan"]
 
@@ -48,8 +44,29 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPl
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with simulation_off():
+    with _as_by_default():
         return _Derivation(model, tp_size, example).plan()
+
+
+@contextmanager
+def _as_by_default() -> Iterator[None]:
+    """Whatever modes, defaults and seeds the caller has, and puts back."""
+    dtype = torch.get_default_dtype()
+    with (
+        simulation_off(),
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+    ):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+_MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in float64
 
 
 class _Derivation:
@@ -58,17 +75,15 @@ class _Derivation:
         self.modules = dict(model.named_modules())
         self.layers = find_layers(model)
         self.flow = self._trace(example)
-        self.styles: dict[str, Style] = {}
-        self.why: dict[str, str] = {}
-        self.refused: dict[str, str] = {}
+        self.found = Findings()
 
     def plan(self) -> ChosenPlan:
         self._attention()
         self._groups()
-        self._vocabulary()
-        if not self.styles:
+        split_vocabulary(self.modules, self.layers, self.flow, self.tp, self.found)
+        if not self.found.styles:
             raise PlanError(self._nothing())
-        rules, why = _with_patterns(self.styles, self.why, self.modules)
+        rules, why = with_patterns(self.found.styles, self.found.why, self.modules)
         return ChosenPlan(rules, why, tuple(self._notes()), "derived")
 
     # ---- running the model ----
@@ -80,7 +95,7 @@ class _Derivation:
             try:
                 return trace(self.model, self.layers, args, kwargs)
             except Exception as error:
-                errors.append(f"{_describe((args, kwargs))}: {_first_line(error)}")
+                errors.append(f"{describe((args, kwargs))}: {_first_line(error)}")
         name = type(self.model).__name__
         tried = "".join(f"\n  - {error}" for error in errors[:4])
         raise PlanError(
@@ -99,17 +114,17 @@ class _Derivation:
             key = self._kind(Group(name, (), name))
             if key not in proven:
                 try:
-                    styles = {"": SplitHeads()}
-                    proven[key] = prove(self.modules[name], self.flow.calls[name], styles, self.tp)
+                    prover = Prover(self.modules[name], self.flow.calls[name], self.tp)
+                    proven[key] = prover.prove({"": SplitHeads()})
                 except (NotEqual, PlanError) as error:
                     proven[key] = str(error)
             found = proven[key]
             if isinstance(found, str):
-                self.refused[name] = found
+                self.found.refused[name] = found
             else:
-                self.styles[name] = SplitHeads()
+                self.found.styles[name] = SplitHeads()
                 heads = self.modules[name].num_heads
-                self.why[name] = f"{heads} heads of their own weights; {self._equal}"
+                self.found.why[name] = f"{heads} heads of their own weights; {self._equal}"
 
     @property
     def _equal(self) -> str:
@@ -119,10 +134,10 @@ class _Derivation:
 
     def _groups(self) -> None:
         groups, why_not = find_groups(self.flow, self.layers)
-        self.refused.update(why_not)
+        self.found.refused.update(why_not)
         proven: dict[Any, tuple[Group, Way, Proof] | str] = {}
         for group in groups:
-            if any(name in self.styles for name in group.members):
+            if any(name in self.found.styles for name in group.members):
                 continue  # one of its layers is split with others already
             key = self._kind(group)
             if key not in proven:
@@ -134,17 +149,19 @@ class _Derivation:
         if read:
             return read
         call, owner = self.flow.calls[group.owner], self.modules[group.owner]
+        size = sum(p.numel() for p in owner.parameters())
+        if size > _MOST_PARAMETERS:
+            return f"the module around them has {size} parameters, too many to prove anything of it"
+        prover = Prover(owner, call, self.tp, frozenset(group.ups))
         said: dict[str, str] = {}
         for way in ways_to_split(group, self.model, self.flow, self.layers):
-            styles = {_inside(name, group.owner): style for name, style in way.styles}
+            styles = {inside(name, group.owner): style for name, style in way.styles}
             try:
-                proof = prove(owner, call, styles, self.tp, frozenset(group.ups))
+                proof = prover.prove(styles)
                 extra = self._partial(owner, proof)
                 if extra:
-                    proof = prove(owner, call, {**styles, **extra}, self.tp, frozenset(group.ups))
-                    added = tuple(
-                        (_join(group.owner, name), style) for name, style in extra.items()
-                    )
+                    proof = prover.prove({**styles, **extra})
+                    added = ((join(group.owner, name), style) for name, style in extra.items())
                     way = Way((*way.styles, *added))
                 return group, way, proof
             except (NotEqual, PlanError) as error:
@@ -168,7 +185,7 @@ class _Derivation:
         for path in proof.partial:
             module = path.rpartition(".")[0]
             own = [n for n, p in modules[module]._parameters.items() if p is not None]
-            beside = [_join(module, n) for n in own if _join(module, n) not in proof.partial]
+            beside = [join(module, n) for n in own if join(module, n) not in proof.partial]
             if beside:
                 raise NotEqual(
                     f"the gradient of {path} is a part on each rank, that of {beside[0]} isn't"
@@ -179,17 +196,19 @@ class _Derivation:
     def _accept(self, group: Group, found: tuple[Group, Way, Proof] | str) -> None:
         if isinstance(found, str):
             for name in group.members:
-                if name in self.refused:
+                if name in self.found.refused:
                     continue
                 with_ = ", ".join(_short(n, group) for n in group.members)
-                self.refused[name] = f"{with_} of {group.owner or 'the model'} together: {found}"
+                self.found.refused[name] = (
+                    f"{with_} of {group.owner or 'the model'} together: {found}"
+                )
             return
         proven, way, proof = found
         for name, style in way.styles:
-            own = _join(group.owner, _inside(name, proven.owner))
-            self.styles[own] = style
-            self.why[own] = self._reason(own, style, group, proof)
-            self.refused.pop(own, None)
+            own = join(group.owner, inside(name, proven.owner))
+            self.found.styles[own] = style
+            self.found.why[own] = self._reason(own, style, group, proof)
+            self.found.refused.pop(own, None)
 
     def _reason(self, name: str, style: Style, group: Group, proof: Proof) -> str:
         equal = self._equal
@@ -223,78 +242,15 @@ class _Derivation:
             shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
             about.append((name, type(module), repr(plain), shapes))
         call = self.flow.calls[group.owner]
-        members = tuple(_inside(name, group.owner) for name in group.members)
-        return tuple(about), members, _describe((call.args, call.kwargs))
-
-    # ---- vocabulary ----
-
-    def _vocabulary(self) -> None:
-        table = self._vocabulary_embedding()
-        if table is None:
-            return
-        size = self.modules[table].num_embeddings
-        try:
-            VocabParallel().plan(self.modules[table], self.tp)
-        except PlanError as error:
-            self.refused[table] = str(error)
-            return
-        if f"{table}.weight" in self.flow.read_directly and not self._tied_modules(table):
-            op = self.flow.read_directly[f"{table}.weight"]
-            self.refused[table] = f"its weight is read by {op} outside its module"
-            return
-        heads = self._heads(size)
-        tied = [n for n in self._tied_modules(table) if n not in heads]
-        other = [n for n in tied if n not in self.layers or self.layers[n].kind != "embedding"]
-        if other:
-            self.refused[table] = f"its weight is also {other[0]}'s, which can't be split so"
-            return
-        for name in (table, *tied):
-            self.styles[name] = VocabParallel()
-            self.why[name] = f"looks up the model's input in a vocabulary of {size}"
-        for head in heads:
-            self.styles[head] = Colwise(output="replicate")
-            shared = ", tied to the embedding" if head in self._tied_modules(table) else ""
-            self.why[head] = f"puts out the model's output over the vocabulary of {size}{shared}"
-            self.refused.pop(head, None)
-
-    def _vocabulary_embedding(self) -> str | None:
-        """The largest table in which the model's own input is looked up."""
-        tables = [
-            name
-            for name, layer in self.layers.items()
-            if layer.kind == "embedding" and INPUT in self.flow.reads.get(name, ())
-        ]
-        return max(tables, key=lambda name: self.modules[name].num_embeddings, default=None)
-
-    def _heads(self, size: int) -> list[str]:
-        heads = []
-        for name, layer in self.layers.items():
-            if layer.kind != "linear" or layer.features != size or name in self.styles:
-                continue
-            if self.flow.readers(name) != [OUTPUT]:
-                continue
-            try:
-                Colwise(output="replicate").plan(self.modules[name], self.tp)
-            except PlanError as error:
-                self.refused[name] = str(error)
-                continue
-            heads.append(name)
-        return heads
-
-    def _tied_modules(self, table: str) -> list[str]:
-        weight = self.modules[table].weight
-        return [
-            name
-            for name, module in self.modules.items()
-            if name != table and any(p is weight for p in module.parameters(recurse=False))
-        ]
+        members = tuple(inside(name, group.owner) for name in group.members)
+        return tuple(about), members, describe((call.args, call.kwargs))
 
     # ---- what is said ----
 
     def _notes(self) -> list[str]:
         grouped: dict[tuple[str, str], list[str]] = {}
-        for name, said in self.refused.items():
-            grouped.setdefault((_pattern(name), re.sub(r"\.\d+\b", ".*", said)), []).append(name)
+        for name, said in self.found.refused.items():
+            grouped.setdefault((pattern_of(name), re.sub(r"\.\d+\b", ".*", said)), []).append(name)
         return [
             f"derived, left whole: {pattern if len(names) > 1 else names[0]}: {said}"
             for (pattern, said), names in grouped.items()
@@ -321,57 +277,9 @@ _UNINTERESTING = {
 }
 
 
-def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """The modules a trace doesn't look into, by path."""
-    layers: dict[str, Layer] = {}
-    for name, module in model.named_modules():
-        if any(
-            name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"
-        ):
-            continue
-        if isinstance(module, nn.MultiheadAttention):
-            layers[name] = Layer("attention", module.embed_dim)
-            continue
-        if is_embedding(module):
-            layers[name] = Layer("embedding", module.embedding_dim)  # type: ignore[arg-type]
-            continue
-        try:
-            layers[name] = Layer("linear", linear_kind(Colwise(), module).out_features)
-        except PlanError:
-            continue
-    return layers
-
-
-def _with_patterns(
-    styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
-) -> tuple[dict[str, str | Style], dict[str, str]]:
-    """Rules for modules that differ only in numbers as one rule, where it then matches no others."""
-    rules: dict[str, str | Style] = {}
-    reasons: dict[str, str] = {}
-    for name, style in styles.items():
-        key = next(
-            (
-                pattern
-                for pattern in (_pattern(name), _pattern(name, 1))
-                if (alike := [n for n in modules if matches(pattern, n)])
-                and len(alike) > 1
-                and all(styles.get(other) == style for other in alike)
-            ),
-            name,
-        )
-        if key not in rules:
-            rules[key], reasons[key] = style, why[name]
-    return rules, reasons
-
-
-def _pattern(name: str, most: int = 0) -> str:
-    """``name`` with its numbers, or the first ``most`` of them, as wildcards."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=most)
-
-
 def _sizes_of(way: Way, group: Group) -> str:
     changed = [
-        f"{_join(_short(name, group), size)}"
+        f"{join(_short(name, group), size)}"
         for name, style in way.styles
         if isinstance(style, LocalSizes)
         for size in style.names
@@ -379,36 +287,10 @@ def _sizes_of(way: Way, group: Group) -> str:
     return f"with {', '.join(changed)} of a rank's part: " if changed else ""
 
 
-def _inside(name: str, owner: str) -> str:
-    return name if not owner else name[len(owner) + 1 :]
-
-
-def _join(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner and name else owner or name
-
-
 def _short(name: str, group: Group) -> str:
-    return _inside(name, group.owner)
+    return inside(name, group.owner)
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _describe(example: Example) -> str:
-    """Shapes and types of an example's tensors, and its other values' types."""
-
-    def show(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
-        if isinstance(value, (tuple, list)):
-            return f"({', '.join(map(show, value))})"
-        return (
-            repr(value)
-            if isinstance(value, (int, float, str, type(None)))
-            else type(value).__name__
-        )
-
-    args, kwargs = example
-    return ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())])

@@ -52,7 +52,7 @@ class _ThreadGroup(dist.ProcessGroup):
     """A process group whose ranks are threads; has the collectives that ``tp`` uses."""
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._meeting, self._index, self._ranks = meeting, rank, size
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
@@ -77,8 +77,9 @@ class _ThreadGroup(dist.ProcessGroup):
             output.view(-1).copy_(total.view(self._ranks, -1)[self._index])
         return _Done()
 
-    _allgather_base = all_gather_single  # torch 2.11's names
-    _reduce_scatter_base = reduce_scatter_single
+    # torch 2.11's names.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 class ThreadAxis(TpAxis):
@@ -87,6 +88,7 @@ class ThreadAxis(TpAxis):
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
         self.mesh = None  # type: ignore[assignment]
         self.size, self.rank = size, rank
+        self.copies, self.gathered = [], []
         self.group = _ThreadGroup(meeting, rank, size)
 
 

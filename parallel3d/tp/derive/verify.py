@@ -4,6 +4,7 @@ The module runs in float64, plain and on ranks that are threads, forward and bac
 numbers to drop things, each is replaced by its mean, so that training's code runs and is comparable.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +16,20 @@ from torch.distributed.tensor import Shard
 from parallel3d._compat import TorchDispatchMode
 from parallel3d._layout import local_chunk
 from parallel3d._tree import map_tensors, tensors_in
+from parallel3d.errors import PlanError
+from parallel3d.tp._resolve import Resolution
 from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.chosen import ChosenPlan
 from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.derive.ranks import run_ranks
 from parallel3d.tp.derive.skeleton import copy_with, random_like
 from parallel3d.tp.derive.trace import Call
 from parallel3d.tp.forwards import SequenceLength
+from parallel3d.tp.heads import align_heads
+from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.styles import Style
 
-__all__ = ["NotEqual", "Proof", "prove"]
+__all__ = ["NotEqual", "Proof", "Prover", "resolve_split"]
 
 _TOLERANCE = 1e-8
 
@@ -45,41 +51,73 @@ class Proof:
     partial: tuple[str, ...]
 
 
-def prove(
-    module: nn.Module,
-    call: Call,
-    styles: Mapping[str, Style],
-    tp: int,
-    internal: frozenset[str] = frozenset(),
-) -> Proof:
-    """Compares ``module`` under ``styles`` on ``tp`` ranks with itself.
+class Prover:
+    """Compares ``module``, split in one way or another, with itself.
 
     Args:
         call: how it was called.
-        styles: path in ``module`` -> style.
         internal: layers whose outputs may differ by rank; what they reach of the module's output isn't
             compared, nobody outside reads it.
+    """
+
+    def __init__(
+        self, module: nn.Module, call: Call, tp: int, internal: frozenset[str] = frozenset()
+    ) -> None:
+        self._case, self._tp = _Case(module, call, internal), tp
+        self._plain: dict[bool, _Result] = {}
+
+    def prove(self, styles: Mapping[str, Style]) -> Proof:
+        """The module under ``styles``, by path in it, is equal; or an error.
+
+        Raises:
+            NotEqual: outputs or gradients differ, or the split module raised.
+            PlanError: a style doesn't fit its module.
+        """
+        case, tp = self._case, self._tp
+        split = resolve_split(case.original, styles, tp)
+        differences, partial = [0.0], set[str]()
+        for training in (True, False):
+            if training not in self._plain:
+                self._plain[training] = case.run_plain(training)
+            try:
+                got = run_ranks(tp, functools.partial(case.run_split, split, training))
+            except Exception as error:
+                said = (str(error) or type(error).__name__).strip().splitlines()[0]
+                raise NotEqual(f"on {tp} ranks it raises {type(error).__name__}: {said}") from error
+            differences.append(case.compare(self._plain[training], got, split.rules, partial))
+        return Proof(max(differences), tuple(sorted(partial)))
+
+
+@dataclass(frozen=True)
+class Split:
+    """A module's styles as ``resolve_plan`` would settle them: with whole heads, and local attributes."""
+
+    styles: dict[str, Style]
+    rules: dict[str, dict[str, ParamRule]]
+    attributes: tuple[PlannedAttribute, ...]
+
+
+def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Split:
+    """What a plan of ``styles`` would do to ``module``.
 
     Raises:
-        NotEqual: outputs or gradients differ, or the split module raised.
-        PlanError: a style doesn't fit its module.
+        PlanError: what is wrong with it.
     """
-    case = _Case(module, call, internal)
-    modules = dict(module.named_modules())
-    for name, style in list(styles.items()):
-        inner = style.inside(modules[name])
-        styles = {**styles, **{f"{name}.{path}".lstrip("."): s for path, s in inner.items()}}
-    rules = {name: style.plan(modules[name], tp) for name, style in styles.items()}
-    differences, partial = [0.0], set[str]()
-    for training in (True, False):
-        want = case.run_plain(training)
-        try:
-            got = run_ranks(tp, lambda axis, t=training: case.run_split(styles, rules, axis, t))  # type: ignore[misc]
-        except Exception as error:
-            said = (str(error) or type(error).__name__).strip().splitlines()[0]
-            raise NotEqual(f"on {tp} ranks it raises {type(error).__name__}: {said}") from error
-        differences.append(case.compare(want, got, rules, partial))
-    return Proof(max(differences), tuple(sorted(partial)))
+    resolution = Resolution(module, tp)
+    resolution.add_plan(ChosenPlan(styles), strict=True)
+    resolution.leave_fast_paths()
+    align_heads(resolution)
+    rules = resolution.rules()
+    resolution.add_attributes(rules)
+    resolution.check_as_a_whole(rules)
+    if resolution.problems:
+        raise PlanError(resolution.problems[0])
+    ruled = resolution.ruled_in_order()
+    return Split(
+        {one.name: one.style for _, one in ruled},
+        {one.name: rules[key] for key, one in ruled},
+        tuple(resolution.attributes),
+    )
 
 
 @dataclass
@@ -97,7 +135,7 @@ class _Case:
 
         def random(param: nn.Parameter) -> nn.Parameter:
             weights[id(param)] = made = random_like(param, self.generator)
-            return nn.Parameter(made, requires_grad=param.requires_grad)
+            return nn.Parameter(made)  # frozen ones too, so that there is something to compare
 
         self.plain = copy_with(module, random)
         self.weights = {
@@ -163,16 +201,11 @@ class _Case:
             {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)},
         )
 
-    def run_split(
-        self,
-        styles: Mapping[str, Style],
-        rules: Mapping[str, dict[str, ParamRule]],
-        axis: TpAxis,
-        training: bool,
-    ) -> _Result:
+    def run_split(self, split: Split, training: bool, axis: TpAxis) -> _Result:
+        originals = dict(self.original.named_modules())
         by_param = {
-            id(dict(self.original.named_modules())[module]._parameters[name]): rule
-            for module, own in rules.items()
+            id(originals[module]._parameters[name]): rule
+            for module, own in split.rules.items()
             for name, rule in own.items()
         }
         names = {id(p): n for n, p in self.original.named_parameters()}
@@ -180,13 +213,15 @@ class _Case:
         def part(param: nn.Parameter) -> nn.Parameter:
             whole = self.weights[names[id(param)]]
             local = _part(whole, by_param.get(id(param)), axis.size, axis.rank)
-            return nn.Parameter(local, requires_grad=param.requires_grad)
+            return nn.Parameter(local)
 
         model = copy_with(self.original, part)
         modules = dict(model.named_modules())
         sequence = SequenceLength()
-        for name, style in styles.items():
+        for name, style in split.styles.items():
             style.install(modules[name], axis, sequence)
+        for attribute in split.attributes:
+            attribute.set(modules[attribute.module], axis.rank)
         return self.run(model, training)
 
     def run_plain(self, training: bool) -> _Result:
@@ -199,10 +234,6 @@ class _Case:
                 raise NotEqual("with random weights it gives infinite or undefined numbers")
         return want
 
-    def trained(self, name: str) -> bool:
-        """Whether the parameter takes part in training."""
-        return self.original.get_parameter(name).requires_grad
-
     def compare(
         self,
         want: _Result,
@@ -211,11 +242,11 @@ class _Case:
         partial: set[str],
     ) -> float:
         worst = 0.0
-        for rank in got:
-            for i, (a, b) in enumerate(zip(rank.outputs, want.outputs, strict=True)):
+        for result in got:
+            for i, (a, b) in enumerate(zip(result.outputs, want.outputs, strict=True)):
                 worst = max(worst, _same(f"output {i}", a, b))
-            for i, (a, b) in enumerate(zip(rank.input_grads, want.input_grads, strict=True)):
-                worst = max(worst, _same(f"the gradient of input {i}", a, b))
+            for i, (x, y) in enumerate(zip(result.input_grads, want.input_grads, strict=True)):
+                worst = max(worst, _same(f"the gradient of input {i}", x, y))
         planned = {  # path in the module -> rule
             f"{module}.{name}".lstrip("."): rule
             for module, own in rules.items()
@@ -223,12 +254,9 @@ class _Case:
         }
         for name in planned:
             grad = want.param_grads[name]
-            if grad is None or not grad.abs().max() > 0:
-                dead = self.weights[name].numel() and name.rpartition(".")[2] != "bias"
-                if dead and self.trained(name):
-                    raise NotEqual(
-                        f"nothing it puts out depends on {name}, so nothing is proven of it"
-                    )
+            unused = grad is None or not grad.abs().max() > 0
+            if unused and self.weights[name].numel() and not name.endswith("bias"):
+                raise NotEqual(f"nothing it puts out depends on {name}, so nothing is proven of it")
         for name, grad in want.param_grads.items():
             what, mine = f"the gradient of {name}", [r.param_grads[name] for r in got]
             rule = planned.get(name)

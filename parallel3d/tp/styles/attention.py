@@ -26,11 +26,11 @@ class SplitHeads(Style):
     its output projection. Each rank has whole heads, the first ranks one more where they don't divide.
 
     Everything the module takes works, on each rank as in the plain module: inputs batched or not, ``kdim``
-    and ``vdim``, masks of either type and shape, ``add_bias_kv``, ``add_zero_attn``, dropout. Returned weights
-    are summed or gathered over the ranks: give ``need_weights=False`` where they aren't used.
+    and ``vdim``, masks of either type and shape, ``add_bias_kv``, ``add_zero_attn``, dropout. Weights that
+    are returned are summed or gathered over the ranks: ``need_weights=False`` spares that.
     """
 
-    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
+    def plan(self, module: Any, tp: int) -> dict[str, ParamRule]:
         if not is_plain(module, nn.MultiheadAttention):
             raise PlanError(
                 "SplitHeads is for nn.MultiheadAttention with its own forward, not "
@@ -57,7 +57,7 @@ class SplitHeads(Style):
             bias_v=extra,
         )
 
-    def inside(self, module: nn.Module) -> dict[str, Style]:
+    def inside(self, module: Any) -> dict[str, Style]:
         if not is_plain(module, nn.MultiheadAttention):
             return {}
         return {"out_proj": _OutProjection(module.num_heads)}
@@ -84,8 +84,8 @@ class _OutProjection(Style):
 
     heads: int
 
-    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        size = module.in_features // self.heads  # type: ignore[operator]
+    def plan(self, module: Any, tp: int) -> dict[str, ParamRule]:
+        size = module.in_features // self.heads
         return fit_rules(module, weight=_rule(1, self.heads, size, tp), bias=ParamRule(Replicate()))
 
 

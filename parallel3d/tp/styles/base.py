@@ -60,7 +60,7 @@ class Style(ABC):
         return {}
 
     def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
-        """Attributes of the module that are others on a rank: name -> value on each rank."""
+        """Attributes of the module that say how much this rank holds: name -> value on each rank."""
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis, reduce_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
+from parallel3d.tp.local_attributes import reads_of
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.sections import cut_features
 from parallel3d.tp.styles.traffic import Traffic, entered, summed
@@ -45,22 +46,54 @@ class Experts(Style):
                 f"{type(module).__name__} has the parameters {', '.join(own)}; give them rules, such as "
                 '"...experts.gate_up_proj": "packed_colwise", "...experts.down_proj": "rowwise"'
             )
-        if any(True for child in module.children() for _ in child.parameters()):
+        inside = any(True for child in module.children() for _ in child.parameters())
+        if inside or getattr(module, "has_post_expert_norm", False):
             raise PlanError(
-                f"{type(module).__name__} has modules with parameters inside; only experts held as "
-                "parameters of their own can be split"
+                f"{type(module).__name__} has modules with parameters inside, or a norm on each expert's "
+                "output; only experts that are parameters of their own, and whose outputs are summed as they "
+                "are, can be split"
             )
-        rules = {name: given[name].param_rule(p, tp) for name, p in own.items() if name in given}
-        rules = _cut_alike(module, rules, given, tp)
-        for name, param in own.items():
-            weight = name.removesuffix("_bias").removesuffix(".bias")
-            if weight != name and weight in rules:
-                rules[name] = _bias_rule(module, param, own[weight], rules[weight])
-            elif name not in rules:
+        weights = {name: p for name, p in own.items() if _weight_of(name) not in own}
+        for name, param in weights.items():
+            if name not in given:
                 raise PlanError(
                     f"{name} {tuple(param.shape)} of {type(module).__name__} has no rule"
                 )
+        rules = {name: given[name].param_rule(p, tp) for name, p in weights.items()}
+        for name, rule in rules.items():
+            if not isinstance(rule.placement, Shard):
+                raise PlanError(
+                    f"{name} as {given[name]} is whole on every rank, which then all compute what it gives, "
+                    "and the sum counts it again and again; every weight of experts must be split"
+                )
+        if rules:
+            rules = _cut_alike(module, rules, given, tp)
+        for name in own.keys() - weights.keys():
+            weight = _weight_of(name)
+            rules[name] = _bias_rule(module, own[name], own[weight], rules[weight])
         return fit_rules(module, **rules)
+
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
+        rules = self.plan(module, tp)
+        sizes = _split_sizes(module, rules)
+        kept = {n for p in module._parameters.values() if p is not None for n in p.shape}
+        kept -= {size for _, size in sizes.values()}
+        features = min((size for _, size in sizes.values()), default=0)
+        rule = next((rules[name] for name, (_, n) in sizes.items() if n == features), None)
+        if rule is None:
+            return {}
+        per_rank = _lengths(rule, features, tp)
+        reads = reads_of(module)
+        found = {}
+        for name, value in vars(module).items():
+            if type(value) is not int or not value or (reads is not None and name not in reads):
+                continue
+            if value not in {size for _, size in sizes.values()} or "num" in name.split("_"):
+                continue
+            if value in kept and not set(name.split("_")) & _OF_EXPERTS:
+                continue
+            found[name] = tuple(n * (value // features) for n in per_rank)
+        return found
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         state = TpState(self, axis, sequence)
@@ -71,6 +104,14 @@ class Experts(Style):
         # The routing weights' gradients, a few numbers a token, are not counted.
         size = _hidden_size(self.plan(module, tp), module)
         return *summed("replicate", size), *entered("replicate", size)
+
+    @property
+    def random_before(self) -> bool:
+        return True
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return "whole"
 
 
 @dataclass(frozen=True)
@@ -121,6 +162,33 @@ def _copy(value: Any, tp: TpState) -> Any:
     return value
 
 
+# Words in the names of attributes that hold an expert's width, where the model's is the same number.
+_OF_EXPERTS = {"intermediate", "ffn", "expert", "inner"}
+
+
+def _weight_of(name: str) -> str:
+    """The parameter whose bias ``name`` is, as transformers names them; ``""``: it is no bias."""
+    return name.removesuffix("_bias") if name.endswith("_bias") else ""
+
+
+def _split_sizes(module: nn.Module, rules: dict[str, ParamRule]) -> dict[str, tuple[int, int]]:
+    """The (dim, size) along which each split parameter is split."""
+    sizes = {}
+    for name, rule in rules.items():
+        param = module._parameters[name]
+        if isinstance(rule.placement, Shard) and param is not None:
+            sizes[name] = rule.placement.dim, param.shape[rule.placement.dim]
+    return sizes
+
+
+def _lengths(rule: ParamRule, size: int, tp: int) -> tuple[int, ...]:
+    """How many features each rank holds."""
+    if rule.packing is not None:
+        return rule.packing.lengths
+    chunk = -(-size // tp)
+    return tuple(max(min(chunk, size - rank * chunk), 0) for rank in range(tp))
+
+
 def _cut_alike(
     module: nn.Module, rules: dict[str, ParamRule], given: dict[str, Style], tp: int
 ) -> dict[str, ParamRule]:
@@ -128,13 +196,7 @@ def _cut_alike(
 
     A weight with ``k`` times as many features holds gate and up: one after the other or taking turns.
     """
-    split = {
-        name: (rule.placement.dim, module._parameters[name].shape[rule.placement.dim])  # type: ignore[union-attr]
-        for name, rule in rules.items()
-        if isinstance(rule.placement, Shard)
-    }
-    if not split:
-        raise PlanError(f"no rule for {type(module).__name__} splits one of its parameters")
+    split = _split_sizes(module, rules)
     features = min(size for _, size in split.values())
     result = dict(rules)
     for name, (dim, size) in split.items():
@@ -171,7 +233,10 @@ def _cut_weight(
 
 def _bias_rule(module: Any, bias: Tensor, weight: Tensor, rule: ParamRule) -> ParamRule:
     """Split as its weight's output features are; or whole, and then one rank adds it."""
+    like = [dim for dim in (1, 2) if dim < weight.dim() and weight.shape[dim] == bias.shape[-1]]
     out_dim = weight.dim() - (1 if getattr(module, "is_transposed", False) else 2)
+    if len(like) == 1:
+        (out_dim,) = like
     if not isinstance(rule.placement, Shard) or rule.placement.dim != out_dim:
         return ParamRule(Replicate(), "partial")
     dim = bias.dim() - 1

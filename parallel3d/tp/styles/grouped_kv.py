@@ -85,7 +85,7 @@ def grouped_kv_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., heads this rank puts out x head size)."""
     tp: _GroupedState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp)
+    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
     rows = tp.heads * tp.size
     weight = self.weight.narrow(tp.dim, tp.start, rows)
     bias = None if self.bias is None else self.bias.narrow(0, tp.start, rows)

@@ -11,6 +11,7 @@ from parallel3d._packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
+from parallel3d.tp.chunked_gather import can_chunk, gather_linear
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
 from parallel3d.tp.linear_overlap import linear
@@ -41,6 +42,9 @@ class Colwise(Style):
             gate and up), or ones of these sizes (fused q, k and v). A ``Packing`` says for each rank which
             features it holds. A gathered output has the order of the plain module's.
         sequence_dim: of the input, when ``input="sequence"``.
+        chunks: more than one: the sequence is gathered in so many chunks, one while another is
+            multiplied. For a module that reads its input alone, on a backend whose collectives run
+            beside a matmul (NCCL); a sequence that ``tp`` doesn't divide is gathered in one.
     """
 
     choices: ClassVar = {
@@ -53,6 +57,14 @@ class Colwise(Style):
     multiple_of: int | tuple[int, ...] = 1
     packed: Packed = 1
     sequence_dim: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise PlanError(f"chunks={self.chunks!r}: it must be an int, 1 or more")
+        if self.chunks > 1 and self.input != "sequence":
+            raise PlanError(f'chunks={self.chunks} are of a gathered sequence: input="sequence"')
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if is_embedding(module):
@@ -190,13 +202,25 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in) -> (..., out / tp), or (..., out) when gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-    y = linear(x, _as_linear(self), self.bias)
+    weight, y = _as_linear(self), None
+    if style.chunks > 1:
+        y = _in_chunks(tp, input, weight, self.bias)
+    if y is None:
+        x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
+        y = linear(x, weight, self.bias)
     if style.output != "replicate":
         return y
     if tp.packing is not None:
         return gather_packed(y, _of_last_dim(tp.packing, y), tp.axis)
     return gather_from_tp(y, -1, _sizes(self)[0], tp.axis)
+
+
+def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    style: Any = tp.style
+    size = tp.sequence.of(x, style.sequence_dim, tp.axis)
+    if not can_chunk(x, style.sequence_dim, size, tp.axis):
+        return None
+    return gather_linear(x, weight, bias, style.sequence_dim, style.chunks, tp.axis)
 
 
 def rowwise_linear(self: Any, input: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """LocalParams: a module with raw parameters that are split by rules of their own."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torch import nn
-from torch.distributed.tensor import Replicate
 
+from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.styles.base import Style
 
@@ -19,24 +18,22 @@ class LocalParams(Style):
 
     Attributes:
         params: the parameters' rules, (name, style); a plan gives them by the parameters' paths.
-        tp_grad: of the parameters without a rule, as in :class:`Replicated`.
     """
 
     params: tuple[tuple[str, Style], ...] = ()
-    tp_grad: Literal["whole", "partial"] = "whole"
 
     def with_params(self, params: dict[str, Style]) -> Style:
         return replace(self, params=(*self.params, *params.items()))
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         given = dict(self.params)
-        rules = {}
-        for name, param in module._parameters.items():
-            if param is not None:
-                style = given.get(name)
-                rules[name] = (
-                    ParamRule(Replicate(), self.tp_grad)
-                    if style is None
-                    else style.param_rule(param, tp)
-                )
-        return fit_rules(module, **rules)
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        # Used on this rank's heads, a parameter gets a part of its gradient; the module alone doesn't tell.
+        missing = [name for name in own if name not in given]
+        if missing:
+            raise PlanError(
+                f"{', '.join(missing)} of {type(module).__name__} has no rule: give it 'colwise', "
+                "'replicate' (used alike on every rank) or 'replicated_with_grad_allreduce' (used with this "
+                "rank's heads)"
+            )
+        return fit_rules(module, **{name: given[name].param_rule(p, tp) for name, p in own.items()})

@@ -83,6 +83,10 @@ class PrepareOutput(Style):
         return _TRAFFIC[self.given, self.wanted]
 
     @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return _RANDOM[self.wanted]
+
+    @property
     def splits_sequence(self) -> bool:
         return self.wanted == "sequence"
 
@@ -91,6 +95,11 @@ class PrepareOutput(Style):
         return self.given == "sequence"
 
 
+_RANDOM: dict[str, Literal["features", "sequence", "whole"]] = {
+    "replicate": "whole",
+    "sequence": "sequence",
+    "shard": "features",
+}
 _TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
     ("partial", "replicate"): summed("replicate", None),
     ("partial", "sequence"): summed("sequence", None),

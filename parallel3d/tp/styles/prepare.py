@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, map_first, take_input
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.local_params import LocalParams
 from parallel3d.tp.styles.output import PrepareOutput, give_output
+from parallel3d.tp.styles.replicated import Replicated
 from parallel3d.tp.styles.traffic import Traffic, entered
 
 __all__ = ["PrepareInput", "PrepareInputOutput"]
@@ -23,7 +25,8 @@ Layout = Literal["replicate", "sequence"]
 @dataclass(frozen=True)
 class PrepareInput(Style):
     """Prepares a module's input once for all children that read it (q, k and v; gate and up), which
-    then use ``Colwise(input="gathered")``: one collective instead of one each.
+    then use ``Colwise(input="gathered")``. Modules that read the same tensor *object* share one collective
+    by themselves; this is for those that are given views of it, or use it without a style.
 
     The first positional tensor, or the first argument when given by name, is prepared; so are the
     named arguments, however they are given. Everything else passes through.
@@ -45,6 +48,7 @@ class PrepareInput(Style):
     keywords: tuple[str | tuple[str, Layout], ...] = ()
     sequence_dim: int = 1
     wanted: Literal["copy", "whole"] = "copy"
+    params: tuple[tuple[str, Style], ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +72,11 @@ class PrepareInput(Style):
                 raise PlanError(
                     f"{type(module).__name__}.forward takes no {name!r}, but {', '.join(taken) or 'nothing'}"
                 )
-        return {}
+        whole = {name: Replicated() for name in module._parameters if self.wanted == "whole"}
+        return LocalParams(tuple({**whole, **dict(self.params)}.items())).plan(module, tp)
+
+    def with_params(self, params: dict[str, Style]) -> Style:
+        return replace(self, params=(*self.params, *params.items()))
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         names = tuple(inspect.signature(module.forward).parameters)
@@ -102,11 +110,12 @@ class PrepareInputOutput(PrepareInput):
 
     output: PrepareOutput = _SUMMED
 
-    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        return {**super().plan(module, tp), **self.output.plan(module, tp)}
-
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return *super().traffic(module, tp), *self.output.traffic(module, tp)
+
+    @property
+    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+        return self.output.random_after
 
     @property
     def splits_sequence(self) -> bool:

@@ -6,8 +6,6 @@ from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
-from parallel3d.tp.collectives import TpAxis
-from parallel3d.tp.forwards import SequenceLength
 from parallel3d.tp.styles.base import Style
 
 __all__ = ["LocalSizes"]
@@ -35,6 +33,5 @@ class LocalSizes(Style):
                 )
         return {}
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        for name in self.names:
-            setattr(module, name, getattr(module, name) // axis.size)
+    def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
+        return {name: (getattr(module, name) // tp,) * tp for name in self.names}

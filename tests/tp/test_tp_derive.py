@@ -1,0 +1,268 @@
+"""Plans derived by tracing: what is split is proven equal, what can't be is refused with the reason."""
+
+import copy
+
+import pytest
+import torch
+from derive_models import FusedAttention, Mlp, Vit
+from torch import nn
+from tp_world import check_parity
+
+from parallel3d.errors import PlanError
+from parallel3d.mesh import MeshLayout
+from parallel3d.testing import assert_parity, fake_world
+from parallel3d.tp import Colwise, LocalSizes, Rowwise, VocabParallel, auto_plan, resolve_plan
+from parallel3d.tp.derive import derive_plan
+from parallel3d.tp.derive.ranks import run_ranks
+
+
+def _named(model: nn.Module) -> nn.Module:
+    """The model behind something that isn't split, so that its plan has names."""
+    return nn.ModuleDict({"m": model})["m"]
+
+
+@pytest.mark.parametrize("between", ["", "activation", "float32"])
+def test_mlp_is_derived(between: str) -> None:
+    model = Mlp(between)
+    chosen = derive_plan(model, 2)
+    assert chosen.rules == {"up": Colwise(), "down": Rowwise()}
+    assert "reaches down only" in chosen.why["up"] and "proven equal" in chosen.why["down"]
+    check_parity(model.eval(), dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        ("norm", r"normalized_shape=\[32\]"),
+        ("norm_without_weights", "output 0 differs by"),
+        ("batch_norm", "running_mean should contain 16 elements not 32"),
+        ("constant", "must match the size"),
+        ("parameter", "must match the size"),
+        ("softmax", "output 0 differs by"),
+        ("mean", "output 0 differs by"),
+        ("roll", "output 0 differs by"),
+        ("shape", "invalid for input of size"),
+        ("weight", "up.weight is read by pow outside its module"),
+        ("random", "differs by"),
+        ("twice", "its output is read by 2 \\(down, other\\), not by one linear layer only"),
+        ("gate", "not enough values to unpack"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_reason(between: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said) as error:
+        derive_plan(Mlp(between), 2)
+    assert "nothing of it was proven" in str(error.value)
+
+
+def test_what_cannot_be_split_stays_whole_beside_what_can() -> None:
+    model = nn.ModuleList([Mlp(), Mlp("softmax"), Mlp()])
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    three = Three()
+    chosen = derive_plan(three, 2)
+    assert set(chosen.rules) == {f"blocks.{i}.{n}" for i in (0, 2) for n in ("up", "down")}
+    assert any("blocks.1.up" in note and "differs" in note for note in chosen.notes)
+    check_parity(three, dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+
+
+class OddlyNamed(FusedAttention):
+    """What its numbers mean only a trial can tell."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__(width, count)
+        del self.num_heads
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.count, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def test_sizes_of_a_module_are_made_local_where_its_forward_needs_them() -> None:
+    model = OddlyNamed(24, 4)
+    chosen = derive_plan(model, 2, ((torch.randn(2, 5, 24),), {}))
+    assert chosen.rules[""] == LocalSizes(("count",))
+    assert chosen.rules["qkv"] == Colwise(packed=(24, 24, 24))
+    check_parity(model, dict(chosen.rules), 2, torch.randn(2, 3, 24, dtype=torch.float64))
+    with pytest.raises(PlanError, match="count is 4, which 3 tp ranks can't share equally"):
+        resolve_plan(model, {"": LocalSizes(("count",)), "proj": "rowwise"}, 3)
+    with pytest.raises(PlanError, match="heads is None, not an int"):
+        resolve_plan(model, {"": LocalSizes(("heads",)), "proj": "rowwise"}, 2)
+
+
+def test_norms_on_heads_have_their_gradients_summed() -> None:
+    class QkNorm(FusedAttention):
+        def __init__(self) -> None:
+            super().__init__(16, 4)
+            self.norm = nn.RMSNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            qkv = self.qkv(x).view(*x.shape[:2], 3, -1, 4)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            y = nn.functional.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    model = QkNorm()
+    chosen = derive_plan(model, 2, ((torch.randn(2, 5, 16),), {}))
+    assert chosen.rules["norm"].tp_grad == "partial"
+    check_parity(model, dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+
+
+class Lm(nn.Module):
+    def __init__(self, tied: bool, width: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(67, width), nn.Embedding(12, width)
+        self.blocks = nn.ModuleList(Mlp("activation") for _ in range(2))
+        self.head = nn.Linear(width, 67, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vocabulary_is_split_and_stays_tied(tied: bool) -> None:
+    model = Lm(tied).eval()
+    chosen = derive_plan(model, 2)
+    assert chosen.rules == {
+        "blocks.*.up": Colwise(),
+        "blocks.*.down": Rowwise(),
+        "tokens": VocabParallel(),
+        "head": Colwise(output="replicate"),
+    }
+    check_parity(model, dict(chosen.rules), 2, torch.randint(67, (2, 5)))
+
+
+def test_head_whose_table_is_read_without_calling_it_is_left_whole() -> None:
+    class Bare(Lm):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.embedding(ids, self.tokens.weight)
+            for block in self.blocks:
+                x = x + block(x)
+            return nn.functional.linear(x, self.tokens.weight)
+
+    chosen = derive_plan(Bare(False), 2)
+    assert set(chosen.rules) == {"blocks.*.up", "blocks.*.down"}
+
+
+def test_same_plan_on_meta_inside_a_job_and_for_any_weights() -> None:
+    with torch.device("meta"):
+        on_meta = Lm(True)
+    with fake_world(1, 2):
+        inside = derive_plan(Lm(True), 2)
+        assert derive_plan(on_meta, 2) == inside
+    torch.manual_seed(5)
+    assert derive_plan(Lm(True).double(), 2) == inside
+
+
+def test_same_plan_in_any_mode_and_with_frozen_weights() -> None:
+    plain = derive_plan(Vit(), 2)
+    with torch.inference_mode():
+        assert derive_plan(Vit(), 2) == plain
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert derive_plan(Vit(), 2) == plain
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"), torch.no_grad():
+        assert derive_plan(Vit().requires_grad_(False), 2) == plain
+    assert resolve_plan(Vit(), "auto", 1).tp_size == 1
+
+
+def test_model_is_not_changed_and_draws_no_random_numbers() -> None:
+    model = Vit()
+    before = copy.deepcopy(model.state_dict())
+    state, forward = torch.get_rng_state(), model.blocks[0].attn.forward
+    derive_plan(model, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.blocks[0].attn.forward == forward
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_model_that_cannot_be_guessed_needs_an_example() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.mlp(batch["x"])
+
+    with pytest.raises(PlanError, match="must run once, and did not on any input guessed"):
+        auto_plan(Two(), 2)
+    plan = auto_plan(Two(), 2, example=(({"x": torch.randn(2, 16)},), {}))
+    assert plan == {"mlp.up": Colwise(), "mlp.down": Rowwise()}
+    with pytest.raises(PlanError, match=r"example is Tensor; it must be \(args, kwargs\)"):
+        auto_plan(Two(), 2, example=torch.randn(2, 16))
+    with pytest.raises(PlanError, match="did not on the example"):
+        auto_plan(Two(), 2, example=((torch.randn(2, 16),), {}))
+
+
+def test_hidden_sizes_that_do_not_divide() -> None:
+    model = Mlp()
+    chosen = derive_plan(model, 3)
+    check_parity(model, dict(chosen.rules), 3, torch.randn(2, 3, 16, dtype=torch.float64))
+
+
+def test_heads_that_do_not_divide_are_shared_out_whole() -> None:
+    chosen = derive_plan(Vit(), 3)
+    assert "blocks.*.attn.qkv" in chosen.rules
+    image = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    check_parity(Vit(), dict(chosen.rules), 3, image)
+
+
+def test_attention_is_left_whole_where_heads_cannot_be_shared_out() -> None:
+    with pytest.raises(PlanError, match="qkv, proj of the model together"):
+        derive_plan(OddlyNamed(24, 4), 3, ((torch.randn(2, 5, 24),), {}))
+
+
+def test_reasons_are_in_the_report() -> None:
+    report = str(resolve_plan(Lm(False), "auto", 2))
+    assert "reaches down only" in report and "proven equal on 2 ranks" in report
+
+
+def test_ranks_that_fail_or_disagree_end_with_the_error() -> None:
+    def fail(axis):
+        if axis.rank == 1:
+            raise ValueError("of rank 1")
+        torch.distributed.all_reduce(torch.ones(1), group=axis.group)
+
+    with pytest.raises(ValueError, match="of rank 1"):
+        run_ranks(3, fail)
+    with pytest.raises(RuntimeError, match="the ranks disagree about a collective"):
+        run_ranks(
+            2, lambda a: torch.distributed.all_reduce(torch.ones(a.rank + 1), group=a.group) or 1
+        )
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_derived_plan_trains_as_the_plain_model(layout: tuple[int, int, int], tied: bool) -> None:
+    def ids(number: int) -> torch.Tensor:
+        return torch.randint(67, (2, 5), generator=torch.Generator().manual_seed(number))
+
+    def build() -> nn.Module:
+        model = Lm(tied)
+        for block in model.blocks:
+            block.between = ""
+            del block.other, block.norm, block.batch_norm, block.scale
+        return model
+
+    assert_parity(build, ids, MeshLayout(*layout), steps=2, fp32=False, tp_plan="auto")
