@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from tp_world import tp_mesh
+from tp_world import check_parity, tp_mesh
 
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import VocabParallel, auto_plan, resolve_plan
@@ -94,6 +94,26 @@ def test_norms_of_each_head_are_split_with_the_heads():
     few = model("cohere", use_qk_norm=True, num_key_value_heads=2)
     (note,) = resolve_plan(few, "auto", 4).notes  # two heads' norms for four ranks
     assert "'model.layers.*.self_attn' stays whole on every rank" in note
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("apertus", {}),
+        ("doge", {}),
+        ("cohere", {"use_qk_norm": True, "num_key_value_heads": 4}),
+        ("cohere", {"use_qk_norm": True, "num_key_value_heads": 1}),
+    ],
+)
+def test_completed_plans_are_right(family, fields):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **fields})
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, p in made.named_parameters():
+        if "norm" in name:
+            p.data.uniform_(0.5, 1.5)
+    ids = torch.arange(12).view(2, 6)
+    check_parity(made, "auto", 2, ids, call=lambda m, x: m(input_ids=x, use_cache=False).logits)
 
 
 def test_doges_attention_stays_whole():
