@@ -39,7 +39,7 @@ class PackedDTensor(DTensor):
     @property
     def packing(self) -> Packing:
         """The rows on each rank of the packed axis."""
-        return self._spec.packing
+        return self._spec.packed[1].packing
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

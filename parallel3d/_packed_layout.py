@@ -23,7 +23,15 @@ from parallel3d._layout import strided_chunk
 from parallel3d._packing import Packing
 from parallel3d.errors import Parallel3dError
 
-__all__ = ["Box", "PackedShard", "PackedSpec", "cut_packed", "gather_packed", "packed_boxes"]
+__all__ = [
+    "Box",
+    "PackedShard",
+    "PackedSpec",
+    "cut_packed",
+    "gather_packed",
+    "packed_among",
+    "packed_boxes",
+]
 
 
 class PackedSpec(DTensorSpec):
@@ -37,14 +45,11 @@ class PackedSpec(DTensorSpec):
         super().__post_init__()
 
     @cached_property
-    def axis(self) -> int:
-        """Position of the packed axis in the mesh."""
-        return next(i for i, p in enumerate(self.placements) if isinstance(p, PackedShard))
-
-    @property
-    def packing(self) -> Packing:
-        """The rows on each rank of that axis."""
-        return self.placements[self.axis].packing  # type: ignore[attr-defined]
+    def packed(self) -> tuple[int, PackedShard]:
+        """(position of the packed axis in the mesh, the placement there)."""
+        found = packed_among(self.placements)
+        assert found is not None
+        return found
 
     @cached_property
     def ordinary(self) -> DTensorSpec:
@@ -116,6 +121,14 @@ for _name in (
     setattr(PackedShard, _name, _refusal(_name.lstrip("_")))
 
 
+def packed_among(placements: Sequence[Placement]) -> tuple[int, PackedShard] | None:
+    """(position, the PackedShard), if there is one."""
+    for axis, placement in enumerate(placements):
+        if type(placement) is PackedShard:  # isinstance takes 3 us with torch's placements
+            return axis, placement
+    return None
+
+
 def ordinary(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """``placements`` with ``Shard`` for ``PackedShard``."""
     return tuple(Shard(p.dim) if isinstance(p, PackedShard) else p for p in placements)
@@ -185,8 +198,9 @@ def _split(
     placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> tuple[int, Packing, list[tuple[int, Placement]]]:
     """(the packed axis, its packing, the other axes with what they do to a rank's rows)."""
-    axis = next(i for i, p in enumerate(placements) if isinstance(p, PackedShard))
-    packed: Any = placements[axis]
+    found = packed_among(placements)
+    assert found is not None
+    axis, packed = found
     others: list[tuple[int, Placement]] = []
     for i, placement in enumerate(placements):
         if i == axis:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, make_dtensor, make_spec, spec_of
-from parallel3d._packed_layout import PackedShard, PackedSpec, cut_packed, ordinary
+from parallel3d._packed_layout import PackedSpec, cut_packed, ordinary, packed_among
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["run"]
@@ -96,16 +96,16 @@ def _kind(func: Any) -> str:
 class _Call:
     """One operation with packed DTensors among its operands.
 
-    An operation on lists is one on each position; ``like[i]`` is what is packed at position i.
+    An operation on lists is one on each position; ``like[i]`` tells how what is packed at position i lies.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.kind = _kind(func)
-        self.like: dict[int, DTensor] = {}
-        self.originals: dict[int, DTensor] = {}  # by id of what DTensor sees of it
-        self.seen: list[DTensor] = []  # keeps these ids theirs
-        self.on_lists = any(isinstance(value, (list, tuple)) for value in args[:1])
+        self.like: dict[int, PackedSpec] = {}
+        self.plain: dict[int, DTensor] = {}  # by id of an operand: what DTensor sees of it
+        self.originals: dict[int, DTensor] = {}  # the other way
+        self.on_lists = bool(args) and isinstance(args[0], (list, tuple))
 
     def run(self) -> Any:
         if self.kind == "view" and tuple(self.args[1]) == tuple(self.args[0].shape):
@@ -117,26 +117,33 @@ class _Call:
             return _copied(*self.args[:2])
         if self.kind == "new":
             return _new(self.func, *self.args, **self.kwargs)
-        values = [*self.args, *self.kwargs.values()]
-        for value in values:
-            for position, tensor in _positions(value):
-                if isinstance(tensor, DTensor) and _is_packed(tensor):
-                    self._take(position, tensor)
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, (list, tuple)):
+                for position, item in enumerate(value):
+                    self._take(position, item)
+            else:
+                self._take(0, value)
         args = [self._plain(value) for value in self.args]
         kwargs = {key: self._plain(value) for key, value in self.kwargs.items()}
         result = self.func(*args, **kwargs)
         if isinstance(result, (list, tuple)):
-            marked = (self._marked(i * self.on_lists, value) for i, value in enumerate(result))
+            marked = [self._marked(i * self.on_lists, value) for i, value in enumerate(result)]
             return type(result)(marked)
         return self._marked(0, result)
 
-    def _take(self, position: int, tensor: Any) -> None:
-        known = self.like.setdefault(position, tensor)
-        same = _packed_of(known) == _packed_of(tensor)
-        if not same or known.device_mesh != tensor.device_mesh or known.shape != tensor.shape:
-            self._refuse(
-                f"has operands with other rows, {known.placements} and {tensor.placements},"
-            )
+    def _take(self, position: int, value: Any) -> None:
+        """Notes how ``value`` lies, if it is packed."""
+        spec = _packed_spec(value)
+        if spec is None:
+            return
+        known = self.like.setdefault(position, spec)
+        if known is not spec and not _alike(known, spec):
+            self._refuse(f"has operands with other rows, {known.placements} and {spec.placements},")
+        if id(value) in self.plain:  # given twice; what DTensor saw of it must live on for its id's sake
+            return
+        plain = make_dtensor(get_local_tensor(value), spec.ordinary)
+        self.plain[id(value)] = plain
+        self.originals[id(plain)] = value
 
     def _plain(self, value: Any) -> Any:
         """``value`` as DTensor gets it."""
@@ -145,18 +152,13 @@ class _Call:
         return self._plain_at(0, value)
 
     def _plain_at(self, position: int, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if isinstance(value, DTensor) and _is_packed(value):
-            spec = spec_of(value)
-            plain = make_dtensor(get_local_tensor(value), _ordinary(spec))
-            self.originals[id(plain)] = value
-            self.seen.append(plain)
-            return plain
+        known = self.plain.get(id(value))
+        if known is not None:
+            return known
         like = self.like.get(position)
-        if like is None or not value.dim() or value.numel() == 1:
+        if like is None or not isinstance(value, Tensor) or not value.dim() or value.numel() == 1:
             return value
-        at = _packed_of(like)[1].dim + value.dim() - like.dim()
+        at = like.packed[1].dim + value.dim() - like.ndim
         if at < 0 or value.shape[at] == 1:
             return value
         if value.stride(at) == 0:  # one row, expanded, as backward expands numbers
@@ -166,8 +168,6 @@ class _Call:
 
     def _marked(self, position: int, result: Any) -> Any:
         """The result at ``position`` of the result, packed as the operands there are."""
-        if not isinstance(result, Tensor):
-            return result
         original = self.originals.get(id(result))
         if original is not None:
             return original
@@ -180,13 +180,10 @@ class _Call:
             return result
         if result.shape != like.shape:
             self._refuse(f"makes a tensor of {tuple(result.shape)},")
-        spec, packed = spec_of(result), spec_of(like)
-        axis, shard = _packed_of(like)
-        if (
-            spec.placements == _ordinary(packed).placements
-            and spec.tensor_meta == packed.tensor_meta
-        ):
-            return make_dtensor(get_local_tensor(result), packed)
+        spec, same = spec_of(result), like.ordinary
+        if spec.tensor_meta == same.tensor_meta and spec.placements == same.placements:
+            return make_dtensor(get_local_tensor(result), like)
+        axis, shard = like.packed
         placements = list(spec.placements)
         assert placements[axis] == ordinary([shard])[0], f"{self.func} gave {placements}"
         placements[axis] = shard
@@ -204,9 +201,10 @@ class _Call:
 
 def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTensor:
     """``like.new_empty(size)`` and its kind."""
-    spec, local = spec_of(like), get_local_tensor(like)
+    spec, local = _packed_spec(like), get_local_tensor(like)
+    assert spec is not None
     if tuple(size) != tuple(like.shape):
-        return func(make_dtensor(local, _ordinary(spec)), size, *args, **kwargs)
+        return func(make_dtensor(local, spec.ordinary), size, *args, **kwargs)
     made = func(local, list(local.shape), *args, **kwargs)
     return make_dtensor(made, make_spec(spec.mesh, spec.placements, like.shape, made.dtype))
 
@@ -215,8 +213,8 @@ def _lie_apart(target: Any, source: Any) -> bool:
     """Whether these are DTensors of one shape, one of them packed in a way that the other isn't."""
     if not (isinstance(target, DTensor) and isinstance(source, DTensor)):
         return False
-    packed = [_packed_of(t) if _is_packed(t) else None for t in (target, source)]
-    alike = packed[0] == packed[1] and target.device_mesh == source.device_mesh
+    to, of = _packed_spec(target), _packed_spec(source)
+    alike = to is not None and of is not None and _alike(to, of)
     return target.shape == source.shape and not alike
 
 
@@ -224,7 +222,7 @@ def _copied(target: DTensor, source: DTensor) -> DTensor:
     """``target.copy_(source)`` by way of the whole tensor: what torch loads is placed without a packing."""
     whole = source.full_tensor()
     mesh, placements = target.device_mesh, target.placements
-    if _is_packed(target):
+    if _packed_spec(target) is not None:
         whole = cut_packed(whole, mesh, placements)
         get_local_tensor(target).copy_(whole)
         return target
@@ -232,22 +230,21 @@ def _copied(target: DTensor, source: DTensor) -> DTensor:
     return target
 
 
-def _is_packed(tensor: DTensor) -> bool:
-    """Also of a plain DTensor that torch has made with the placements of a packed one."""
-    return any(isinstance(p, PackedShard) for p in spec_of(tensor).placements)
+def _packed_spec(value: Any) -> PackedSpec | None:
+    """How ``value`` lies, if packed; also a plain DTensor that was made with a packed one's placements."""
+    if not isinstance(value, DTensor):
+        return None
+    spec = spec_of(value)
+    if type(spec) is PackedSpec:
+        return spec
+    if packed_among(spec.placements) is None:
+        return None
+    return PackedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
 
 
-def _packed_of(tensor: DTensor) -> tuple[int, PackedShard]:
-    return next(
-        (i, p) for i, p in enumerate(spec_of(tensor).placements) if isinstance(p, PackedShard)
-    )
-
-
-def _ordinary(spec: Any) -> Any:
-    if isinstance(spec, PackedSpec):
-        return spec.ordinary
-    return PackedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta).ordinary
-
-
-def _positions(value: Any) -> list[tuple[int, Any]]:
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else [(0, value)]
+def _alike(one: PackedSpec, other: PackedSpec) -> bool:
+    """Whether the rows of the same shape lie on the ranks alike."""
+    (axis, shard), (its_axis, its_shard) = one.packed, other.packed
+    same = shard is its_shard or shard == its_shard
+    same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
+    return same and axis == its_axis and same_mesh and one.shape == other.shape

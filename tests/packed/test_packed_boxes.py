@@ -188,7 +188,8 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("build", "first", "second"),
     [
-        (uneven_lm, (1, 4, 4), (1, 2, 4)),
+        (uneven_lm, (1, 4, 4), (1, 1, 4)),
+        pytest.param(uneven_lm, (1, 4, 4), (1, 2, 4), marks=pytest.mark.full),
         pytest.param(uneven_lm, (1, 1, 4), (1, 4, 4), marks=pytest.mark.full),
         pytest.param(uneven_lm, (2, 2, 4), (1, 4, 2), marks=pytest.mark.full),
         pytest.param(even_lm, (2, 4, 2), (1, 4, 4), marks=pytest.mark.full),
@@ -216,31 +217,33 @@ def test_round_trip_of_sixteen_ranks(tmp_path: Path, build, first, second) -> No
             assert torch.equal(local_of(rank.state[name]), value), name
 
 
-def test_each_ranks_chunks_cover_the_whole_once() -> None:
-    for sizes in ((1, 4, 4), (2, 2, 4)):
-        seen: dict[str, torch.Tensor] = {}
-        chunks: dict[str, set] = {}
-        for rank in range(prod(sizes)):
-            with fake_world(rank, prod(sizes)):
-                for name, param in parallel(uneven_lm, sizes).named_parameters():
-                    if not isinstance(param, PackedDTensor):
-                        continue
-                    count = seen.setdefault(name, torch.zeros(param.shape, dtype=torch.int64))
-                    items = param.__create_write_items__(name, param)
-                    assert len(items) == len(param.boxes())
-                    for item, part in zip(items, param.__create_chunk_list__(), strict=True):
-                        box = (tuple(part.offsets), tuple(part.sizes))
-                        assert item.index.offset == part.offsets and item.tensor_data.chunk == part
-                        shard = param.__get_tensor_shard__(item.index)
-                        assert tuple(shard.shape) == box[1]
-                        assert shard.untyped_storage().data_ptr() == (
-                            get_local_tensor(param).untyped_storage().data_ptr()
-                        )
-                        if box not in chunks.setdefault(name, set()):  # replicas have the same
-                            chunks[name].add(box)
-                            count[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] += 1
-        assert len(seen) == 6
-        assert all(bool((count == 1).all()) for count in seen.values())
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 4), *(pytest.param(s, marks=pytest.mark.full) for s in ((1, 4, 4), (2, 2, 4)))]
+)
+def test_each_ranks_chunks_cover_the_whole_once(sizes) -> None:
+    seen: dict[str, torch.Tensor] = {}
+    chunks: dict[str, set] = {}
+    for rank in range(prod(sizes)):
+        with fake_world(rank, prod(sizes)):
+            for name, param in parallel(uneven_lm, sizes).named_parameters():
+                if not isinstance(param, PackedDTensor):
+                    continue
+                count = seen.setdefault(name, torch.zeros(param.shape, dtype=torch.int64))
+                items = param.__create_write_items__(name, param)
+                assert len(items) == len(param.boxes())
+                for item, part in zip(items, param.__create_chunk_list__(), strict=True):
+                    box = (tuple(part.offsets), tuple(part.sizes))
+                    assert item.index.offset == part.offsets and item.tensor_data.chunk == part
+                    shard = param.__get_tensor_shard__(item.index)
+                    assert tuple(shard.shape) == box[1]
+                    assert shard.untyped_storage().data_ptr() == (
+                        get_local_tensor(param).untyped_storage().data_ptr()
+                    )
+                    if box not in chunks.setdefault(name, set()):  # replicas have the same
+                        chunks[name].add(box)
+                        count[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] += 1
+    assert len(seen) == 6
+    assert all(bool((count == 1).all()) for count in seen.values())
 
 
 def test_saved_by_torch(tmp_path: Path) -> None:

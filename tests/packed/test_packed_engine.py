@@ -37,6 +37,12 @@ def shown(value: object) -> str:
     return getattr(value, "__name__", str(value))
 
 
+one_case = pytest.mark.parametrize(
+    ("build", "sizes"),
+    [pytest.param(*CASES[0], marks=pytest.mark.full), CASES[1]],
+    ids=["even", "uneven"],
+)
+
 Build = Callable[[], PackedLm]
 Sizes = tuple[int, int, int]
 
@@ -213,7 +219,7 @@ def test_local_optimizers(make, build, sizes, kind) -> None:
                 lies_as(key, value, want, 1e-9)
 
 
-@cases
+@one_case
 def test_clip_ema_and_scaler(make, build, sizes) -> None:
     twins = make(build, sizes)
     ema = EMA(twins.parallel, 0.9)
@@ -257,11 +263,16 @@ def test_torchs_clip(make) -> None:
     ("build", "sizes", "options"),
     [
         (even_lm, (2, 2, 2), {"micro_batches": 2}),
-        (even_lm, (1, 2, 2), {"micro_batches": 2, "defer": "sync"}),
         (uneven_lm, (2, 1, 4), {"micro_batches": 2, "defer": "sync"}),
         (even_lm, (2, 2, 2), {"shard_optimizer_over_replicate": True}),
-        (uneven_lm, (2, 1, 4), {"shard_optimizer_over_replicate": True, "micro_batches": 2}),
-        (uneven_lm, (1, 2, 2), {"reshard_after_forward": False}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (even_lm, (1, 2, 2), {"micro_batches": 2, "defer": "sync"}),
+                (uneven_lm, (2, 1, 4), {"shard_optimizer_over_replicate": True}),
+                (uneven_lm, (1, 2, 2), {"reshard_after_forward": False}),
+            )
+        ),
     ],
     ids=shown,
 )
@@ -292,7 +303,7 @@ def test_full_tensor_and_full_params(make, build, sizes) -> None:
     twins.same(0.0)
 
 
-@cases
+@one_case
 def test_state_dicts_of_all_types(make, build, sizes) -> None:
     twins = make(build, sizes)
     with twins.world.paused():
@@ -354,7 +365,7 @@ def test_chunk_and_gather(make, build, sizes) -> None:
             lies_as(name, gathered, whole, 0.0)
 
 
-@cases
+@one_case
 def test_materialize(make, build, sizes) -> None:
     with torch.device("meta"):
         plain, parallel = build(), build()
@@ -370,7 +381,7 @@ def test_materialize(make, build, sizes) -> None:
         lies_as(name, param.detach(), want[name].detach(), 0.0)
 
 
-@cases
+@one_case
 def test_deepcopy(make, build, sizes) -> None:
     twins = make(build, sizes)
     twin = copy.deepcopy(twins.parallel)

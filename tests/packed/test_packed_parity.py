@@ -15,11 +15,22 @@ LAYOUTS = [
     (even_lm, (1, 1, 2)),
     (even_lm, (2, 1, 2)),
     (even_lm, (1, 4, 2)),
-    (even_lm, (1, 2, 4)),
     (uneven_lm, (1, 2, 2)),
     (uneven_lm, (1, 1, 4)),
-    (uneven_lm, (2, 1, 4)),
     (uneven_lm, (1, 2, 4)),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            (even_lm, (1, 2, 4)),
+            (even_lm, (2, 2, 2)),
+            (even_lm, (1, 3, 2)),
+            (uneven_lm, (1, 2, 3)),
+            (uneven_lm, (2, 1, 4)),
+            (uneven_lm, (2, 2, 2)),
+            (uneven_lm, (1, 4, 4)),
+            (uneven_lm, (1, 3, 4)),
+        )
+    ),
 ]
 
 
