@@ -20,6 +20,7 @@ from parallel3d.tp.same_batch import check_same_batch
 from parallel3d.tp.styles import (
     Colwise,
     Experts,
+    HeadArguments,
     IdentityExpert,
     LocalParams,
     LocalSizes,
@@ -41,6 +42,7 @@ __all__ = [
     "STYLE_NAMES",
     "Colwise",
     "Experts",
+    "HeadArguments",
     "IdentityExpert",
     "LocalParams",
     "LocalSizes",

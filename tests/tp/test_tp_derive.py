@@ -11,7 +11,15 @@ from tp_world import check_parity
 from parallel3d.errors import PlanError
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity, fake_world
-from parallel3d.tp import Colwise, LocalSizes, Rowwise, VocabParallel, auto_plan, resolve_plan
+from parallel3d.tp import (
+    Colwise,
+    HeadArguments,
+    LocalSizes,
+    Rowwise,
+    VocabParallel,
+    auto_plan,
+    resolve_plan,
+)
 from parallel3d.tp.derive import derive_plan
 from parallel3d.tp.derive.ranks import run_ranks
 
@@ -99,6 +107,36 @@ def test_sizes_of_a_module_are_made_local_where_its_forward_needs_them() -> None
         resolve_plan(model, {"": LocalSizes(("count",)), "proj": "rowwise"}, 3)
     with pytest.raises(PlanError, match="heads is None, not an int"):
         resolve_plan(model, {"": LocalSizes(("heads",)), "proj": "rowwise"}, 2)
+
+
+def test_what_attention_is_given_for_each_head_is_cut() -> None:
+    class Biased(FusedAttention):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            mask = bias.view(-1, self.num_heads, *bias.shape[1:])
+            y = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = Biased(16, 4)
+            self.slopes = nn.Parameter(torch.rand(4, 1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).triu()
+            return self.attn(x, bias=(self.slopes * places).repeat(len(x), 1, 1))
+
+    model = Model()
+    chosen = derive_plan(model, 2, ((torch.randn(2, 5, 16),), {}))
+    assert chosen.rules["attn"] == HeadArguments(4, (("bias", 0),))
+    for tp in (2, 3):
+        check_parity(model, dict(chosen.rules), tp, torch.randn(2, 3, 16, dtype=torch.float64))
+    with pytest.raises(PlanError, match="4 heads are too few for 5 tp ranks"):
+        resolve_plan(model, {"attn": HeadArguments(4, (("bias", 0),))}, 5)
+    with pytest.raises(PlanError, match="has no argument 'alibi'; it has x, bias"):
+        resolve_plan(model, {"attn": HeadArguments(4, (("alibi", 0),))}, 2)
 
 
 def test_norms_on_heads_have_their_gradients_summed() -> None:

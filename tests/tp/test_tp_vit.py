@@ -79,8 +79,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "roberta": ("RobertaForMaskedLM", _SIZES | _BIG, 4),
     "modernbert-decoder": ("ModernBertDecoderForCausalLM", _SIZES | _BIG | {"pad_token_id": 0}, 4),
     "openai-gpt": ("OpenAIGPTLMHeadModel", _GPT, 3),
-    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, 0),
-    "mpt": ("MptForCausalLM", {"d_model": 16, "n_layers": 2, "n_heads": 4}, 0),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, 3),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
+        0,
+    ),
+    "mpt": ("MptForCausalLM", {"d_model": 16, "n_layers": 2, "n_heads": 4}, 3),
 }
 ORDINARY = ("gpt2", "opt", "bert")
 
@@ -123,11 +135,11 @@ def test_more_families_without_a_plan_equal_the_plain_model(
     _check(name, layout)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "stablelm", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "stablelm", "bloom", "t5"])
 def test_attention_is_split_where_it_can_be(name: str) -> None:
     plan = auto_plan(_family(name)(), 2)
-    assert len([p for p in plan if "attn" in p or "attention" in p]) == FAMILIES[name][2]
-    assert any("mlp" in p for p in plan)
+    assert len([p for p in plan if "attn" in p or "attention" in p.lower()]) == FAMILIES[name][2]
+    assert any("mlp" in p or "Dense" in p for p in plan)
 
 
 def test_hugging_face_vit_equals_the_plain_model() -> None:

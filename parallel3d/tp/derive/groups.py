@@ -1,14 +1,15 @@
 """Groups of layers that may be split together, read off a trace; and the ways to split one."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from parallel3d.tp.derive.trace import OUTPUT, Flow, Layer
-from parallel3d.tp.styles import Colwise, LocalSizes, Rowwise, Style
+from parallel3d.tp.derive.trace import OUTPUT, Call, Flow, Layer
+from parallel3d.tp.styles import Colwise, HeadArguments, LocalSizes, Rowwise, Style
 
 __all__ = ["Group", "Way", "find_groups", "ways_to_split"]
 
@@ -107,6 +108,9 @@ def ways_to_split(
     modules = dict(model.named_modules())
     cuts = list(_cuts(group, flow, layers))
     count = 0
+    for cut in cuts[:1]:
+        for style in _head_arguments(modules[group.owner], flow.calls[group.owner]):
+            yield Way(((group.owner, style), *_features(group, cut)))
     for cut in cuts:
         sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
         # Up to three attributes, fewest first; those that look like what is split before others.
@@ -114,14 +118,42 @@ def ways_to_split(
             styles: list[tuple[str, Style]] = [
                 (owner, LocalSizes(names)) for owner, names in chosen.items()
             ]
-            for name in group.ups:
-                sections = cut[name]
-                styles.append((name, Colwise(packed=sections) if len(sections) > 1 else Colwise()))
-            styles.append((group.down, Rowwise()))
-            yield Way(tuple(styles))
+            yield Way((*styles, *_features(group, cut)))
             count += 1
             if count == _MOST_WAYS:
                 return
+
+
+def _features(group: Group, cut: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Style]]:
+    """The layers' styles."""
+    for name in group.ups:
+        sections = cut[name]
+        yield name, Colwise(packed=sections) if len(sections) > 1 else Colwise()
+    yield group.down, Rowwise()
+
+
+def _head_arguments(owner: nn.Module, call: Call) -> Iterator[Style]:
+    """Cutting those of the owner's arguments that may be for each head."""
+    given = inspect.signature(owner.forward).bind(*call.args, **call.kwargs).arguments
+    tensors = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    for name, heads in vars(owner).items():
+        if type(heads) is not int or heads < 2 or "head" not in name or "dim" in name:
+            continue
+        found = [
+            (argument, dim)
+            for argument, value in tensors.items()
+            for dim in (0, 1)
+            # What weights compute, of three dims, is the hidden state.
+            if (id(value) not in call.computed or value.dim() > 3)
+            and value.dim() > 2
+            and value.shape[dim] % heads == 0
+        ]
+        if found:
+            yield HeadArguments(heads, tuple(dict(reversed(found)).items()))
 
 
 def _cuts(

@@ -18,7 +18,7 @@ from parallel3d.tp.derive.paths import describe, inside, join, pattern_of, with_
 from parallel3d.tp.derive.trace import Flow, trace
 from parallel3d.tp.derive.verify import NotEqual, Proof, Prover
 from parallel3d.tp.derive.vocabulary import Findings, split_vocabulary
-from parallel3d.tp.styles import LocalSizes, Replicated, SplitHeads, Style
+from parallel3d.tp.styles import HeadArguments, LocalSizes, Replicated, SplitHeads, Style
 
 __all__ = ["derive_plan"]
 
@@ -220,6 +220,9 @@ class _Derivation:
             return f"its output reaches {down} only, through {way or 'nothing'}; {equal}"
         if isinstance(style, Replicated):
             return f"used on each rank's part, on the way to {down}; {equal}"
+        if isinstance(style, HeadArguments):
+            names = ", ".join(argument for argument, _ in style.arguments)
+            return f"gets {names} for all heads, and has a part of them; {equal}"
         return f"sizes its forward uses on the parts that {down} reads; {equal}"
 
     def _through(self, name: str) -> list[str]:
@@ -248,13 +251,22 @@ class _Derivation:
     # ---- what is said ----
 
     def _notes(self) -> list[str]:
-        grouped: dict[tuple[str, str], list[str]] = {}
+        grouped: dict[str, list[str]] = {}
         for name, said in self.found.refused.items():
-            grouped.setdefault((pattern_of(name), re.sub(r"\.\d+\b", ".*", said)), []).append(name)
+            grouped.setdefault(re.sub(r"\.\d+\b", ".*", said), []).append(name)
         return [
-            f"derived, left whole: {pattern if len(names) > 1 else names[0]}: {said}"
-            for (pattern, said), names in grouped.items()
+            f"derived, left whole: {', '.join(self._shortly(names))}: {said}"
+            for said, names in grouped.items()
         ]
+
+    def _shortly(self, names: list[str]) -> list[str]:
+        """Names as patterns, where all that match are among them."""
+        shown = []
+        for name in names:
+            pattern = pattern_of(name)
+            alike = [other for other in self.layers if pattern_of(other) == pattern]
+            shown.append(pattern if set(alike) <= set(names) else name)
+        return list(dict.fromkeys(shown))
 
     def _nothing(self) -> str:
         listed = "".join(f"\n  - {note}" for note in self._notes())

@@ -1,5 +1,6 @@
 """The styles, one concept a file."""
 
+from parallel3d.tp.styles.arguments import HeadArguments
 from parallel3d.tp.styles.attention import NoFastPath, SplitHeads
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel
@@ -15,6 +16,7 @@ from parallel3d.tp.styles.sizes import LocalSizes
 __all__ = [
     "Colwise",
     "Experts",
+    "HeadArguments",
     "IdentityExpert",
     "LocalParams",
     "LocalSizes",
