@@ -125,7 +125,9 @@ def find_attention(
         outputs = [p for p in rowwise if p.ruled.name.rpartition(".")[0] == parent]
         if not outputs:
             outer = parent.rpartition(".")[0]
-            outputs = [p for p in rowwise if outer and p.ruled.name.startswith(f"{outer}.")]
+            near = [p for p in rowwise if outer and p.ruled.name.startswith(f"{outer}.")]
+            # Not one with a column-parallel linear beside it, such as an MLP's.
+            outputs = [p for p in near if p.ruled.name.rpartition(".")[0] not in parents]
         layer = Attention(parent, modules[parent], tuple(inputs), tuple(outputs))
         yield _with_heads(layer)
 

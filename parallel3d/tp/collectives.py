@@ -25,6 +25,7 @@ On an axis of one rank every operation returns its argument.
 Backwards are built from the same operations, so second derivatives are right too.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -157,7 +158,11 @@ def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
     x = _pad(x, dim, chunk) if uneven else x.contiguous()
     stacked = x.new_empty((axis.size, *x.shape))
     all_gather_single(stacked.view(-1), x.view(-1), group=axis.group)
-    # One copy into the layout the next matmul wants; none for dim 0 or a batch of one.
+    # One copy into the layout the next matmul wants; none for dim 0 or a batch of one. Contiguous, as
+    # what a module puts out is: models' code takes views of it.
+    if uneven and math.prod(x.shape[:dim]) > 1:
+        rows = [max(0, min(chunk, size - rank * chunk)) for rank in range(axis.size)]
+        return torch.cat([x.narrow(dim, 0, n) for x, n in zip(stacked, rows, strict=True)], dim)
     joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
     # No view: what an autograd function gives as one can't be changed in place, by an activation.
     return (joined.narrow(dim, 0, size) if uneven else joined).detach()

@@ -4,6 +4,7 @@ import copy
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -179,12 +180,11 @@ def _local(t: Tensor) -> Tensor:
 
 def _on_tp(q: Tensor) -> float:
     """How many of a parameter's numbers a tp rank holds, on average."""
-    if isinstance(q, DTensor) and any(
-        p.is_shard() and axis == "tp"
-        for p, axis in zip(q.placements, q.device_mesh.mesh_dim_names or (), strict=True)
-    ):
-        return q.numel() / 2
-    return q.numel()
+    if not isinstance(q, DTensor):
+        return q.numel()
+    names = q.device_mesh.mesh_dim_names or ()
+    axes = zip(q.placements, names, q.device_mesh.shape, strict=True)
+    return q.numel() / prod(n for p, name, n in axes if p.is_shard() and name == "tp")
 
 
 class _Differences:

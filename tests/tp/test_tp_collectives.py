@@ -81,6 +81,16 @@ def test_gather_keeps_its_chunk_of_the_gradient(tp, size, dim):
     )
 
 
+@pytest.mark.parametrize("gather", [gather_from_tp, gather_sequence])
+@pytest.mark.parametrize(("tp", "size", "dim"), CASES)
+def test_what_is_gathered_can_be_viewed(gather, tp, size, dim):
+    x = sample(*shape_with(size, dim))
+    with local_world(tp) as world:
+        part = world.map(lambda r: chunks(x, dim, tp)[r])
+        whole = gather(part, dim, size, TpAxis(tp_mesh(tp)["tp"]))
+        assert all(t.is_contiguous() for t in world.per_rank(whole))
+
+
 @pytest.mark.parametrize("op", [split_to_tp, scatter_sequence])
 @pytest.mark.parametrize(("tp", "size", "dim"), CASES)
 def test_split_joins_the_gradient(op, tp, size, dim):

@@ -17,6 +17,7 @@ from head_models import (
     CountsByShape,
     Interleaved,
     Latent,
+    Projections,
     Sections,
     Sinks,
 )
@@ -196,6 +197,30 @@ def test_an_unknown_layer_is_left_whole_only_where_it_does_not_divide():
     assert not resolve_plan(Unknown(12), SPLIT, 4).notes
     (note,) = resolve_plan(Unknown(13), SPLIT, 4).notes
     assert "no number of heads fits its sizes; looked for num_heads" in note
+
+
+def test_an_output_projection_in_a_module_beside_the_others():
+    class Projected(Projections):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.num_attention_heads = 6
+
+    block = nn.ModuleDict(
+        {
+            "self": Projected(),
+            "output": nn.ModuleDict({"dense": nn.Linear(24, DIM)}),
+            "mlp": nn.ModuleDict({"up": nn.Linear(DIM, 24), "down": nn.Linear(24, DIM)}),
+        }
+    )
+    plan = {
+        "block.self.{q,k,v}": "colwise",
+        "block.output.dense": "rowwise",
+        "block.mlp.up": "colwise",
+        "block.mlp.down": "rowwise",
+    }
+    found = lengths(resolve_plan(nn.ModuleDict({"block": block}), plan, 4))
+    assert found["block.output.dense.weight"] == (8, 8, 4, 4)
+    assert not any("mlp" in name for name in found)
 
 
 def test_an_mlp_with_a_config_is_no_attention():
