@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from parallel3d import MeshLayout, build_mesh, parallelize, tp
 from parallel3d.testing import GlooPool, fake_world
-from parallel3d.tp import linear_overlap
+from parallel3d.tp.comm import linear_overlap
 
 PLAN = {"gate": tp.Colwise(), "up": tp.Colwise(), "down": tp.Rowwise()}
 

@@ -139,7 +139,9 @@ class _Call:
         known = self.like.setdefault(position, spec)
         if known is not spec and not _alike(known, spec):
             self._refuse(f"has operands with other rows, {known.placements} and {spec.placements},")
-        if id(value) in self.plain:  # given twice; what DTensor saw of it must live on for its id's sake
+        if (
+            id(value) in self.plain
+        ):  # given twice; what DTensor saw of it must live on for its id's sake
             return
         plain = make_dtensor(get_local_tensor(value), spec.ordinary)
         self.plain[id(value)] = plain

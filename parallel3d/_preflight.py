@@ -20,7 +20,7 @@ from parallel3d.fsdp.strategy import ShardingStrategy, strategy_options
 from parallel3d.mesh import check_agreement
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.chosen import Plan, check_plan_type
-from parallel3d.tp.logits_head import find_head, with_loss_parallel
+from parallel3d.tp.logits.head import find_head, with_loss_parallel
 
 __all__ = ["Plan", "preflight"]
 

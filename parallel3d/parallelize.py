@@ -14,7 +14,7 @@ from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.running.members import the_unit
-from parallel3d.tp.logits_head import chunk_whole_head
+from parallel3d.tp.logits.head import chunk_whole_head
 
 __all__ = ["parallelize"]
 

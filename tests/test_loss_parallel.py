@@ -14,7 +14,8 @@ from parallel3d.errors import Parallel3dError, PlanError, StateError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.testing import assert_parity, record_collectives
 from parallel3d.testing.worlds import fake_world
-from parallel3d.tp import Colwise, VocabLogits, vocab_logits, vocab_parallel_cross_entropy
+from parallel3d.tp import Colwise, VocabLogits, vocab_parallel_cross_entropy
+from parallel3d.tp.logits import vocab_logits
 
 VOCAB = 67  # what no tp divides; see tests/tp/test_tp_loss.py
 MODES = [True, "chunked"]

@@ -11,8 +11,9 @@ from parallel3d.tp.collectives import (
     scatter_sequence,
     split_to_tp,
 )
-from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
-from parallel3d.tp.logits_head import LogitsHead
+from parallel3d.tp.heads.local_attributes import PlannedAttribute, local_attributes
+from parallel3d.tp.logits.head import LogitsHead
+from parallel3d.tp.logits.vocab_logits import VocabLogits
 from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel3d.tp.names import STYLE_NAMES, parse_style
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
@@ -36,7 +37,6 @@ from parallel3d.tp.styles import (
     VocabParallel,
 )
 from parallel3d.tp.torch_styles import TorchStyle
-from parallel3d.tp.vocab_logits import VocabLogits
 
 __all__ = [
     "STYLE_NAMES",

@@ -9,7 +9,7 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
+from parallel3d.tp.heads.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest
 from parallel3d.tp.styles import (

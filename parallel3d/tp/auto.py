@@ -6,7 +6,7 @@ from torch import nn
 
 from parallel3d.tp.chosen import ChosenPlan, Rule
 from parallel3d.tp.derive import derive_plan
-from parallel3d.tp.hf import has_hf_plan, hf_plan
+from parallel3d.tp.hf.merge import has_hf_plan, hf_plan
 
 __all__ = ["auto_plan", "choose"]
 

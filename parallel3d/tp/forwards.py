@@ -23,7 +23,7 @@ from parallel3d.tp.collectives import (
     reduce_from_tp,
     reduce_scatter_sequence,
 )
-from parallel3d.tp.shared_input import share_copy, share_sequence
+from parallel3d.tp.comm.shared_input import share_copy, share_sequence
 
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style

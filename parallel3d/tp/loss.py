@@ -5,9 +5,9 @@ from torch import Tensor
 
 from parallel3d._compat import untraced
 from parallel3d.errors import Parallel3dError
-from parallel3d.tp._cross_entropy import LossOptions
 from parallel3d.tp.collectives import TpAxis, copy_to_tp
-from parallel3d.tp.vocab_logits import VocabLogits, lazy_logits, loss_of, sharded_logits
+from parallel3d.tp.logits.cross_entropy import LossOptions
+from parallel3d.tp.logits.vocab_logits import VocabLogits, lazy_logits, loss_of, sharded_logits
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 

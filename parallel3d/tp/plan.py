@@ -17,8 +17,8 @@ from parallel3d.tp.apply import apply_plan
 from parallel3d.tp.auto import choose
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.chosen import ChosenPlan, Plan, check_plan_type
-from parallel3d.tp.heads import align_heads
-from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.heads.align import align_heads
+from parallel3d.tp.heads.local_attributes import PlannedAttribute
 from parallel3d.tp.report import report
 from parallel3d.tp.styles import Style
 from parallel3d.tp.styles.traffic import Traffic

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from parallel3d.tp.local_attributes import describe_attributes
+from parallel3d.tp.heads.local_attributes import describe_attributes
 from parallel3d.tp.patterns import numberless
 
 if TYPE_CHECKING:

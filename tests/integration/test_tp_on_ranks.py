@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel, linear_overlap
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
+from parallel3d.tp.comm import linear_overlap
 
 
 class Gated(nn.Module):

@@ -40,8 +40,8 @@ from parallel3d.tp import (
     local_attributes,
     resolve_plan,
 )
-from parallel3d.tp.heads import pack_heads, share_out
-from parallel3d.tp.local_attributes import reads_of
+from parallel3d.tp.heads.align import pack_heads, share_out
+from parallel3d.tp.heads.local_attributes import reads_of
 from parallel3d.tp.styles.grouped_kv import GroupedKv
 
 ORDINARY = [(4, 1, 2), (6, 3, 2), (7, 7, 3), (10, 5, 3), (6, 2, 4), (6, 6, 4), (3, 3, 4)]

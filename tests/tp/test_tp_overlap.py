@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from tp_world import check_parity, tp_mesh
 
 from parallel3d.testing import fake_world, record_collectives
-from parallel3d.tp import linear_overlap, resolve_plan
+from parallel3d.tp import resolve_plan
+from parallel3d.tp.comm import linear_overlap
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from parallel3d.tp.derive.ranks import run_ranks
 from parallel3d.tp.derive.skeleton import copy_with, random_like
 from parallel3d.tp.derive.trace import Call
 from parallel3d.tp.forwards import SequenceLength
-from parallel3d.tp.heads import align_heads
-from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.heads.align import align_heads
+from parallel3d.tp.heads.local_attributes import PlannedAttribute
 from parallel3d.tp.styles import Style
 
 __all__ = ["NotEqual", "Proof", "Prover", "resolve_split"]

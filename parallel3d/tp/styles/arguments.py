@@ -10,8 +10,8 @@ from parallel3d._packing import cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.comm.packed import split_packed
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward
-from parallel3d.tp.packed_collectives import split_packed
 from parallel3d.tp.styles.base import Style
 
 __all__ = ["HeadArguments"]

@@ -12,8 +12,8 @@ from parallel3d._packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, fit_rules, is_plain
 from parallel3d.tp.collectives import TpAxis, reduce_from_tp
+from parallel3d.tp.comm.packed import gather_packed
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
-from parallel3d.tp.packed_collectives import gather_packed
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.traffic import Traffic, entered, summed
 

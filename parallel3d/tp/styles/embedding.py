@@ -17,8 +17,8 @@ from parallel3d.tp.checks import (
     refuse_lookup_options,
 )
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
+from parallel3d.tp.comm.packed import gather_packed
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum
-from parallel3d.tp.packed_collectives import gather_packed
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.kinds import is_embedding, works_by_element
 from parallel3d.tp.styles.traffic import Traffic, summed

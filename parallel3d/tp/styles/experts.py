@@ -13,7 +13,7 @@ from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import TpAxis, reduce_from_tp
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
-from parallel3d.tp.local_attributes import reads_of
+from parallel3d.tp.heads.local_attributes import reads_of
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.sections import cut_features
 from parallel3d.tp.styles.traffic import Traffic, entered, summed

@@ -1,6 +1,6 @@
 """GroupedKv: the key or value projection where tp ranks have key and value heads in common.
 
-Plans don't name it: ``tp/heads.py`` puts it in the place of Colwise.
+Plans don't name it: ``tp/heads/align.py`` puts it in the place of Colwise.
 """
 
 from dataclasses import dataclass, field

@@ -11,11 +11,11 @@ from parallel3d._packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
-from parallel3d.tp.chunked_gather import can_chunk, gather_linear
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
+from parallel3d.tp.comm.chunked_gather import can_chunk, gather_linear
+from parallel3d.tp.comm.linear_overlap import linear
+from parallel3d.tp.comm.packed import gather_packed, split_packed
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
-from parallel3d.tp.linear_overlap import linear
-from parallel3d.tp.packed_collectives import gather_packed, split_packed
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
 from parallel3d.tp.styles.kinds import is_embedding, linear_kind, works_by_element

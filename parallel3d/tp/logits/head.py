@@ -15,12 +15,12 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
+from parallel3d.tp.comm.linear_overlap import linear
 from parallel3d.tp.forwards import SequenceLength, TpState, take_input
-from parallel3d.tp.linear_overlap import linear
+from parallel3d.tp.logits.vocab_logits import lazy_logits, sharded_logits
 from parallel3d.tp.plan import PlannedModule, ResolvedPlan
 from parallel3d.tp.styles import Colwise, Style
 from parallel3d.tp.styles.traffic import Traffic
-from parallel3d.tp.vocab_logits import lazy_logits, sharded_logits
 
 __all__ = ["LogitsHead", "chunk_whole_head", "find_head", "with_loss_parallel"]
 

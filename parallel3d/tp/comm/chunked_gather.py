@@ -18,7 +18,7 @@ from parallel3d.tp.collectives import (
     reduce_scatter_sequence,
     start_reduce_scatter,
 )
-from parallel3d.tp.linear_overlap import may_wait
+from parallel3d.tp.comm.linear_overlap import may_wait
 
 __all__ = ["can_chunk", "gather_linear"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.tp._resolve import Resolution, RuledModule
-from parallel3d.tp.attention import (
+from parallel3d.tp.heads.attention import (
     GROUP_SIZES,
     KV_NUMBERS,
     NUMBERS,
@@ -28,7 +28,7 @@ from parallel3d.tp.attention import (
     Projection,
     find_attention,
 )
-from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
+from parallel3d.tp.heads.local_attributes import local_attributes, reads_of, width_attributes
 from parallel3d.tp.patterns import numberless
 from parallel3d.tp.styles import (
     Colwise,

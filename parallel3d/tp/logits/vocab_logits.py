@@ -21,8 +21,9 @@ from parallel3d._compat import graph_is_kept, no_torch_function
 from parallel3d._layout import local_chunk
 from parallel3d._tree import map_tensors
 from parallel3d.errors import StateError
-from parallel3d.tp._cross_entropy import CrossEntropy, LossOptions
-from parallel3d.tp._logit_rows import (
+from parallel3d.tp.collectives import TpAxis, gather_from_tp
+from parallel3d.tp.logits.cross_entropy import CrossEntropy, LossOptions
+from parallel3d.tp.logits.rows import (
     DenseRows,
     GradientSource,
     LinearRows,
@@ -30,7 +31,6 @@ from parallel3d.tp._logit_rows import (
     pull_back,
     run,
 )
-from parallel3d.tp.collectives import TpAxis, gather_from_tp
 
 __all__ = ["VocabLogits", "lazy_logits", "loss_of", "next_logits", "sharded_logits"]
 
@@ -154,7 +154,7 @@ class VocabLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """See ``_logits_functions``."""
-        from parallel3d.tp._logits_functions import call  # which needs this module
+        from parallel3d.tp.logits.functions import call  # which needs this module
 
         return call(func, args, kwargs or {})
 

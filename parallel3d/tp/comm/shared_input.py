@@ -27,7 +27,7 @@ from parallel3d.tp.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from parallel3d.tp.linear_overlap import (
+from parallel3d.tp.comm.linear_overlap import (
     Pending,
     may_wait,
     number_start,

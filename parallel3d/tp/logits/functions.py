@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from parallel3d._compat import torch_function_off
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.errors import StateError
-from parallel3d.tp._cross_entropy import LossOptions
-from parallel3d.tp.vocab_logits import VocabGrad, VocabLogits, loss_of, next_logits
+from parallel3d.tp.logits.cross_entropy import LossOptions
+from parallel3d.tp.logits.vocab_logits import VocabGrad, VocabLogits, loss_of, next_logits
 
 __all__ = ["call"]
 

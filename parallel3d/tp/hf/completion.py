@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import Rule
-from parallel3d.tp.flow import Clash, Flow, Meeting, trace_flow
+from parallel3d.tp.hf.flow import Clash, Flow, Meeting, trace_flow
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
 from parallel3d.tp.styles import Replicated, Style

@@ -16,8 +16,8 @@ from torch import nn
 from parallel3d._tree import map_tensors
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.completion import Call, Rules, complete
 from parallel3d.tp.derive.inputs import Example, examples
+from parallel3d.tp.hf.completion import Call, Rules, complete
 from parallel3d.tp.patterns import matches, numberless, specificity
 
 __all__ = ["has_hf_plan", "hf_plan", "merged_plan"]

@@ -1,0 +1,1 @@
+"""Collectives made fewer, or run beside computing."""

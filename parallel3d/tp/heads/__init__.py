@@ -1,0 +1,1 @@
+"""Whole heads for every rank: attention layers, and the numbers they keep."""

@@ -1,0 +1,1 @@
+"""The plan that a Hugging Face model brings, checked and completed."""
