@@ -32,9 +32,9 @@ Written by `python tests/hf/families_table.py` ({versions}).
 A tiny random model of each family whose config ships a tensor-parallel plan, in float64, plain and parallel:
 logits, loss, every gradient, and the weights after a step of SGD. *equal*: all within 1e-8 of each tensor's
 own largest value. *base*: 4 heads, 2 of keys and values, 64 ids, embedding and head apart. *odd*: 1 head of
-keys and values, 67 ids, tied, the loss that balances experts, other kernels. The mesh is (replicate, shard,
-tp). *held*: share of the parameters that a tp rank holds, at tp 2. A text model that is a family of its own
-and part of a composite one (`gemma3_text` in `gemma3`) counts once.
+keys and values, 67 ids, tied, biases the other way round, the loss that balances experts, other kernels. The
+mesh is (replicate, shard, tp). *held*: the largest share of the parameters that a tp rank holds, at tp 2. A
+text model that is a family of its own and part of a composite one (`gemma3_text` in `gemma3`) counts once.
 
 {counts}
 

@@ -152,6 +152,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {"vocab_size": 67, "tie_word_embeddings": True, "kv_heads": 1},
 }
 
+# Switches that "odd" sets the other way round: what a family's default config leaves out.
+SWITCHES = (
+    "attention_bias",
+    "attention_out_bias",
+    "conv_bias",
+    "lm_head_bias",
+    "mlp_bias",
+    "qk_layernorm",
+    "qkv_bias",
+    "use_bias",
+    "use_parallel_residual",
+    "use_qk_norm",
+)
+
 # What the fields don't tell: model_type, or with a variant -> fields.
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ODDITIES: dict[str, dict[str, Any]] = {
@@ -293,8 +307,10 @@ def tiny_config(name: str, variant: str = "base") -> PretrainedConfig:
             tiny[k] = variables["kv_heads"] if grouped else HEADS
     if "tie_word_embeddings" in fields:
         tiny["tie_word_embeddings"] = variables["tie_word_embeddings"]
-    if "output_router_logits" in fields and variant == "odd":
-        tiny["output_router_logits"] = True  # and so the loss that balances experts
+    if variant == "odd":
+        tiny |= {k: not fields[k] for k in SWITCHES if k in fields}
+        if "output_router_logits" in fields:
+            tiny["output_router_logits"] = True  # and so the loss that balances experts
     tiny |= ODDITIES.get(name, {}) | ODDITIES.get(f"{name}/{variant}", {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
