@@ -33,5 +33,5 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
 def choose(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
     """As :func:`auto_plan`, with why each rule is there."""
     if has_hf_plan(model):
-        return hf_plan(model, tp_size)
+        return hf_plan(model, tp_size, example)
     return derive_plan(model, tp_size, example)
