@@ -15,14 +15,16 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
     """The plan that ``tp_plan="auto"`` stands for, as a dict to look at, edit and give instead.
 
     A Hugging Face model (transformers 5) brings its plan. Rules of it that match nothing in this
-    model are left out, and rules it lacks to be right are added where they are certain. For a model
+    model are left out, and rules it lacks to be right are added where they are certain. It is taken for
+    the family's code only: a block in which other code (a subclass's, a patch, a hook, a registered
+    attention function) handles what ranks have parts of stays whole. For a model
     without a plan one is derived, see ``parallel3d.tp.derive.derive_plan``.
 
     Args:
         model: a plain model, possibly on the meta device.
         tp_size: ranks of the ``tp`` axis.
-        example: ``(args, kwargs)`` of a small batch for the model's forward, where a plan must be
-            derived and no input can be guessed.
+        example: ``(args, kwargs)`` of a small batch for the model's forward, where no input can be
+            guessed.
 
     Raises:
         PlanError: the model has no plan and none can be derived, or its plan would be wrong here.
@@ -33,5 +35,5 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
 def choose(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
     """As :func:`auto_plan`, with why each rule is there."""
     if has_hf_plan(model):
-        return hf_plan(model, tp_size)
+        return hf_plan(model, tp_size, example)
     return derive_plan(model, tp_size, example)

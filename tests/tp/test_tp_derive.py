@@ -139,6 +139,23 @@ def test_what_attention_is_given_for_each_head_is_cut() -> None:
         resolve_plan(model, {"attn": HeadArguments(4, (("alibi", 0),))}, 2)
 
 
+def test_a_running_mean_of_parts_is_not_the_running_mean() -> None:
+    class Watched(FusedAttention):
+        def __init__(self) -> None:
+            super().__init__(16, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            qkv = self.qkv(x).view(*x.shape[:2], 3, -1, 4)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            self.seen += q.detach().abs().mean()
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    with pytest.raises(PlanError, match="nothing of it was proven"):
+        derive_plan(Watched(), 2, ((torch.randn(2, 5, 16),), {}))
+
+
 def test_norms_on_heads_have_their_gradients_summed() -> None:
     class QkNorm(FusedAttention):
         def __init__(self) -> None:

@@ -125,6 +125,7 @@ class _Result:
     outputs: list[Tensor]
     input_grads: list[Tensor | None]
     param_grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
 
 
 class _Case:
@@ -160,6 +161,7 @@ class _Case:
     def run(self, model: nn.Module, training: bool) -> _Result:
         model.double().train(training)
         model.zero_grad()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         computed = {
             id(new)
             for old, new in zip(
@@ -199,6 +201,7 @@ class _Case:
             [t.detach() for t in outputs],
             [x.grad for x in leaves],
             {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)},
+            _take_buffers(model, before),
         )
 
     def run_split(self, split: Split, training: bool, axis: TpAxis) -> _Result:
@@ -245,6 +248,8 @@ class _Case:
         for result in got:
             for i, (a, b) in enumerate(zip(result.outputs, want.outputs, strict=True)):
                 worst = max(worst, _same(f"output {i}", a, b))
+            for name, buffer in want.buffers.items():
+                worst = max(worst, _same(f"buffer {name}", result.buffers.get(name), buffer))
             for i, (x, y) in enumerate(zip(result.input_grads, want.input_grads, strict=True)):
                 worst = max(worst, _same(f"the gradient of input {i}", x, y))
         planned = {  # path in the module -> rule
@@ -270,6 +275,18 @@ class _Case:
                 wanted = None if grad is None else _part(grad, rule, len(got), rank)
                 worst = max(worst, _same(what, g, wanted))
         return worst
+
+
+def _take_buffers(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers that a run has changed, such as running means; leaves what they were before it."""
+    changed = {}
+    for name, buffer in model.named_buffers():
+        was = before.get(name)
+        if was is not None and was.shape == buffer.shape and not torch.equal(was, buffer):
+            changed[name] = buffer.detach().clone()
+            with torch.no_grad():
+                buffer.copy_(was)
+    return changed
 
 
 def _map_once(fn: Any, tree: Any) -> Any:

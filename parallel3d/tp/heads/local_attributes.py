@@ -17,6 +17,7 @@ from torch import nn
 from parallel3d._packing import pick_by_rank
 
 __all__ = [
+    "NOT_COMPUTING",
     "PlannedAttribute",
     "describe_attributes",
     "local_attributes",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 # They run before or beside computing.
-_NOT_COMPUTING = {"__init__", "extra_repr", "reset_parameters", "_init_weights", "__repr__"}
+NOT_COMPUTING = {"__init__", "extra_repr", "reset_parameters", "_init_weights", "__repr__"}
 _WIDTH = {
     "size",
     "dim",
@@ -137,7 +138,7 @@ def _reads_of_class(cls: type) -> frozenset[str] | None:
             continue
         for name, member in vars(base).items():
             function = inspect.unwrap(getattr(member, "__func__", member))
-            if name in _NOT_COMPUTING or not inspect.isfunction(function):
+            if name in NOT_COMPUTING or not inspect.isfunction(function):
                 continue
             try:
                 source = textwrap.dedent(inspect.getsource(function))

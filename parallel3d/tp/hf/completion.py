@@ -5,6 +5,7 @@ its gradient summed; one that holds something for each head is split with the he
 attention or MLP block is answered by leaving the block whole on every rank, which is always right.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import Rule
+from parallel3d.tp.hf.code import OwnCode, plan_packages
 from parallel3d.tp.hf.flow import Clash, Flow, Meeting, trace_flow
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
@@ -46,10 +48,15 @@ def complete(
     why: dict[str, str] = {}
     notes: list[str] = []
     rules = dict(rules)
+    code = OwnCode(plan_packages(model))
     while True:
-        flow, failed = _look(model, styles_of(model, rules), calls(model))
+        flow, failed = _look(model, styles_of(model, rules), calls, code)
         if flow is None:
+            _check_taken_as_is(model, code, failed)
             return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
+        if failed:
+            said = f"only the models inside {type(model).__name__} were looked at: {_NOT_RUN} ({failed})"
+            notes += [said] if said not in notes else []
         summed = _summed_for_nothing(model, rules, flow)
         if summed:
             rules = {p: style for p, style in rules.items() if p not in summed}
@@ -80,16 +87,56 @@ _NOT_RUN = "the model can't be run on the meta device to look at it"
 
 
 def _look(
-    model: nn.Module, styles: dict[str, Style], calls: Iterable[Call]
+    model: nn.Module,
+    styles: dict[str, Style],
+    calls: Callable[[nn.Module], Iterable[Call]],
+    code: OwnCode,
 ) -> tuple[Flow | None, str]:
-    """The flow of the first call that works, or what the first one that doesn't says."""
+    """The flow of the first call that works, or what the first one that doesn't says.
+
+    Where the model itself can't be run, those inside it that bring a plan are, one by one.
+    """
+    trace = functools.partial(trace_flow, model, styles, code=code)
+    flow, failed = _first(trace, calls(model), "")
+    if flow is not None:
+        return flow, ""
+    parts = [_first(trace, calls(part), path)[0] for path, part in _models_inside(model)]
+    for part in parts:
+        if part is None:
+            return None, failed
+        flow = part if flow is None else flow.joined(part)
+    return flow, failed
+
+
+def _first(trace: Callable[..., Flow], calls: Iterable[Call], path: str) -> tuple[Flow | None, str]:
     failed = ""
     for call in calls:
         try:
-            return trace_flow(model, styles, call), ""
+            return trace(call=lambda twin, call=call: call(twin.get_submodule(path))), ""
         except Exception as error:  # anything at all: it is the model's code
             failed = failed or f"{type(error).__name__}: {error}".splitlines()[0][:160]
     return None, failed
+
+
+def _models_inside(model: nn.Module, path: str = "") -> Iterable[tuple[str, nn.Module]]:
+    """The outermost modules inside ``model`` that have a config with a plan."""
+    for name, child in model.named_children():
+        inner = f"{path}.{name}".lstrip(".")
+        if getattr(getattr(child, "config", None), "base_model_tp_plan", None):
+            yield inner, child
+        else:
+            yield from _models_inside(child, inner)
+
+
+def _check_taken_as_is(model: nn.Module, code: OwnCode, failed: str) -> None:
+    """A plan may be taken on trust only with the code that it was written for."""
+    own = [path for path, m in model.named_modules() if code.runs_in(m) or code.hooks_of(m)]
+    if own:
+        raise PlanError(
+            f"{own[0] or type(model).__name__!r} runs code that the plan {type(model).__name__} brings was "
+            f"not written for, and {_NOT_RUN} ({failed}); give tp_plan a dict, such as "
+            "auto_plan(model, tp_size, example) with an example of the model's arguments"
+        )
 
 
 def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:

@@ -9,6 +9,8 @@ copy runs on the meta device under a ``TorchFunctionMode`` that keeps for each t
 - So does a whole activation that meets one without a column-parallel module between.
 - A parameter whose gradient is summed over tp and that meets whole activations gets it tp times.
 - A row-parallel module wants a local input, a column-parallel one a whole one.
+- Code that the plan wasn't written for has to do with whole tensors only, and nobody with a split module's
+  parameters but the module.
 """
 
 import copy
@@ -22,10 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from parallel3d._compat import simulation_off
 from parallel3d._tree import tensors_in
+from parallel3d.tp.hf.code import OwnCode
 from parallel3d.tp.styles import (
     Colwise,
     Experts,
     LocalParams,
+    LocalSizes,
     PrepareInput,
     Replicated,
     RopeOutput,
@@ -75,6 +79,11 @@ class Flow:
     whole: set[str] = field(default_factory=set)
     clashes: dict[Clash, None] = field(default_factory=dict)
 
+    def joined(self, other: "Flow") -> "Flow":
+        """What both showed."""
+        met = {k: self.met.get(k, []) + other.met.get(k, []) for k in {**self.met, **other.met}}
+        return Flow(met, self.whole | other.whole, {**self.clashes, **other.clashes})
+
 
 @dataclass(frozen=True)
 class _Value:
@@ -99,20 +108,24 @@ _CONSTANT = _Value(params=frozenset())
 
 
 def trace_flow(
-    model: nn.Module, styles: dict[str, Style], call: Callable[[nn.Module], Any]
+    model: nn.Module,
+    styles: dict[str, Style],
+    call: Callable[[nn.Module], Any],
+    code: OwnCode,
 ) -> Flow:
     """Runs a meta copy of ``model``, as the ``styles`` of its modules would have it, and says what meets.
 
     Args:
         styles: path -> style, for modules and for parameters.
         call: runs the copy.
+        code: tells code that the plan wasn't written for.
 
     Raises:
         Exception: whatever ``call`` raises, such as for code that needs values.
     """
     with simulation_off():
         twin = _meta_copy(model)
-        watch = _Watch(twin, styles)
+        watch = _Watch(twin, styles, code)
         with torch.enable_grad(), watch:
             result = call(twin)
         watch.check_result(result)
@@ -131,28 +144,46 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 class _Watch(TorchFunctionMode):
     """Follows local tensors through the calls of torch's functions and of modules."""
 
-    def __init__(self, model: nn.Module, styles: dict[str, Style]) -> None:
+    def __init__(self, model: nn.Module, styles: dict[str, Style], code: OwnCode) -> None:
         super().__init__()
         self.flow = Flow()
         self._styles = styles
         self._values: dict[int, tuple[Tensor, _Value]] = {}  # the tensor too, so that its id stays
-        self._stack: list[str] = []
+        self._stack: list[
+            tuple[str, bool]
+        ] = []  # whose code runs: a module's path, whether its own
+        self._split: dict[int, str] = {}  # id of a parameter -> the module whose style splits it
+        self._code = code
         self._inside = 0  # modules whose style says what they put out
         for path, param in model.named_parameters():
             style = styles.get(path)
             split = style is not None and not isinstance(style, Replicated)
             sources = frozenset([path]) if split else frozenset[str]()
             self._set(param, _Value(sources, False, frozenset([path])))
+        self._holders: dict[int, list[str]] = {}  # id of a parameter -> the modules that have it
         for path, module in model.named_modules():
+            for own in module._parameters.values():
+                self._holders.setdefault(id(own), []).append(path)
             self._hook(path, module, styles.get(path))
 
     # ---- modules ----
 
     def _hook(self, path: str, module: nn.Module, style: Style | None) -> None:
         transparent = style is None or _is_transparent(style)
+        own, hooked = self._code.runs_in(module), self._code.hooks_of(module)
+        if own:
+            module.training = True  # what it does only then counts too
+        if not transparent and not isinstance(style, LocalSizes):
+            self._split |= {id(p): path for p in module._parameters.values() if p is not None}
+
+        def hooks_begin(*_: Any) -> None:
+            self._stack.append((path, hooked))
+
+        def hooks_end(*_: Any) -> None:
+            self._stack.pop()
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._stack.append(path)
+            self._stack.append((path, own))
             if not transparent:
                 if not self._inside:
                     self._check_input(path, style, args, kwargs)
@@ -165,8 +196,13 @@ class _Watch(TorchFunctionMode):
                 if not self._inside:
                     self._set_output(path, style, output)
 
+        # The module's own hooks run outside of it, between these.
+        module.register_forward_pre_hook(hooks_begin, prepend=True)
+        module.register_forward_pre_hook(hooks_end)
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True)
+        module.register_forward_hook(hooks_begin, prepend=True)
+        module.register_forward_hook(after, with_kwargs=True, prepend=True)
+        module.register_forward_hook(hooks_end)
         if isinstance(style, Experts):  # its code chooses by values
             module.forward = lambda *args, **kwargs: next(tensors_in((args, kwargs))) * 1
 
@@ -213,9 +249,28 @@ class _Watch(TorchFunctionMode):
         if made:
             given = list(tensors_in((args, kwargs)))
             value = self._combine(given)
+            self._check_code(func, given, value)
             for x in made:
                 self._set(x, _reshaped(func, given, x, value) if value.sources else value)
         return result
+
+    def _check_code(self, func: Any, given: list[Tensor], value: _Value) -> None:
+        """Who may compute with parts, and with the parameters that are split."""
+        where, own = self._stack[-1] if self._stack else ("", False)
+        if own and value.sources:
+            text = (
+                f"{where!r} runs code that the plan was not written for, on each rank's part, of "
+                f"{_said(value.sources)}"
+            )
+            self.flow.clashes[Clash(text, value.sources | {where})] = None
+        for x in given:
+            holders = self._holders.get(id(x), [])
+            owner = self._split.get(id(x))
+            # One that is tied gets a style in the end.
+            if owner is not None and where not in holders:
+                name = getattr(func, "__name__", func)
+                text = f"{where or 'the model'!r} reads a parameter of {owner!r}, which is split, by {name}"
+                self.flow.clashes[Clash(text, frozenset([owner, where]))] = None
 
     def _check_reduction(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """What reduces over features that ranks share sees only a part of them."""
@@ -225,13 +280,13 @@ class _Watch(TorchFunctionMode):
             return
         value = self._get(x)
         if value.sources and not value.apart and _takes_last(name, args, kwargs, x.dim()):
-            where = self._stack[-1] if self._stack else "the model"
+            where = self._stack[-1][0] if self._stack else "the model"
             text = f"{where!r} takes {name} over features each rank has a part of, of {_said(value.sources)}"
             self.flow.clashes[Clash(text, value.sources | {where})] = None
 
     def _combine(self, given: list[Tensor]) -> _Value:
         values = [self._get(x) for x in given]
-        maker = self._stack[-1] if self._stack else ""
+        maker = self._stack[-1][0] if self._stack else ""
         local = [(x, v) for x, v in zip(given, values, strict=True) if v.sources]
         if local:
             largest, of_it = max(local, key=lambda pair: pair[0].dim())

@@ -6,6 +6,7 @@ earlier releases merge fewer of them, so the merge is done here again, which cha
 was done already.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d._compat import simulation_off
 from parallel3d._tree import map_tensors
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.derive.inputs import Example, examples
+from parallel3d.tp.derive.inputs import Example, check_example, examples
 from parallel3d.tp.hf.completion import Call, Rules, complete
 from parallel3d.tp.patterns import matches, numberless, specificity
 
@@ -51,8 +53,10 @@ def _rules_of(owner: Any, attribute: str) -> dict[str, str]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
+def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
     """The model's plan, without the rules that match nothing here, completed.
+
+    ``example``: ``(args, kwargs)`` to look at the model with, where ``input_ids`` won't do.
 
     Raises:
         PlanError: no rule of it matches, or it is wrong in a way that can't be repaired.
@@ -70,7 +74,9 @@ def hf_plan(model: nn.Module, tp_size: int) -> ChosenPlan:
     ]
     if left_out:
         notes.append(f"rules of the model's plan that match nothing here: {', '.join(left_out)}")
-    rules, why, more = complete(model, rules, tp_size, _calls)
+    with simulation_off():  # or what it is looked at with would be simulated ranks' tensors
+        calls = functools.partial(_calls, model, example)
+        rules, why, more = complete(model, rules, tp_size, calls)
     return ChosenPlan(rules, why, (*notes, *more), "the model's plan")
 
 
@@ -99,19 +105,27 @@ def _without_overlaps(given: Mapping[str, str], names: list[str]) -> Rules:
     return rules
 
 
-def _calls(model: nn.Module) -> Iterator[Call]:
-    """Ways to run a meta copy, the likelier first: with token ids alone, or what the class says it takes."""
-    ids = torch.ones(1, 4, dtype=torch.long, device="meta")
-    yield lambda twin: _eager(twin)(input_ids=ids, use_cache=False)
+def _calls(whole: nn.Module, example: Any, model: nn.Module) -> Iterator[Call]:
+    """Ways to run a meta copy of ``model``, which is ``whole`` or a model inside it, the likelier first: the
+    example that was given, token ids alone, or what the class says it takes."""
     found: list[Example] = []
+    if example is not None and model is whole:
+        found.append(check_example(example))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    found.append(((), {"input_ids": ids, "use_cache": False}))
+    yield from map(_call, found)
+    found = []
     with (
         torch.random.fork_rng(devices=[]),
         suppress(Exception),
     ):  # the model's code says what it takes
         found += examples(model)
-    for example in found:
-        args, kwargs = map_tensors(lambda t: t.to("meta"), example)
-        yield lambda twin, args=args, kwargs=kwargs: _eager(twin)(*args, **kwargs)  # type: ignore[misc]
+    yield from map(_call, found)
+
+
+def _call(example: Example) -> Call:
+    args, kwargs = map_tensors(lambda t: t.to("meta"), example)
+    return lambda twin: _eager(twin)(*args, **kwargs)
 
 
 def _eager(model: nn.Module) -> nn.Module:
