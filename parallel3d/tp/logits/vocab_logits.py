@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from parallel3d._compat import graph_is_kept, no_torch_function
+from parallel3d._compat import graph_is_kept, no_torch_function, untraced
 from parallel3d._layout import local_chunk
 from parallel3d._tree import map_tensors
 from parallel3d.errors import StateError
@@ -113,6 +113,7 @@ class VocabLogits(Tensor):
         self._full = self._parent = self._remake = None
         return self
 
+    @untraced
     def full_tensor(self) -> Tensor:
         """The plain logits, differentiably. A collective, unless they are there."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
@@ -128,10 +129,13 @@ class VocabLogits(Tensor):
     def shared_full(self) -> Tensor:
         """The plain logits that stand for this tensor and all its views from now on."""
         if self._full is None:
-            if self._parent is None or self._remake is None:
-                self._full = _Full.apply(self)
-            else:
-                self._full = self._remake(self._parent.shared_full())
+            # They outlive the caller's mode: who only looks, without gradients, takes none from the loss.
+            outer = torch.is_inference_mode_enabled() and self.is_inference()
+            with torch.inference_mode(outer), torch.set_grad_enabled(self.requires_grad):
+                if self._parent is None or self._remake is None:
+                    self._full = _Full.apply(self)
+                else:
+                    self._full = self._remake(self._parent.shared_full())
         return self._full
 
     def view_of(self, parent: "VocabLogits", remake: Callable[[Tensor], Tensor]) -> "VocabLogits":
