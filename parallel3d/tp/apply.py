@@ -14,6 +14,7 @@ from parallel3d._rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.forgotten_parts import watch_forgotten
 from parallel3d.tp.forwards import SequenceLength
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 
@@ -53,6 +54,7 @@ def apply_plan(plan: "ResolvedPlan", model: nn.Module, mesh: DeviceMesh) -> nn.M
             install_random(model, {planned.name: planned.style for planned in plan.modules}, axis)
         elif axis.size > 1:
             refuse_later_dropout(model)
+        watch_forgotten(model, plan, axis, sequence)
     return model
 
 
