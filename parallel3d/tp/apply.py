@@ -14,8 +14,9 @@ from parallel3d._rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.forgotten_parts import watch_forgotten
 from parallel3d.tp.forwards import SequenceLength
-from parallel3d.tp.random import can_drop, install_random
+from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 
 if TYPE_CHECKING:
     from parallel3d.tp.plan import ResolvedPlan
@@ -51,6 +52,9 @@ def apply_plan(plan: "ResolvedPlan", model: nn.Module, mesh: DeviceMesh) -> nn.M
             attribute.set(by_name[attribute.module], axis.rank)
         if can_drop(model):
             install_random(model, {planned.name: planned.style for planned in plan.modules}, axis)
+        elif axis.size > 1:
+            refuse_later_dropout(model)
+        watch_forgotten(model, plan, axis, sequence)
     return model
 
 

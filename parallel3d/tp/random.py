@@ -14,7 +14,9 @@ state, recomputes the same masks, and a run goes on from a saved state as it wou
     parts:   seed(MARK | s + rank * STEP)     48 bits below the mark
     whole:   seed(hash(s))                    where they end: a function of the seed before it
 
-Only for models that can drop out at all when the plan is applied; others pay nothing. Limits:
+Only for models that can drop out at all when the plan is applied; others pay nothing, and their dropout
+modules refuse a ``p`` that is set later. The ranks' states are compared in the first forward and, ever more
+rarely, in later ones. Limits:
 
 - From a module's first Colwise to its Rowwise all is taken for parts. Dropout of a whole tensor *there*
   differs by rank. (Inside a wrapper of the Colwise alone, such as a LoRA layer, it doesn't.)
@@ -45,13 +47,13 @@ from parallel3d._compat import (
     value_on_rank,
 )
 from parallel3d._forward import as_if, wrap_forward
-from parallel3d.errors import AgreementError
+from parallel3d.errors import AgreementError, StateError
 from parallel3d.tp.collectives import TpAxis
 
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
 
-__all__ = ["can_drop", "install_random"]
+__all__ = ["can_drop", "install_random", "refuse_later_dropout"]
 
 _PLACE = "_parallel3d_random"
 _ROOT = "_parallel3d_random_root"
@@ -59,6 +61,7 @@ _BITS = 48
 _FIELD = 2**_BITS - 1
 _MARK = 0x9E37 << _BITS
 _STEP = 0x5851F42D4C95  # any odd number
+_COMPARED_EVERY = 256
 
 
 def can_drop(model: nn.Module) -> bool:
@@ -103,6 +106,23 @@ def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -
     model.__dict__[_ROOT] = place
 
 
+def refuse_later_dropout(model: nn.Module) -> None:
+    """Makes the dropout modules of a model that doesn't drop anything refuse to: its plan has been applied
+    without what the random numbers of tp ranks need."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUT):
+            module.register_forward_pre_hook(_refuse_dropout)
+
+
+def _refuse_dropout(module: Any, args: Any) -> None:
+    if module.training and module.p > 0:
+        raise StateError(
+            f"{type(module).__name__}.p is {module.p}, but nothing in the model dropped anything when it "
+            "was parallelized: tp ranks would drop the same elements of their different parts. Give one "
+            "dropout a p above 0 before parallelize, and set it to 0 after"
+        )
+
+
 def _outermost(name: str, model: nn.Module) -> nn.Module:
     """The module ``name``, or the outermost around it that stands for the same linear layer: what a LoRA
     layer computes beside the Colwise in it, such as dropout of the input, isn't on parts."""
@@ -125,13 +145,22 @@ class _Regions:
 
     Attributes:
         depth: how many forwards of the model are under way.
-        compared: whether the tp ranks' states were.
+        forwards: how many there were in training.
     """
 
     def __init__(self, axis: TpAxis) -> None:
         self.axis = axis
         self.depth = 0
-        self.compared = False
+        self.forwards = 0
+
+    def compare_now(self) -> bool:
+        """Whether this forward in training is one of those in which states are compared.
+
+        The first, second, fourth ... and each 256th: what one rank alone draws, to log or to
+        evaluate, sets it apart from the others only then.
+        """
+        n = self.forwards = self.forwards + 1
+        return n & (n - 1) == 0 or n % _COMPARED_EVERY == 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Regions":
         return _Regions(self.axis)
@@ -164,9 +193,12 @@ def _at_root(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return root.inner(self, *args, **kwargs)
     regions = root.regions
-    if self.training and not regions.compared:
-        _compare(regions.axis)
-        regions.compared = True
+    if self.training and regions.depth == 0 and regions.compare_now():
+        try:
+            _compare(regions.axis)
+        except AgreementError:
+            regions.forwards -= 1  # the next is no better for it
+            raise
     regions.depth += 1
     try:
         return root.inner(self, *args, **kwargs)

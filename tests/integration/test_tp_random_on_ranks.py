@@ -187,6 +187,22 @@ def seeded_apart() -> str:
     return str(error.value)
 
 
+def drawn_by_one() -> int:
+    model = parallel(Dropping(), TENSOR, 2)
+    for done in range(4):
+        if done and dist.get_rank() == 0:
+            torch.rand(1)  # to log something, say
+        try:
+            model(IDS)
+        except AgreementError:
+            return done
+    return -1
+
+
+def test_a_rank_that_draws_alone_is_noticed_later(gloo_pool) -> None:
+    assert gloo_pool.run(drawn_by_one, world_size=2) == [1, 1]
+
+
 def test_ranks_seeded_apart_are_refused(gloo_pool) -> None:
     for message in gloo_pool.run(seeded_apart, world_size=2):
         assert "ranks 0 and 1" in message

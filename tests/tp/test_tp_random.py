@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tp_dropping import SEQUENCE, TENSOR, Dropping, Note
 from tp_world import tp_mesh, use_local_tensors
 
+from parallel3d.errors import StateError
 from parallel3d.testing import fake_world, local_world
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, resolve_plan
 from parallel3d.tp.random import _FIELD, _MARK, _STEP, can_drop
@@ -86,6 +87,26 @@ def test_without_dropout_nothing_is_installed() -> None:
         model = on_rank(Mlp(p=0.0), PLAN)
         assert "_parallel3d_random" not in vars(model.up)
         assert type(model) is Mlp
+
+
+def test_dropout_set_later_is_refused() -> None:
+    """Ranks would drop the same elements of their parts, or, seeded apart, others of whole tensors."""
+    with fake_world(0, 2):
+        model = on_rank(Mlp(p=0.0), PLAN)
+        model(torch.randn(2, 8))
+        model.drop.p = 0.1
+        model.eval()(torch.randn(2, 8))
+        with pytest.raises(StateError, match=r"p is 0\.1, but nothing in the model"):
+            model.train()(torch.randn(2, 8))
+
+
+def test_dropout_that_starts_later() -> None:
+    with fake_world(0, 2):
+        model = on_rank(Mlp(p=0.1), PLAN)
+        for p in (0.0, 0.2):
+            model.drop.p = p
+            model(torch.randn(2, 8))
+        assert model.inside.seen == [True, True]
 
 
 @pytest.mark.parametrize(

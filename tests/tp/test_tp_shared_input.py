@@ -205,6 +205,35 @@ def test_a_changed_input_is_gathered_again() -> None:
     assert count("sequence", use).count("all_gather") == 2
 
 
+def cut(x: Tensor) -> None:
+    x.detach_().requires_grad_()
+
+
+def replace_data(x: Tensor) -> None:
+    x.data = x.data * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", [cut, replace_data])
+def test_a_change_without_a_version_is_seen(layout: str, change: Callable[[Tensor], None]) -> None:
+    """Truncated backpropagation, and adversarial training, do so to a tensor that they keep."""
+
+    def use(model: nn.Module, x: Tensor) -> None:
+        before = model.gate(x)
+        change(x)
+        after = model.up(x)
+        if layout == "replicate":
+            torch.testing.assert_close(after, F.linear(x, model.up.weight, model.up.bias))
+        after.sum().backward()
+        assert before.requires_grad
+        assert not x.is_leaf or x.grad is not None
+
+    calls = count(layout, use)
+    reductions = calls.count("all_reduce" if layout == "replicate" else "reduce_scatter")
+    assert reductions == 1
+    assert calls.count("all_gather") == (2 if layout == "sequence" else 0)
+
+
 def test_grad_mode_makes_a_difference() -> None:
     def use(model: nn.Module, x: Tensor) -> None:
         with torch.no_grad():

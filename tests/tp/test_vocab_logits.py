@@ -122,7 +122,17 @@ def retained(l: Tensor) -> Tensor:
     return l * l.grad
 
 
+def read(l: Tensor, f, mode) -> Tensor:
+    with mode():
+        f(l)
+    return LOSSES["flat"](l)
+
+
 GATHERS = {
+    "read as data without a graph": lambda l: read(l, lambda l: l.data.max(), torch.no_grad),
+    "read in inference mode": lambda l: read(l, lambda l: l.argmax(-1), torch.inference_mode),
+    "a view read without a graph": lambda l: read(l, lambda l: l[:, 1:].data, torch.no_grad),
+    "written to without a graph": lambda l: (read(l, lambda l: l.mul_(2), torch.no_grad), l)[1] * l,
     "softmax": lambda l: l.softmax(-1),
     "log-probabilities": lambda l: F.nll_loss(F.log_softmax(l, -1).flatten(0, 1), TARGET.flatten()),
     "largest": lambda l: l.max(-1).values,
@@ -329,3 +339,14 @@ def test_a_backward_frees_what_it_needed_though_the_loss_lives_on():
     assert rows() is None
     with pytest.raises(RuntimeError, match="backward a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("f", [LOSSES["flat"], lambda l: l.full_tensor().square().sum()])
+def test_a_compiled_loss_has_its_gradient(f):
+    """Traced into, our nodes ran without a graph."""
+    x = rand(2, 4, VOCAB).requires_grad_()
+    wanted = f(sharded_logits(x, VOCAB, None))
+    torch.compiler.reset()
+    got = torch.compile(f, backend="eager")(sharded_logits(x, VOCAB, None))
+    assert got.requires_grad
+    same(torch.autograd.grad(got, x)[0], torch.autograd.grad(wanted, x)[0])

@@ -82,17 +82,21 @@ def _not_shareable(x: Tensor) -> bool:
 
 
 class _Taken(weakref.ref[Tensor]):
-    """A weak reference to an input, and what was taken of it."""
+    """A weak reference to an input, and what was taken of it.
 
-    __slots__ = ("how", "result", "versions")
+    ``made``: the input's node and storage. Versions don't tell of ``x.detach_()`` nor of ``x.data = ...``.
+    """
+
+    __slots__ = ("how", "made", "result", "versions")
 
     how: tuple[Any, ...]
+    made: tuple[Any, ...]
     result: Tensor | None
     versions: tuple[int, int]
 
 
 def _forget(taken: Any) -> None:
-    taken.result = None
+    taken.result, taken.made = None, ()
 
 
 def _share(
@@ -106,6 +110,8 @@ def _share(
             and taken() is x
             and taken.how == how
             and taken.versions == (x._version, y._version)
+            and taken.made[0] is x.grad_fn
+            and taken.made[1] is x.untyped_storage()
         ):
             if i != len(recent) - 1:
                 recent.append(recent.pop(i))
@@ -113,6 +119,7 @@ def _share(
     y = take()
     taken = _Taken(x, _forget)
     taken.how, taken.result, taken.versions = how, y, (x._version, y._version)
+    taken.made = (x.grad_fn, x.untyped_storage())
     recent.append(taken)  # beside one of ``x`` that is no longer right, as others may take it yet
     del recent[:-kept]
     return y
@@ -123,7 +130,7 @@ def _drop(node: Any, recent: list[Any]) -> None:
     a leaf would be kept by it."""
     for taken in recent:
         if taken.result is not None and taken.result.grad_fn is node:
-            taken.result = None
+            _forget(taken)
 
 
 # ---- the operations ----

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel3d._compat import torch_function_off
+from parallel3d._compat import torch_function_off, untraced
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.errors import StateError
 from parallel3d.tp.logits.cross_entropy import LossOptions
@@ -23,6 +23,7 @@ from parallel3d.tp.logits.vocab_logits import VocabGrad, VocabLogits, loss_of, n
 __all__ = ["call"]
 
 
+@untraced
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments some of which are ``VocabLogits``: handled, asked of the tensor itself, or done
     with the plain logits."""

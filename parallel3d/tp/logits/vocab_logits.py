@@ -10,6 +10,7 @@ made part by part where it is turned into that of what the head read.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from parallel3d._compat import graph_is_kept, no_torch_function
+from parallel3d._compat import graph_is_kept, no_torch_function, untraced
 from parallel3d._layout import local_chunk
 from parallel3d._tree import map_tensors
 from parallel3d.errors import StateError
@@ -113,6 +114,7 @@ class VocabLogits(Tensor):
         self._full = self._parent = self._remake = None
         return self
 
+    @untraced
     def full_tensor(self) -> Tensor:
         """The plain logits, differentiably. A collective, unless they are there."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
@@ -122,17 +124,20 @@ class VocabLogits(Tensor):
         return self._view.at == len(self._view.lead)
 
     def is_settled(self) -> bool:
-        """Whether plain logits stand for this tensor, or for one that it is a view of."""
+        """Whether plain logits stand for this tensor, or for one it is a view of."""
         return self._full is not None or (self._parent is not None and self._parent.is_settled())
 
     def shared_full(self) -> Tensor:
         """The plain logits that stand for this tensor and all its views from now on."""
-        if self._full is None:
+        if self._full is not None:
+            return self._full
+        # They outlive the caller's mode: who only looks, without gradients, takes none from the loss.
+        with torch.inference_mode(self.is_inference()), torch.set_grad_enabled(self.requires_grad):
             if self._parent is None or self._remake is None:
                 self._full = _Full.apply(self)
             else:
                 self._full = self._remake(self._parent.shared_full())
-        return self._full
+            return self._full
 
     def view_of(self, parent: "VocabLogits", remake: Callable[[Tensor], Tensor]) -> "VocabLogits":
         """Notes that this tensor shares memory with ``parent``, where that is plain."""
@@ -390,7 +395,4 @@ def _wrapper(cls: Any, view: LogitsView) -> Any:
 
 
 def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return math.prod(sizes)
