@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 from tp_models import DIM
 from tp_world import check_parity
@@ -14,6 +15,7 @@ from parallel3d.tp import (
     parse_style,
     resolve_plan,
 )
+from parallel3d.tp.checks import ParamRule
 
 COUNT = 4
 
@@ -173,6 +175,11 @@ def _with(**attributes: object) -> nn.Module:
 def test_experts_that_are_refused(experts, up, said):
     with pytest.raises(PlanError, match=said):
         resolve_plan(Moe(experts), plan_for(up, "rowwise"), 2)
+
+
+def test_biases_of_what_is_split_by_its_input_are_whole():
+    assert parse_style("rowwise").param_rule(torch.ones(DIM), 2) == ParamRule(Replicate())
+    assert parse_style("rowwise").param_rule(torch.ones(3, DIM), 2) == ParamRule(Shard(1))
 
 
 def test_experts_without_rules_say_which_to_give():

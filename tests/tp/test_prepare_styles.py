@@ -315,6 +315,8 @@ def test_prepared_modules_on_one_rank_are_the_plain_ones():
 def test_what_random_numbers_are_drawn_on_after_it():
     # See parallel3d/tp/random.py: masks differ between ranks on parts and are alike on whole tensors.
     assert PrepareOutput().random_after == "whole"
+    assert Colwise(input="sequence", output="replicate").random_after == "whole"
+    assert Colwise(output="replicate").random_after == ""
     assert PrepareOutput("replicate", "shard").random_after == "features"
     given = PrepareOutput("replicate", "sequence")
     assert given.random_after == PrepareInputOutput(output=given).random_after == "sequence"
@@ -331,3 +333,20 @@ def test_what_random_numbers_are_drawn_on_after_it():
         ).random_after
         == ""
     )
+
+
+class OfTwo(nn.Module):
+    """What is prepared isn't its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(8)
+
+    def forward(self, name: str | None, x: Tensor, scale: float) -> Tensor:
+        assert name == "first"
+        return self.mlp(x) * scale
+
+
+def test_what_comes_before_the_first_tensor_is_kept():
+    plan = {"": PrepareInput(), "mlp.up": Colwise(input="gathered"), "mlp.down": "rowwise"}
+    check_parity(OfTwo(), plan, 2, floats(2, 3, DIM), call=lambda m, x: m("first", x, 2.0))
