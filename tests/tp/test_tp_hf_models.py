@@ -150,7 +150,7 @@ def test_a_model_around_a_text_model():
 
 
 def test_custom_code_under_a_known_config():
-    """Complaint 21, NeMo-Automodel #2243: the plan of the config's family for a model that computes otherwise."""
+    """Complaint 21, NeMo-Automodel #2243: the family's plan, for a model that computes otherwise."""
 
     class Custom(transformers.LlamaForCausalLM):
         def __init__(self, config: object) -> None:
