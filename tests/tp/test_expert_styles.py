@@ -6,11 +6,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 from tp_models import DIM
-from tp_world import check_parity
+from tp_world import check_parity, tp_mesh
 
 from parallel3d._packing import Packing
-from parallel3d.errors import PlanError
+from parallel3d.errors import PlanError, StateError
+from parallel3d.testing import fake_world
 from parallel3d.tp import (
+    Colwise,
     Experts,
     parse_style,
     resolve_plan,
@@ -127,6 +129,12 @@ def test_experts_with_one_projection_up():
     check_parity(Moe(experts), plan_for("colwise", "rowwise"), 2, floats(7, DIM))
 
 
+def test_sections_must_be_as_many_as_there_are():
+    rules = (("gate_up_proj", Colwise(packed=3)), ("down_proj", parse_style("rowwise")))
+    with pytest.raises(PlanError, match="as 3 sections: it has 2 times the others' features"):
+        resolve_plan(Moe(ExpertWeights(9)), {"experts": Experts(rules)}, 2)
+
+
 def test_one_after_the_other_must_be_said_where_the_module_does_not():
     with pytest.raises(PlanError, match=r"2 times the features .* 'packed_colwise'"):
         resolve_plan(Moe(ExpertWeights(8)), plan_for("colwise", "rowwise"), 2)
@@ -139,8 +147,10 @@ class Counting(ExpertWeights):
         super().__init__(hidden)
         self.intermediate_size, self.hidden_size, self.top_k = hidden, DIM, hidden
         self.gate_up_size = 2 * hidden
+        self.num_routed = hidden  # a number of something else, by its name
 
     def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.num_routed
         y = y.reshape(-1, self.gate_up_size)
         gate, up = y.split(self.intermediate_size, -1)
         return gate, up
@@ -180,6 +190,23 @@ def test_experts_that_are_refused(experts, up, said):
 def test_biases_of_what_is_split_by_its_input_are_whole():
     assert parse_style("rowwise").param_rule(torch.ones(DIM), 2) == ParamRule(Replicate())
     assert parse_style("rowwise").param_rule(torch.ones(3, DIM), 2) == ParamRule(Shard(1))
+
+
+def test_experts_that_give_several_tensors_are_an_error():
+    class Two(ExpertWeights):
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(*args, **kwargs)
+            return y, y
+
+    plan = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise", "": "moe_tp_experts"}
+    with fake_world(0, 2):
+        model = resolve_plan(Two(8), plan, 2).apply(Two(8), tp_mesh(2))
+        for name, p in list(model._parameters.items()):
+            if p is not None:
+                model._parameters[name] = nn.Parameter(p.to_local())
+        x, chosen = torch.randn(3, DIM), torch.zeros(3, 2, dtype=torch.long)
+        with pytest.raises(StateError, match=r"Two as .* gave a tuple"):
+            model(x, chosen, weights=torch.ones(3, 2), scale=1.0)
 
 
 def test_experts_without_rules_say_which_to_give():
