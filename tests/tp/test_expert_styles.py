@@ -106,9 +106,23 @@ def test_experts_split_over_tp(tp, hidden, bias):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_held_the_other_way(tp, bias):
+@pytest.mark.parametrize("hidden", [5, DIM // 2])  # square: only is_transposed tells the dims apart
+def test_experts_held_the_other_way(tp, bias, hidden):
     plan = plan_for("packed_rowwise", "colwise")
-    check_parity(Moe(ExpertWeights(5, transposed=True, bias=bias)), plan, tp, floats(7, DIM))
+    experts = ExpertWeights(hidden, transposed=True, bias=bias)
+    check_parity(Moe(experts), plan, tp, floats(7, DIM))
+
+
+def test_biases_of_experts_that_do_not_say_how_they_are_held():
+    experts = ExpertWeights(5, transposed=True, bias=True)
+    rules = plan_for("packed_rowwise", "colwise")["experts"].plan(experts, 2)
+    del experts.is_transposed
+    assert plan_for("packed_rowwise", "colwise")["experts"].plan(experts, 2) == rules
+
+
+def test_an_identity_with_parameters_is_refused():
+    with pytest.raises(PlanError, match="Linear has parameters: it is no identity"):
+        resolve_plan(nn.Sequential(nn.Linear(2, 2)), {"0": "moe_identity_expert"}, 2)
 
 
 @pytest.mark.parametrize("style", ["colwise", "packed_colwise"])
