@@ -350,3 +350,17 @@ class OfTwo(nn.Module):
 def test_what_comes_before_the_first_tensor_is_kept():
     plan = {"": PrepareInput(), "mlp.up": Colwise(input="gathered"), "mlp.down": "rowwise"}
     check_parity(OfTwo(), plan, 2, floats(2, 3, DIM), call=lambda m, x: m("first", x, 2.0))
+
+
+class Keeping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * 2
+        return self.kept
+
+
+def test_an_output_that_its_module_keeps_is_not_overwritten():
+    with fake_world(0, 2):
+        model = Keeping()
+        resolve_plan(model, {"": "all_reduce"}, 2).apply(model, tp_mesh(2))
+        y = model(torch.ones(2, DIM, requires_grad=True))
+        assert y.data_ptr() != model.kept.data_ptr()

@@ -38,6 +38,7 @@ UNEVEN = (2, 7, 2, 1, True)
 CASES = [(*case, way) for case in EVEN for way in ("plain", "checkpoint", "second")]
 
 
+@pytest.mark.filterwarnings("ignore:.*is gathered at once")  # of uneven sizes
 @pytest.mark.parametrize(
     ("tp", "size", "chunks", "dim", "bias", "way"),
     [*CASES, (*UNEVEN, "plain"), (*UNEVEN, "checkpoint")],
