@@ -364,3 +364,18 @@ def test_an_output_that_its_module_keeps_is_not_overwritten():
         resolve_plan(model, {"": "all_reduce"}, 2).apply(model, tp_mesh(2))
         y = model(torch.ones(2, DIM, requires_grad=True))
         assert y.data_ptr() != model.kept.data_ptr()
+
+
+class OneOfThree(nn.Module):
+    def forward(self, x: Tensor) -> list[object]:
+        return ["first", x * 2, "last"]
+
+
+def test_what_is_beside_an_output_is_kept():
+    with fake_world(0, 2):
+        model = OneOfThree()
+        resolve_plan(model, {"": PrepareOutput("replicate", "sequence")}, 2).apply(
+            model, tp_mesh(2)
+        )
+        first, y, last = model(torch.ones(2, 4, DIM))
+        assert (first, last, y.shape) == ("first", "last", (2, 2, DIM))
