@@ -379,3 +379,21 @@ def test_what_is_beside_an_output_is_kept():
         )
         first, y, last = model(torch.ones(2, 4, DIM))
         assert (first, last, y.shape) == ("first", "last", (2, 2, DIM))
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.mlp = nn.Parameter(torch.randn(DIM)), Mlp(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x + self.mlp(x)
+
+
+def test_what_every_rank_computes_alike_from_a_whole_input():
+    style = PrepareInput(wanted="whole")
+    assert style.traffic(Scaling(), 2) == ()
+    assert style.plan(Scaling(), 2).keys() == {"scale"}
+    plan = {"": style, "mlp.up": "colwise", "mlp.down": "rowwise"}
+    check_parity(Scaling(), plan, 2, floats(2, 3, DIM))
