@@ -320,6 +320,7 @@ def test_what_random_numbers_are_drawn_on_after_it():
     assert PrepareOutput("replicate", "shard").random_after == "features"
     given = PrepareOutput("replicate", "sequence")
     assert given.random_after == PrepareInputOutput(output=given).random_after == "sequence"
+    assert given.splits_sequence and PrepareInputOutput(output=given).splits_sequence
     assert parse_style("moe_tp_experts").random_after == "whole"
     assert parse_style("moe_tp_experts").random_before
     assert parse_style(ColwiseParallel()).random_after == "features"
