@@ -59,6 +59,7 @@ def preflight(
         plan = _resolve(model, mesh, tp_plan, strict)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
+        _check_chunks(plan, found, compile)
         settings = _settings(model, plan, found, mesh, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         settings |= {"compile": str(compile), "loss_parallel": str(loss_parallel)}
@@ -134,6 +135,18 @@ def _check_compile(value: bool | str) -> None:
             f"compile is {value!r}; it must be True, False or a backend of torch.compile: "
             f"{', '.join(backends)}"
         )
+
+
+def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:
+    """Refuses overlap that wouldn't take place: a compiler orders the collectives of a block itself."""
+    blocks = [name for name, _ in found.blocks] if compile else []
+    for planned in plan.modules if plan is not None else ():
+        inside = any(planned.name == name or planned.name.startswith(f"{name}.") for name in blocks)
+        if inside and getattr(planned.style, "chunks", 1) > 1:
+            raise PlanError(
+                f"{planned.name!r} as {planned.style}: chunks have no effect in a block that is compiled "
+                f"(compile={compile!r}); leave chunks= or compile= out"
+            )
 
 
 def _check_options(

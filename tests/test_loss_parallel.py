@@ -17,7 +17,9 @@ from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import Colwise, VocabLogits, vocab_parallel_cross_entropy
 from parallel3d.tp.logits import vocab_logits
 
-VOCAB = 67  # what no tp divides; see tests/tp/test_tp_loss.py
+VOCAB = (
+    67  # what no tp divides (complaint 18 of docs/tensor_parallel.md); see tests/tp/test_tp_loss.py
+)
 MODES = [True, "chunked"]
 build = functools.partial(Lm, vocab=VOCAB)
 batch = functools.partial(tokens, vocab=VOCAB)

@@ -1,4 +1,14 @@
-"""Tensor parallelism on local tensors: styles, plans, and the collectives under them."""
+"""Tensor parallelism on local tensors (``docs/tensor_parallel.md``).
+
+- Plans: ``auto_plan`` finds one, ``resolve_plan`` checks one against a model, ``ResolvedPlan`` prints and
+  applies it. ``STYLE_NAMES`` are the names its rules may have.
+- Styles: ``Colwise``, ``Rowwise``, ``VocabParallel``, ``SequenceParallel`` and the others, children of
+  ``Style``.
+- Losses of split logits: ``vocab_parallel_cross_entropy``, ``linear_cross_entropy``; ``VocabLogits`` is what
+  a model gives under ``parallelize(loss_parallel=...)``.
+- ``check_same_batch`` compares what the ranks of a tp group read.
+- Under it all: ``TpAxis`` and the autograd collectives, for modules with a forward of their own.
+"""
 
 from parallel3d.tp.auto import auto_plan
 from parallel3d.tp.collectives import (

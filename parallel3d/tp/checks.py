@@ -18,7 +18,6 @@ __all__ = [
     "fit_rules",
     "is_plain",
     "need_per_token",
-    "need_plain",
     "refuse_lookup_options",
 ]
 
@@ -72,16 +71,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in module.__dict__
         and not isinstance(module, NonDynamicallyQuantizableLinear)
     )
-
-
-def need_plain(style: object, module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Refuses a module that is none of ``kinds``."""
-    if not any(is_plain(module, kind) for kind in kinds):
-        names = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
-        raise PlanError(
-            f"{type(style).__name__} is for {names} with their own forward, not "
-            f"{type(module).__name__}"
-        )
 
 
 def check_count(what: str, size: int, multiple_of: int) -> None:

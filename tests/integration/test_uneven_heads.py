@@ -1,6 +1,6 @@
 """A whole Llama of sizes that don't divide, under the engine: key and value heads fewer than tp, query heads
-and a hidden size that don't divide, a vocabulary of 67 and sequences of 5 (complaints 10, 18 and 19 of
-notes/compose.md)."""
+and a hidden size that don't divide, a vocabulary of 67 and sequences of 5 (complaint 10 of
+docs/tensor_parallel.md; 18 and 19 too)."""
 
 import functools
 import itertools

@@ -40,6 +40,12 @@ def test_take_and_join(sections, ranks, group, dim) -> None:
     assert torch.equal(packing.join(parts), whole)
 
 
+def test_neighbours_are_one_interval() -> None:
+    # A rank that holds all of a packed dim holds it as a dim that isn't packed.
+    assert cut_sections(0, (4, 2), 1).rows == (((0, 6),),)
+    assert cut_sections(0, (2, 2), 2, (1, 2)).rows == (((0, 1), (2, 2)), ((1, 1),))
+
+
 def test_rows_of() -> None:
     packing = Packing(0, (((0, 2), (6, 4)), ((2, 4), (10, 1))))
     assert packing.rows_of(0, 0, 6) == [(0, (0, 2)), (2, (6, 4))]

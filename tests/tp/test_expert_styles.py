@@ -3,17 +3,21 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 from tp_models import DIM
-from tp_world import check_parity
+from tp_world import check_parity, tp_mesh
 
 from parallel3d._packing import Packing
-from parallel3d.errors import PlanError
+from parallel3d.errors import PlanError, StateError
+from parallel3d.testing import fake_world
 from parallel3d.tp import (
+    Colwise,
     Experts,
     parse_style,
     resolve_plan,
 )
+from parallel3d.tp.checks import ParamRule
 
 COUNT = 4
 
@@ -102,9 +106,23 @@ def test_experts_split_over_tp(tp, hidden, bias):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_held_the_other_way(tp, bias):
+@pytest.mark.parametrize("hidden", [5, DIM // 2])  # square: only is_transposed tells the dims apart
+def test_experts_held_the_other_way(tp, bias, hidden):
     plan = plan_for("packed_rowwise", "colwise")
-    check_parity(Moe(ExpertWeights(5, transposed=True, bias=bias)), plan, tp, floats(7, DIM))
+    experts = ExpertWeights(hidden, transposed=True, bias=bias)
+    check_parity(Moe(experts), plan, tp, floats(7, DIM))
+
+
+def test_biases_of_experts_that_do_not_say_how_they_are_held():
+    experts = ExpertWeights(5, transposed=True, bias=True)
+    rules = plan_for("packed_rowwise", "colwise")["experts"].plan(experts, 2)
+    del experts.is_transposed
+    assert plan_for("packed_rowwise", "colwise")["experts"].plan(experts, 2) == rules
+
+
+def test_an_identity_with_parameters_is_refused():
+    with pytest.raises(PlanError, match="Linear has parameters: it is no identity"):
+        resolve_plan(nn.Sequential(nn.Linear(2, 2)), {"0": "moe_identity_expert"}, 2)
 
 
 @pytest.mark.parametrize("style", ["colwise", "packed_colwise"])
@@ -125,6 +143,12 @@ def test_experts_with_one_projection_up():
     check_parity(Moe(experts), plan_for("colwise", "rowwise"), 2, floats(7, DIM))
 
 
+def test_sections_must_be_as_many_as_there_are():
+    rules = (("gate_up_proj", Colwise(packed=3)), ("down_proj", parse_style("rowwise")))
+    with pytest.raises(PlanError, match="as 3 sections: it has 2 times the others' features"):
+        resolve_plan(Moe(ExpertWeights(9)), {"experts": Experts(rules)}, 2)
+
+
 def test_one_after_the_other_must_be_said_where_the_module_does_not():
     with pytest.raises(PlanError, match=r"2 times the features .* 'packed_colwise'"):
         resolve_plan(Moe(ExpertWeights(8)), plan_for("colwise", "rowwise"), 2)
@@ -137,8 +161,10 @@ class Counting(ExpertWeights):
         super().__init__(hidden)
         self.intermediate_size, self.hidden_size, self.top_k = hidden, DIM, hidden
         self.gate_up_size = 2 * hidden
+        self.num_routed = hidden  # a number of something else, by its name
 
     def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.num_routed
         y = y.reshape(-1, self.gate_up_size)
         gate, up = y.split(self.intermediate_size, -1)
         return gate, up
@@ -173,6 +199,28 @@ def _with(**attributes: object) -> nn.Module:
 def test_experts_that_are_refused(experts, up, said):
     with pytest.raises(PlanError, match=said):
         resolve_plan(Moe(experts), plan_for(up, "rowwise"), 2)
+
+
+def test_biases_of_what_is_split_by_its_input_are_whole():
+    assert parse_style("rowwise").param_rule(torch.ones(DIM), 2) == ParamRule(Replicate())
+    assert parse_style("rowwise").param_rule(torch.ones(3, DIM), 2) == ParamRule(Shard(1))
+
+
+def test_experts_that_give_several_tensors_are_an_error():
+    class Two(ExpertWeights):
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(*args, **kwargs)
+            return y, y
+
+    plan = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise", "": "moe_tp_experts"}
+    with fake_world(0, 2):
+        model = resolve_plan(Two(8), plan, 2).apply(Two(8), tp_mesh(2))
+        for name, p in list(model._parameters.items()):
+            if p is not None:
+                model._parameters[name] = nn.Parameter(p.to_local())
+        x, chosen = torch.randn(3, DIM), torch.zeros(3, 2, dtype=torch.long)
+        with pytest.raises(StateError, match=r"Two as .* gave a tuple"):
+            model(x, chosen, weights=torch.ones(3, 2), scale=1.0)
 
 
 def test_experts_without_rules_say_which_to_give():

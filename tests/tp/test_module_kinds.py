@@ -93,6 +93,13 @@ class NormedEmbedding(ScaledEmbedding):
         return self.norm(super().forward(input_ids))
 
 
+class NormedLinear(nn.Linear):
+    """Needs all features before the product and after it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.softmax(-1)).softmax(-1)
+
+
 class BranchingEmbedding(nn.Embedding):
     def forward(self, input_ids: Tensor) -> Tensor:
         return super().forward(input_ids) if self.training else super().forward(input_ids) * 2
@@ -159,6 +166,8 @@ def test_linears_that_scale(tp):
     [
         (NormedEmbedding(8, 4), VocabParallel(output="sequence"), "may need the whole sequence"),
         (NormedEmbedding(8, 4), Colwise(), "may need all features"),
+        (NormedLinear(8, 4), "colwise", r"Colwise\(output=.replicate.\) gives it all"),
+        (NormedLinear(8, 4), "rowwise", r"Rowwise\(input=.replicate.\) gives it all"),
         (BranchingEmbedding(8, 4), "embedding", "with its own forward, not BranchingEmbedding"),
         (ReadingEmbedding(8, 4), "embedding", "with its own forward, not ReadingEmbedding"),
         (nn.Conv2d(4, 4, 1), "colwise", "not Conv2d"),
@@ -169,6 +178,11 @@ def test_linears_that_scale(tp):
 def test_what_can_not_be_judged_is_refused(module, style, said):
     with pytest.raises(PlanError, match=said):
         resolve_plan(nn.Sequential(module), {"0": style}, 2)
+
+
+@pytest.mark.parametrize("style", ["colwise_gather_output", "rowwise_split_input"])
+def test_linears_that_need_all_features_get_them(style):
+    check_parity(NormedLinear(DIM, 5), {"": style}, 2, floats(2, 3, DIM))
 
 
 def test_a_copy_of_a_scaled_embedding_looks_up_in_its_own_weight():

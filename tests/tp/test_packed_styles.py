@@ -9,7 +9,7 @@ from tp_world import check_parity
 
 from parallel3d._packing import Packing
 from parallel3d.errors import PlanError
-from parallel3d.tp import Colwise, Rowwise, resolve_plan
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, resolve_plan
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,17 @@ class FusedAttention(nn.Module):
         k, v = (t.repeat_interleave(self.groups, 1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize(("tp", "length"), [(2, 6), (2, 5), (4, 5)])
+def test_packed_inputs_and_parts_of_a_sequence(tp, length):
+    model = nn.Sequential(nn.Identity(), nn.Linear(DIM, 26), nn.GELU(), nn.Linear(26, DIM))
+    plan = {
+        "0": SequenceParallel(input="replicate"),
+        "1": Colwise(packed=2, input="sequence"),
+        "3": Rowwise(packed=2, output="sequence"),
+    }
+    check_parity(model, plan, tp, floats(2, length, DIM), sequence_out=True)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -315,9 +315,12 @@ def test_prepared_modules_on_one_rank_are_the_plain_ones():
 def test_what_random_numbers_are_drawn_on_after_it():
     # See parallel3d/tp/random.py: masks differ between ranks on parts and are alike on whole tensors.
     assert PrepareOutput().random_after == "whole"
+    assert Colwise(input="sequence", output="replicate").random_after == "whole"
+    assert Colwise(output="replicate").random_after == ""
     assert PrepareOutput("replicate", "shard").random_after == "features"
     given = PrepareOutput("replicate", "sequence")
     assert given.random_after == PrepareInputOutput(output=given).random_after == "sequence"
+    assert given.splits_sequence and PrepareInputOutput(output=given).splits_sequence
     assert parse_style("moe_tp_experts").random_after == "whole"
     assert parse_style("moe_tp_experts").random_before
     assert parse_style(ColwiseParallel()).random_after == "features"
@@ -331,3 +334,67 @@ def test_what_random_numbers_are_drawn_on_after_it():
         ).random_after
         == ""
     )
+
+
+class OfTwo(nn.Module):
+    """What is prepared isn't its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(8)
+
+    def forward(self, name: str | None, x: Tensor, scale: float) -> Tensor:
+        assert name == "first"
+        return self.mlp(x) * scale
+
+
+def test_what_comes_before_the_first_tensor_is_kept():
+    plan = {"": PrepareInput(), "mlp.up": Colwise(input="gathered"), "mlp.down": "rowwise"}
+    check_parity(OfTwo(), plan, 2, floats(2, 3, DIM), call=lambda m, x: m("first", x, 2.0))
+
+
+class Keeping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * 2
+        return self.kept
+
+
+def test_an_output_that_its_module_keeps_is_not_overwritten():
+    with fake_world(0, 2):
+        model = Keeping()
+        resolve_plan(model, {"": "all_reduce"}, 2).apply(model, tp_mesh(2))
+        y = model(torch.ones(2, DIM, requires_grad=True))
+        assert y.data_ptr() != model.kept.data_ptr()
+
+
+class OneOfThree(nn.Module):
+    def forward(self, x: Tensor) -> list[object]:
+        return ["first", x * 2, "last"]
+
+
+def test_what_is_beside_an_output_is_kept():
+    with fake_world(0, 2):
+        model = OneOfThree()
+        resolve_plan(model, {"": PrepareOutput("replicate", "sequence")}, 2).apply(
+            model, tp_mesh(2)
+        )
+        first, y, last = model(torch.ones(2, 4, DIM))
+        assert (first, last, y.shape) == ("first", "last", (2, 2, DIM))
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.mlp = nn.Parameter(torch.randn(DIM)), Mlp(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x + self.mlp(x)
+
+
+def test_what_every_rank_computes_alike_from_a_whole_input():
+    style = PrepareInput(wanted="whole")
+    assert style.traffic(Scaling(), 2) == ()
+    assert style.plan(Scaling(), 2).keys() == {"scale"}
+    plan = {"": style, "mlp.up": "colwise", "mlp.down": "rowwise"}
+    check_parity(Scaling(), plan, 2, floats(2, 3, DIM))

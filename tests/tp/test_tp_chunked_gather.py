@@ -9,7 +9,8 @@ from tp_world import check_parity, tp_mesh
 
 from parallel3d import PlanError
 from parallel3d.testing import fake_world, record_collectives
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, resolve_plan
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, TpAxis, resolve_plan
+from parallel3d.tp.comm.chunked_gather import obstacle
 
 
 class Block(nn.Module):
@@ -38,6 +39,7 @@ UNEVEN = (2, 7, 2, 1, True)
 CASES = [(*case, way) for case in EVEN for way in ("plain", "checkpoint", "second")]
 
 
+@pytest.mark.filterwarnings("ignore:.*is gathered at once")  # of uneven sizes
 @pytest.mark.parametrize(
     ("tp", "size", "chunks", "dim", "bias", "way"),
     [*CASES, (*UNEVEN, "plain"), (*UNEVEN, "checkpoint")],
@@ -97,3 +99,11 @@ def test_collectives() -> None:
 def test_refused(options: dict, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Colwise(**options)
+
+
+def test_what_stands_in_the_way() -> None:
+    with fake_world(0, 2):
+        axis = TpAxis(tp_mesh(2)["tp"])
+        assert obstacle(torch.ones(2, 4, 3), 1, 8, axis) == ""
+        assert "last dim" in obstacle(torch.ones(2, 4), 1, 8, axis)
+        assert "divisible" in obstacle(torch.ones(2, 4, 3), 1, 7, axis)

@@ -170,7 +170,8 @@ def test_gradients_shared_with_others_are_left_alone():
     with local_world(2) as world:
         axis = TpAxis(tp_mesh(2)["tp"])
         x, z = (world.map(lambda r: torch.ones(3)).requires_grad_() for _ in range(2))
-        (copy_to_tp(x, axis) + z).sum().backward()
+        # (the product's gradient is a tensor of its own; the sum's would be copied as it is expanded)
+        ((copy_to_tp(x, axis) + z) * world.map(lambda r: torch.ones(3))).sum().backward()
         assert [g.tolist() for g in world.per_rank(z.grad)] == [[1.0] * 3] * 2
         assert [g.tolist() for g in world.per_rank(x.grad)] == [[2.0] * 3] * 2
 
@@ -204,3 +205,11 @@ def test_results_may_be_changed_in_place(size, dim):
             reduce_from_tp(whole * 1, axis, in_place=True),
         ):
             y.relu_().sum().backward()
+
+
+def test_a_sum_in_place_needs_a_contiguous_tensor():
+    with fake_world(0, 2):
+        axis = TpAxis(tp_mesh(2)["tp"])
+        x = torch.randn(3, 2, requires_grad=True)
+        # gloo and NCCL refuse others, or sum the wrong memory.
+        assert reduce_from_tp((x * 1).t(), axis, in_place=True).is_contiguous()

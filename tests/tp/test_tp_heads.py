@@ -181,6 +181,16 @@ def test_fewer_heads_than_ranks_leave_the_layer_whole(kind):
         assert style != Replicated("partial"), name
 
 
+def test_fused_projections_of_too_few_key_and_value_heads_leave_the_layer_whole():
+    # What query heads of two ranks attend to can't be both's part of one weight.
+    model = Sections(4, 1)
+    resolved = resolve_plan(model, model.plan, 2)
+    assert any("4 heads (1 of keys and values) are too few for 2" in n for n in resolved.notes)
+    assert all(
+        getattr(style, "output", "replicate") == "replicate" for style in styles(resolved).values()
+    )
+
+
 def test_numbers_of_a_shared_config_leave_the_layer_whole():
     resolved = resolve_plan(CountsByConfig(4, 4), SPLIT, 2)
     (note,) = resolved.notes

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tp_world import check_parity, tp_mesh
 
+from parallel3d.errors import PlanError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import VocabParallel, auto_plan, resolve_plan
 
@@ -64,7 +65,9 @@ def test_tied_embeddings_stay_tied():
 
 
 def test_gemmas_scaled_embedding_is_split():
-    resolved = resolve_plan(model("gemma3_text"), "auto", 2)  # NeMo-Automodel #425: a crash
+    resolved = resolve_plan(
+        model("gemma3_text"), "auto", 2
+    )  # complaint 21, NeMo-Automodel #425: a crash
     assert resolved.modules[0].name == "model.embed_tokens"
     assert resolved.modules[0].style == VocabParallel()
 
@@ -149,7 +152,7 @@ def test_a_model_around_a_text_model():
 
 
 def test_custom_code_under_a_known_config():
-    """NeMo-Automodel #2243: the plan of the config's family, applied to a model that computes otherwise."""
+    """Complaint 21, NeMo-Automodel #2243: the family's plan, for a model that computes otherwise."""
 
     class Custom(transformers.LlamaForCausalLM):
         def __init__(self, config: object) -> None:
@@ -160,5 +163,5 @@ def test_custom_code_under_a_known_config():
     config = transformers.LlamaConfig(**SIZES)
     with torch.device("meta"):
         made = Custom(config)
-    with pytest.raises(Exception, match=r"q_proj.*Sequential"):
+    with pytest.raises(PlanError, match=r"q_proj.*Sequential"):
         resolve_plan(made, "auto", 2)

@@ -61,6 +61,9 @@ def test_specificity():
     order = ["*", "layers.*.*", "layers.*.q*", "layers.*.q_proj", "layers.0.q_proj"]
     mixed = [order[i] for i in (3, 0, 4, 2, 1)]
     assert sorted(mixed, key=specificity) == order
+    # Whole segments first, then characters.
+    assert specificity("a.b.*") > specificity("a_longer_name.*.*")
+    assert specificity("layers.*.q_*") > specificity("layers.*.q*")
 
 
 def test_nearest_shows_each_layer_once():

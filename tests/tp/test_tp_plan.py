@@ -207,6 +207,8 @@ def test_whole_heads():
 def test_a_gathered_input_needs_prepare_input_around_it():
     plan = {"layers.*.wq": Colwise(input="gathered")}
     assert "no module around it has the style PrepareInput" in problems(Model(), plan)
+    beside = {"layers.0.wq": Colwise(input="gathered"), "layers.1": PrepareInput()}
+    assert "module 'layers.0.wq'" in problems(Model(), beside)
     resolve_plan(Model(), {**plan, "layers.*": PrepareInput()}, 2)
 
 
@@ -260,6 +262,8 @@ def test_a_shared_parameter_whose_other_owner_has_no_rule():
     said = problems(model, {"0": "colwise"})
     assert "1.weight shares its parameter with 0.weight" in said
     resolve_plan(model, {"0": "replicated"}, 2)
+    said = problems(model, {"0": "replicated_with_grad_allreduce"})
+    assert "1.weight, 1.bias" not in said and "1.weight shares its parameter" in said
 
 
 def test_a_module_used_twice_is_one_module():

@@ -156,6 +156,32 @@ def test_what_was_taken_goes_with_the_input() -> None:
     count("sequence", use)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_backward_ends_what_was_taken(layout: str) -> None:
+    """The graph is used up: what was taken of an input that lives on must not be given again."""
+
+    def use(model: nn.Module, x: Tensor) -> None:
+        axis = model.gate._parallel3d_tp.axis
+        model(x).sum().backward()
+        kept = axis.copies if layout == "replicate" else axis.gathered
+        assert kept and all(taken.result is None for taken in kept)
+
+    count(layout, use)
+
+
+@pytest.mark.parametrize(("layout", "most"), [("replicate", 4), ("sequence", 1)])
+def test_few_inputs_are_remembered(layout: str, most: int) -> None:
+    def use(model: nn.Module, x: Tensor) -> None:
+        axis = model.gate._parallel3d_tp.axis
+        inputs = [x * i for i in range(6)]
+        outputs = [model.gate(y) for y in inputs]
+        kept = axis.copies if layout == "replicate" else axis.gathered
+        assert [id(taken()) for taken in kept] == [id(y) for y in inputs[-most:]]
+        del outputs
+
+    count(layout, use)
+
+
 def test_without_gradient_there_is_no_all_reduce() -> None:
     assert count("replicate", lambda m, x: backward(m, x.detach())).count() == 1
     with torch.no_grad():

@@ -86,7 +86,7 @@ def test_fused_gate_and_up_on_parts_of_a_sequence(tp, length, prepared):
     check_parity(model, plan, tp, floats(2, length, DIM), sequence_out=True)
 
 
-# ---- vocabularies (complaints 18 and 19 of notes/compose.md) ----
+# ---- vocabularies (complaint 18 and complaint 19 of docs/tensor_parallel.md) ----
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -20,21 +20,20 @@ from parallel3d.tp.collectives import (
 )
 from parallel3d.tp.comm.linear_overlap import may_wait
 
-__all__ = ["can_chunk", "gather_linear"]
+__all__ = ["gather_linear", "obstacle"]
 
 
-def can_chunk(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> bool:
-    """Whether :func:`gather_linear` does it: parts of equal size, and neither ``torch.compile``, which
-    overlaps by itself, nor autocast nor a transform of ``torch.func``."""
-    return (
-        axis.size > 1
-        and not torch.compiler.is_compiling()
-        and dim % x.dim() < x.dim() - 1
-        and global_size % axis.size == 0
-        and global_size > 0
-        and not torch.is_autocast_enabled(x.device.type)
-        and not functorch_is_active()
-    )
+def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
+    """Why :func:`gather_linear` can't do it, in words for the user; ``""``: it can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile orders the collectives"
+    if dim % x.dim() == x.dim() - 1:
+        return "the sequence is the last dim of the input"
+    if global_size == 0 or global_size % axis.size:
+        return f"the sequence's length isn't divisible by the {axis.size} tp ranks"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    return "a transform of torch.func is active" if functorch_is_active() else ""
 
 
 def gather_linear(
@@ -43,7 +42,7 @@ def gather_linear(
     """``F.linear`` of ``gather_sequence(x, dim, ...)``.
 
     Args:
-        x: this rank's part; all ranks' are of one size. See :func:`can_chunk`.
+        x: this rank's part; all ranks' are of one size. See :func:`obstacle`.
         chunks: how many all-gathers; no more than ``x`` has rows.
     """
     return _GatherLinear.apply(x, weight, bias, dim % x.dim(), chunks, axis)

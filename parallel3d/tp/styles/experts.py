@@ -133,9 +133,8 @@ def experts(self: Any, *args: Any, **kwargs: Any) -> Any:
     tp: TpState = self._parallel3d_tp
     args = tuple(_copy(value, tp) for value in args)
     kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
-    for (
-        name
-    ) in tp.once:  # shadows the parameter, whose gradient comes from the one rank that adds it
+    # Shadows the parameter, whose gradient comes from the one rank that adds it.
+    for name in tp.once:
         self.__dict__[name] = _only_first(self._parameters[name], tp.axis)
     try:
         y = tp.inner(self, *args, **kwargs)

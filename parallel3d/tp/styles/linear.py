@@ -1,8 +1,10 @@
 """Colwise and Rowwise: a linear layer whose output or input features are split over ``tp``."""
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
@@ -12,7 +14,7 @@ from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
 from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
-from parallel3d.tp.comm.chunked_gather import can_chunk, gather_linear
+from parallel3d.tp.comm.chunked_gather import gather_linear, obstacle
 from parallel3d.tp.comm.linear_overlap import linear
 from parallel3d.tp.comm.packed import gather_packed, split_packed
 from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
@@ -44,7 +46,8 @@ class Colwise(Style):
         sequence_dim: of the input, when ``input="sequence"``.
         chunks: more than one: the sequence is gathered in so many chunks, one while another is
             multiplied. For a module that reads its input alone, on a backend whose collectives run
-            beside a matmul (NCCL); a sequence that ``tp`` doesn't divide is gathered in one.
+            beside a matmul (NCCL). Where that can't be (a sequence that ``tp`` doesn't divide, autocast) a
+            warning says so; with ``parallelize(compile=...)`` of its block it is an error.
     """
 
     choices: ClassVar = {
@@ -218,7 +221,16 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
 def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     style: Any = tp.style
     size = tp.sequence.of(x, style.sequence_dim, tp.axis)
-    if not can_chunk(x, style.sequence_dim, size, tp.axis):
+    if tp.axis.size == 1:
+        return None
+    why_not = obstacle(x, style.sequence_dim, size, tp.axis)
+    if why_not:
+        if not torch.compiler.is_compiling():  # parallelize(compile=...) has refused it
+            warnings.warn(
+                f"{style}: the sequence is gathered at once, not in {style.chunks} chunks beside the matmul: "
+                f"{why_not}",
+                stacklevel=2,
+            )
         return None
     return gather_linear(x, weight, bias, style.sequence_dim, style.chunks, tp.axis)
 
