@@ -5,8 +5,6 @@ from typing import Any
 from torch import nn
 
 from parallel3d.tp.chosen import ChosenPlan, Rule
-from parallel3d.tp.derive import derive_plan
-from parallel3d.tp.hf.merge import has_hf_plan, hf_plan
 
 __all__ = ["auto_plan", "choose"]
 
@@ -34,6 +32,10 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
 
 def choose(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
     """As :func:`auto_plan`, with why each rule is there."""
+    # Here, so that importing parallel3d doesn't wait for what few programs use.
+    from parallel3d.tp.derive import derive_plan
+    from parallel3d.tp.hf.merge import has_hf_plan, hf_plan
+
     if has_hf_plan(model):
         return hf_plan(model, tp_size, example)
     return derive_plan(model, tp_size, example)

@@ -43,6 +43,7 @@ __all__ = [
     "gather_sequence",
     "reduce_from_tp",
     "reduce_scatter_sequence",
+    "reduced",
     "scatter_sequence",
     "split_to_tp",
     "start_all_reduce",
@@ -205,6 +206,18 @@ def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Te
 
 
 # ---- the pairs ----
+#
+# A backward is built of these functions too, so that it has a derivative. An ordinary one makes no graph,
+# and a function's ``apply`` costs as much as a small linear's own backward.
+
+
+def reduced(x: Tensor, axis: TpAxis) -> Tensor:
+    """``reduce_from_tp`` in a backward, on an axis of more than one rank."""
+    return _Reduce.apply(x, axis) if torch.is_grad_enabled() else _all_reduce(x, axis)
+
+
+def _copied(x: Tensor, axis: TpAxis) -> Tensor:
+    return _Copy.apply(x, axis) if torch.is_grad_enabled() else x
 
 
 class _Copy(torch.autograd.Function):
@@ -215,7 +228,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Reduce.apply(grad, ctx.axis), None
+        return reduced(grad, ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -226,7 +239,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copy.apply(grad, ctx.axis), None
+        return _copied(grad, ctx.axis), None
 
 
 class _ReduceInPlace(torch.autograd.Function):
@@ -239,7 +252,7 @@ class _ReduceInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copy.apply(grad, ctx.axis), None
+        return _copied(grad, ctx.axis), None
 
 
 class _Gather(torch.autograd.Function):

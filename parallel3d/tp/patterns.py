@@ -47,8 +47,8 @@ def matches(pattern: str, name: str) -> bool:
     """
     if pattern == "" or name == "":
         return pattern == name
-    patterns, segments = pattern.split("."), name.split(".")
-    return len(patterns) == len(segments) and all(map(fnmatchcase, segments, patterns))
+    # With as many dots in both, each of the pattern's has one: a wildcard that took one is one too few.
+    return pattern.count(".") == name.count(".") and fnmatchcase(name, pattern)
 
 
 def has_wildcard(pattern: str) -> bool:

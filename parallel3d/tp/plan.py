@@ -6,6 +6,7 @@ and applied.
 """
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -190,7 +191,7 @@ def resolve_plan(
 
 def _itemsize(module: nn.Module, model: nn.Module) -> int:
     """Bytes of an element of what ``module`` computes, as its parameters say or else the model's."""
-    for param in (*module.parameters(), *model.parameters()):
+    for param in chain(module.parameters(), model.parameters()):
         if param.is_floating_point():
             return param.dtype.itemsize
     return 4

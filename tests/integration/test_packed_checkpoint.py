@@ -249,7 +249,9 @@ def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
     assert optim_state_dict(model, again, type=full_type)["state"].keys() == named["state"].keys()
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("even", (1, 2, 2)), ("uneven", (1, 1, 4))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [pytest.param("even", (1, 2, 2), marks=full), ("uneven", (1, 1, 4))]
+)
 def test_torchs_state_dict_functions(gloo_pool: GlooPool, kind, sizes) -> None:
     gloo_pool.run(by_torchs_functions, kind, sizes, world_size=4)
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from derive_models import FusedAttention, Mlp, Vit
+from derive_models import Block, FusedAttention, Mlp, Vit
 from torch import nn
 from tp_world import check_parity
 
@@ -21,7 +21,27 @@ from parallel3d.tp import (
     resolve_plan,
 )
 from parallel3d.tp.derive import derive_plan
+from parallel3d.tp.derive.groups import Group
+from parallel3d.tp.derive.plan import _Derivation
 from parallel3d.tp.derive.ranks import run_ranks
+
+
+def test_layers_of_a_kind_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the layer whose number is its number of heads."""
+    proven: list[str] = []
+    prove = _Derivation._prove
+
+    def counted(self: _Derivation, group: Group) -> object:
+        proven.append(group.down)
+        return prove(self, group)
+
+    monkeypatch.setattr(_Derivation, "_prove", counted)
+    model = nn.Sequential(*(Block(16, 2) for _ in range(4)))
+    for number, block in enumerate(model):
+        block.attn.layer_idx = number
+    rules = derive_plan(model, 2).rules
+    assert {pattern.split(".")[0] for pattern in rules} == {"*"}
+    assert [name.split(".")[0] for name in proven] == ["0", "0"]
 
 
 def _named(model: nn.Module) -> nn.Module:

@@ -98,7 +98,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     ),
     "mpt": ("MptForCausalLM", {"d_model": 16, "n_layers": 2, "n_heads": 4}, True),
 }
-ORDINARY = ("gpt2", "opt", "bert")
 
 
 def _family(name: str) -> Callable[[], nn.Module]:
@@ -122,8 +121,10 @@ def _check(name: str, layout: tuple[int, int, int]) -> None:
     assert_parity(build, _ids, MeshLayout(*layout), loss=_loss, steps=2, fp32=False, tp_plan="auto")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*(("gpt2", layout) for layout in LAYOUTS), ("opt", LAYOUTS[1]), ("bert", LAYOUTS[2])],
+)
 def test_hugging_face_model_without_a_plan_equals_the_plain_model(
     name: str, layout: tuple[int, int, int]
 ) -> None:
@@ -132,8 +133,8 @@ def test_hugging_face_model_without_a_plan_equals_the_plain_model(
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(ORDINARY)))
-def test_more_families_without_a_plan_equal_the_plain_model(
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_all_families_without_a_plan_equal_the_plain_model(
     name: str, layout: tuple[int, int, int]
 ) -> None:
     _check(name, layout)

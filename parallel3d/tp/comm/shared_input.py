@@ -22,8 +22,8 @@ from parallel3d.tp.collectives import (
     TpAxis,
     copy_to_tp,
     gather_sequence,
-    reduce_from_tp,
     reduce_scatter_sequence,
+    reduced,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -165,7 +165,7 @@ class _SharedCopy(torch.autograd.Function):
         axis, pending = ctx.axis, ctx.parallel3d_pending
         _drop(ctx, axis.copies)
         if pending is None or not may_wait():
-            return reduce_from_tp(grad, axis), None, None
+            return reduced(grad, axis), None, None
         total, pending.work = start_all_reduce(grad, axis)
         return total, None, None
 

@@ -1,5 +1,6 @@
 """Names of modules, rules for those alike, and words for inputs."""
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,17 +19,15 @@ def with_patterns(
     """Rules for modules that differ only in numbers as one rule, where it then matches no others."""
     rules: dict[str, str | Style] = {}
     reasons: dict[str, str] = {}
+
+    @functools.cache
+    def one_style(pattern: str) -> bool:
+        alike = [styles.get(name) for name in modules if matches(pattern, name)]
+        return len(alike) > 1 and all(style == alike[0] for style in alike)
+
     for name, style in styles.items():
-        key = next(
-            (
-                pattern
-                for pattern in (pattern_of(name), pattern_of(name, 1))
-                if (alike := [n for n in modules if matches(pattern, n)])
-                and len(alike) > 1
-                and all(styles.get(other) == style for other in alike)
-            ),
-            name,
-        )
+        patterns = (pattern_of(name), pattern_of(name, 1))
+        key = next(filter(one_style, patterns), name)
         if key not in rules:
             rules[key], reasons[key] = style, why[name]
     return rules, reasons

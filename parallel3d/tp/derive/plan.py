@@ -76,6 +76,7 @@ class _Derivation:
         self.layers = find_layers(model)
         self.flow = self._trace(example)
         self.found = Findings()
+        self._values: dict[tuple[type, str], int] = {}
 
     def plan(self) -> ChosenPlan:
         self._attention()
@@ -233,20 +234,28 @@ class _Derivation:
     def _kind(self, group: Group) -> Any:
         """What is equal for groups of which one proof is enough."""
         owner = self.modules[group.owner]
-        number = {int(part) for part in group.owner.split(".") if part.isdigit()}
+        numbers = {int(part) for part in group.owner.split(".") if part.isdigit()}
         about = []
         for name, module in owner.named_modules():
             plain = tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
                 if isinstance(value, (int, float, str, bool, tuple))
-                and not (type(value) is int and value in number)
+                and not (type(value) is int and value in numbers and self._varies(module, key))
             )
             shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
             about.append((name, type(module), repr(plain), shapes))
         call = self.flow.calls[group.owner]
         members = tuple(inside(name, group.owner) for name in group.members)
         return tuple(about), members, describe((call.args, call.kwargs))
+
+    def _varies(self, module: nn.Module, key: str) -> bool:
+        """Whether modules of this class have different values of an attribute, such as a layer's number."""
+        kind = type(module)
+        if (kind, key) not in self._values:
+            found = {repr(vars(m).get(key)) for m in self.modules.values() if type(m) is kind}
+            self._values[kind, key] = len(found)
+        return self._values[kind, key] > 1
 
     # ---- what is said ----
 

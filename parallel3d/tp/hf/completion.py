@@ -15,7 +15,7 @@ from torch import nn
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import Rule
 from parallel3d.tp.hf.code import OwnCode, plan_packages
-from parallel3d.tp.hf.flow import Clash, Flow, Meeting, trace_flow
+from parallel3d.tp.hf.flow import Clash, Flow, Meeting, quoted, trace_flow
 from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import matches, numberless, specificity
 from parallel3d.tp.styles import Replicated, Style
@@ -50,23 +50,24 @@ def complete(
     rules = dict(rules)
     code = OwnCode(plan_packages(model))
     while True:
-        flow, failed = _look(model, styles_of(model, rules), calls, code)
+        styles = styles_of(model, rules)
+        flow, failed = _look(model, styles, calls, code)
         if flow is None:
             _check_taken_as_is(model, code, failed)
             return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
         if failed:
             said = f"only the models inside {type(model).__name__} were looked at: {_NOT_RUN} ({failed})"
             notes += [said] if said not in notes else []
-        summed = _summed_for_nothing(model, rules, flow)
+        summed = _summed_for_nothing(rules, styles, flow)
         if summed:
             rules = {p: style for p, style in rules.items() if p not in summed}
             notes += [
                 f"{p!r} is not needed: what it is for is used alike on every rank" for p in summed
             ]
             continue
-        clashes = _clashes(model, rules, flow, tp_size)
+        clashes = _clashes(model, styles, flow, tp_size)
         if not clashes:
-            return _with_params(model, rules, why, notes, flow, tp_size)
+            return _with_params(model, rules, styles, why, notes, flow, tp_size)
         # One block at a time: a part that goes astray is seen wherever it comes to.
         block = _block(clashes[0])
         dropped = [pattern for pattern in rules if _inside(model, pattern, block)]
@@ -156,15 +157,16 @@ def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
 # ---- what can't be repaired ----
 
 
-def _clashes(model: nn.Module, rules: Rules, flow: Flow, tp_size: int) -> list[Clash]:
-    styles = styles_of(model, rules)
+def _clashes(model: nn.Module, styles: dict[str, Style], flow: Flow, tp_size: int) -> list[Clash]:
     found = list(flow.clashes)
     for path, meetings in flow.met.items():
         if _is_summed(path, styles):
             continue
         if path in flow.whole or _repair(model, path, meetings, tp_size) is None:
             sources = frozenset[str]().union(*(m.sources for m in meetings))
-            text = f"parameter {path!r} has no rule and meets each rank's part, of {_said(sources)}"
+            text = (
+                f"parameter {path!r} has no rule and meets each rank's part, of {quoted(sources)}"
+            )
             found.append(Clash(text, sources | {path.rpartition(".")[0]}))
     for path in flow.whole & flow.met.keys():
         if _is_summed(path, styles):
@@ -173,9 +175,8 @@ def _clashes(model: nn.Module, rules: Rules, flow: Flow, tp_size: int) -> list[C
     return found
 
 
-def _summed_for_nothing(model: nn.Module, rules: Rules, flow: Flow) -> list[str]:
+def _summed_for_nothing(rules: Rules, styles: dict[str, Style], flow: Flow) -> list[str]:
     """Rules that would sum gradients that are whole already."""
-    styles = styles_of(model, rules)
     paths = [p for p in flow.whole - flow.met.keys() if _is_summed(p, styles)]
     named = {name for path in paths for name in (path, path.rpartition(".")[0])}
     return [pattern for pattern in rules if any(matches(pattern, name) for name in named)]
@@ -238,13 +239,13 @@ def _repair_once(
 def _with_params(
     model: nn.Module,
     rules: Rules,
+    styles: dict[str, Style],
     why: dict[str, str],
     notes: list[str],
     flow: Flow,
     tp_size: int,
 ) -> tuple[Rules, dict[str, str], list[str]]:
     """Adds the rules of parameters that can be repaired, each for all layers at once."""
-    styles = styles_of(model, rules)
     todo: dict[str, tuple[str, Meeting]] = {}
     for path, meetings in flow.met.items():
         if not _is_summed(path, styles):
@@ -257,7 +258,7 @@ def _with_params(
         alone = style != "colwise" and owner not in styles
         alone &= all(todo.get(f"{owner}.{n}", "")[:1] == (style,) for n in module._parameters)
         pattern = numberless(owner if alone else path)
-        reason = f"added: it acts on each rank's part, of {_said(frozenset(map(numberless, met.sources)))}"
+        reason = f"added: it acts on each rank's part, of {quoted(frozenset(map(numberless, met.sources)))}"
         if pattern not in rules:
             rules[pattern], why[pattern] = style, reason
             notes.append(f"{pattern!r} gets {style!r}: {reason.removeprefix('added: ')}")
@@ -265,7 +266,3 @@ def _with_params(
             rules[numberless(owner)] = "local_params"
             why[numberless(owner)] = "added: for the rules of its parameters"
     return rules, why, notes
-
-
-def _said(names: frozenset[str]) -> str:
-    return ", ".join(map(repr, sorted(names)))

@@ -37,7 +37,7 @@ from parallel3d.tp.styles import (
     Style,
 )
 
-__all__ = ["Clash", "Flow", "Meeting", "trace_flow"]
+__all__ = ["Clash", "Flow", "Meeting", "quoted", "trace_flow"]
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class _Watch(TorchFunctionMode):
             self.flow.clashes[Clash(text, frozenset([path]))] = None
         for value in given if wants == "whole" else []:
             if value.sources:
-                text = f"{path!r} as {style} wants a whole input, but gets parts, of {_said(value.sources)}"
+                text = f"{path!r} as {style} wants a whole input, but gets parts, of {quoted(value.sources)}"
                 self.flow.clashes[Clash(text, value.sources | {path})] = None
 
     def _set_output(self, path: str, style: Any, output: Any) -> None:
@@ -230,7 +230,7 @@ class _Watch(TorchFunctionMode):
         """A model must not put out a part."""
         for x in tensors_in(result):
             if sources := self._get(x).sources:
-                text = f"the model's output is each rank's part, of {_said(sources)}"
+                text = f"the model's output is each rank's part, of {quoted(sources)}"
                 self.flow.clashes[Clash(text, sources)] = None
 
     # ---- functions ----
@@ -260,7 +260,7 @@ class _Watch(TorchFunctionMode):
         if own and value.sources:
             text = (
                 f"{where!r} runs code that the plan was not written for, on each rank's part, of "
-                f"{_said(value.sources)}"
+                f"{quoted(value.sources)}"
             )
             self.flow.clashes[Clash(text, value.sources | {where})] = None
         for x in given:
@@ -281,7 +281,7 @@ class _Watch(TorchFunctionMode):
         value = self._get(x)
         if value.sources and not value.apart and _takes_last(name, args, kwargs, x.dim()):
             where = self._stack[-1][0] if self._stack else "the model"
-            text = f"{where!r} takes {name} over features each rank has a part of, of {_said(value.sources)}"
+            text = f"{where!r} takes {name} over features each rank has a part of, of {quoted(value.sources)}"
             self.flow.clashes[Clash(text, value.sources | {where})] = None
 
     def _combine(self, given: list[Tensor]) -> _Value:
@@ -313,7 +313,7 @@ class _Watch(TorchFunctionMode):
         elif value.params is None and not value.copied:
             text = (
                 f"what {value.maker or 'the model'!r} computes alike on every rank meets each rank's "
-                f"part, of {_said(meeting.sources)}"
+                f"part, of {quoted(meeting.sources)}"
             )
             modules = meeting.sources | ({value.maker} if value.maker else set())
             self.flow.clashes[Clash(text, frozenset(modules))] = None
@@ -344,8 +344,9 @@ def _reshaped(func: Any, given: list[Tensor], made: Tensor, value: _Value) -> _V
 _RESHAPES = ("view", "reshape", "unflatten", "flatten", "_unsafe_view")
 
 
-def _said(sources: frozenset[str]) -> str:
-    return ", ".join(map(repr, sorted(sources)))
+def quoted(names: frozenset[str]) -> str:
+    """Names as messages have them."""
+    return ", ".join(map(repr, sorted(names)))
 
 
 def _is_transparent(style: Style) -> bool:
