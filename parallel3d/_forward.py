@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["as_if", "wrap_forward"]
+from parallel3d.errors import StateError
+
+__all__ = ["as_if", "without_cache", "wrap_forward"]
 
 Forward = Callable[..., Any]  # of (module, *args, **kwargs)
 
@@ -90,3 +92,28 @@ def _calls(name: str, signature: str) -> Forward:
         return getattr(self, name)(*args, **kwargs)
 
     return forward
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")  # transformers' names
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a block that is recomputed in backward, where it would add its keys and values to a
+    cache a second time: none instead of an empty one.
+
+    Raises:
+        StateError: a cache that isn't empty.
+    """
+    for name in _CACHES:
+        cache = kwargs.get(name)
+        if cache is None:
+            continue
+        count = getattr(cache, "get_seq_length", None)
+        held = int(count()) if count is not None else len(cache)
+        if held:
+            raise StateError(
+                f"{name} holds {held} tokens, and activation_checkpointing=True recomputes blocks in "
+                "backward, which would add to it again: call under torch.no_grad(), or without the cache"
+            )
+        kwargs = {**kwargs, name: None}
+    return kwargs

@@ -52,6 +52,15 @@ class PackedSpec(DTensorSpec):
         return found
 
     @cached_property
+    def leaves_ranks_empty(self) -> bool:
+        """Whether some rank holds nothing."""
+        sizes = self.mesh.shape
+        places = product(*(range(n) for n in sizes))
+        return any(
+            not prod(packed_boxes(self.shape, sizes, at, self.placements)[0]) for at in places
+        )
+
+    @cached_property
     def ordinary(self) -> DTensorSpec:
         """The same for DTensor's own operations, which then take the ranks' rows for ``torch.chunk``'s."""
         return DTensorSpec(self.mesh, ordinary(self.placements), tensor_meta=self.tensor_meta)

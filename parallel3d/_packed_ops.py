@@ -6,6 +6,7 @@ they are, goes through to them; anything else would be silently wrong, and raise
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -79,6 +80,44 @@ _NEW = {"new_empty", "new_full", "new_ones", "new_zeros"}
 _VIEWS = {"expand", "view"}
 
 
+_LARGEST = {"amax", "max", "_foreach_max"}
+_LEAST = {"amin", "min"}
+_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}
+
+
+@lru_cache(maxsize=1024)
+def _fixed_neutral(func: Any) -> float:
+    """Of that reduction; 0: it is none; not a number: a norm, whose order says it."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _NORMS:
+        return math.nan
+    return -math.inf if name in _LARGEST else math.inf if name in _LEAST else 0.0
+
+
+def _neutral(func: Any, args: Any, kwargs: Any) -> float | None:
+    """A value that doesn't change a reduction to one number, if that of no values at all is an error."""
+    fixed = _fixed_neutral(func)
+    if not math.isnan(fixed):
+        return None if fixed == 0 else fixed
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if not isinstance(order, (int, float)) or 0 <= order < math.inf:
+        return None
+    return 0.0 if order > 0 else math.inf
+
+
+def _with_one_more(local: Tensor, value: float) -> Tensor:
+    """All values of ``local`` and one more, in as many dims."""
+    if local.dtype.is_floating_point:
+        more = local.new_full((1,), value)
+    elif local.dtype is torch.bool:
+        more = local.new_full((1,), value > 0)
+    else:
+        info = torch.iinfo(local.dtype)
+        more = local.new_full((1,), info.max if value > 0 else info.min)
+    flat = torch.cat([local.flatten(), more])
+    return flat.view(*(1,) * (local.dim() - 1), -1)
+
+
 @lru_cache(maxsize=1024)
 def _kind(func: Any) -> str:
     """``"rows"``: each result has the rows of its operands. ``"number"``: it is a number of all.
@@ -101,7 +140,7 @@ class _Call:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.kind = _kind(func)
+        self.kind, self.neutral = _kind(func), _neutral(func, args, kwargs)
         self.like: dict[int, PackedSpec] = {}
         self.plain: dict[int, DTensor] = {}  # by id of an operand: what DTensor sees of it
         self.originals: dict[int, DTensor] = {}  # the other way
@@ -143,7 +182,11 @@ class _Call:
             id(value) in self.plain
         ):  # given twice; what DTensor saw of it must live on for its id's sake
             return
-        plain = make_dtensor(get_local_tensor(value), spec.ordinary)
+        local = get_local_tensor(value)
+        if self.neutral is not None and spec.leaves_ranks_empty:
+            # Those would raise while the others wait for them.
+            local = _with_one_more(local, self.neutral)
+        plain = make_dtensor(local, spec.ordinary)
         self.plain[id(value)] = plain
         self.originals[id(plain)] = value
 

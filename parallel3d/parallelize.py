@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d._forward import as_if, wrap_forward
+from parallel3d._forward import as_if, without_cache, wrap_forward
 from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
@@ -127,6 +127,8 @@ def parallelize(
 
 def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            kwargs = without_cache(kwargs)
         return checkpoint(functools.partial(inner, self), *args, use_reentrant=False, **kwargs)
 
     return as_if(forward, inner)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -135,6 +136,32 @@ def test_numbers_of_all(world: LocalWorld, packing) -> None:
         assert type(found) is DTensor
         same(world, found.full_tensor(), fn(x))
     assert all(bool(each) for each in world.per_rank((a == a).all().full_tensor()))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_numbers_of_all_where_a_rank_holds_nothing(sizes) -> None:
+    """It would raise alone, and the others wait for it."""
+    rows, parts = sizes
+    packing = Packing(0, (((0, rows),), ()))
+    with local_world(2 * parts) as world:
+        on = init_device_mesh("cpu", (parts, 2), mesh_dim_names=("shard", "tp"))
+        whole = -WHOLE[EVEN, 0][:rows].abs()
+        placements = (Replicate() if parts == 1 else Shard(1), PackedShard(packing))
+        for dtype in (torch.float64, torch.int64):
+            x = (whole * 100).to(dtype)
+            made = make_dtensor(
+                cut_packed(x, on, placements), make_spec(on, placements, x.shape, dtype)
+            )
+            found = [(fn(made), fn(x)) for fn in (torch.max, torch.min, torch.amax, torch.amin)]
+            if dtype.is_floating_point:
+                orders = (math.inf, -math.inf, -2.0, 1.0)
+                norm = torch.linalg.vector_norm
+                found += [(norm(made, p), norm(x, p)) for p in orders]
+                found += [(torch._foreach_norm([made], p)[0], norm(x, p)) for p in orders]
+            for got, want in found:
+                same(world, got.full_tensor(), want)
+            with pytest.raises(Parallel3dError, match="rows"):
+                made.amax(1)
 
 
 MIXING = {

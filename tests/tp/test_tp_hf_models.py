@@ -1,5 +1,7 @@
 """The plans of transformers' own models: what is added, what stays whole, on meta models of odd families."""
 
+import copy
+
 import pytest
 import torch
 from all_double import AllDouble
@@ -7,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tp_world import check_parity, tp_mesh
 
-from parallel3d.errors import PlanError
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d._compat import get_local_tensor
+from parallel3d.errors import PlanError, StateError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import VocabParallel, auto_plan, resolve_plan
 
@@ -165,3 +169,26 @@ def test_custom_code_under_a_known_config():
         made = Custom(config)
     with pytest.raises(PlanError, match=r"q_proj.*Sequential"):
         resolve_plan(made, "auto", 2)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_checkpointed_blocks_write_no_cache(attention):
+    """transformers makes a cache unless told not to; recomputed blocks would add to it twice."""
+    config = transformers.AutoConfig.for_model("llama", **SIZES)
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    made, ids = made.double(), torch.arange(12).view(2, 6)
+    plain = copy.deepcopy(made)
+    with fake_world(0, 1):
+        parallelize(
+            made, build_mesh(MeshLayout(), device_type="cpu"), activation_checkpointing=True
+        )
+        for each in (plain, made):
+            each(input_ids=ids, labels=ids).loss.backward()
+        wanted = dict(plain.named_parameters())
+        for name, param in made.named_parameters():
+            assert torch.allclose(get_local_tensor(param.grad), wanted[name].grad), name
+        with torch.no_grad():
+            cache = made(input_ids=ids).past_key_values
+        assert cache.get_seq_length() == 6
+        with pytest.raises(StateError, match="past_key_values holds 6 tokens"):
+            made(input_ids=ids, past_key_values=cache)
