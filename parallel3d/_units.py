@@ -1,8 +1,10 @@
 """Which modules of a model become units of the sharding engine."""
 
+import dis
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from torch import nn
 
@@ -31,7 +33,8 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
 
     Blocks are the members of the outermost ``nn.ModuleList`` s, or the modules whose names match
     ``patterns`` (shell wildcards within a dotted segment). A module that shares a parameter with
-    another stays with the root, so that tied parameters are in one group.
+    another stays with the root, so that tied parameters are in one group. So does one whose weight the
+    model reads without calling it.
 
     Raises:
         Parallel3dError: a pattern that matches nothing, or one match inside another.
@@ -39,6 +42,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     blocks = _matching(model, patterns) if patterns is not None else _listed(model)
     inside = {id(m) for _, block in blocks for m in block.modules()}
     shared = _modules_with_shared_params(model)
+    read = _weights_read_in_code(model)
     embeddings: list[tuple[str, nn.Module]] = []
     tail: list[tuple[str, nn.Module]] = []
     past_blocks = False
@@ -47,6 +51,8 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
             past_blocks = True
             continue
         if not name or id(module) in shared or not _has_own_params(module):
+            continue
+        if name.rpartition(".")[2] in read:
             continue
         if any(True for _ in module.children()):
             continue  # parameters beside submodules: the root's
@@ -61,6 +67,30 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     """Whether the module only looks rows up: then its backward doesn't read the table."""
     own_forward = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
     return isinstance(module, nn.Embedding) and own_forward
+
+
+# What isn't part of a forward.
+_SETTING_UP = ("__init__", "init", "_init", "reset", "tie", "_tie", "load", "_load", "post_init")
+
+
+def _weights_read_in_code(model: nn.Module) -> set[str]:
+    """Names of modules whose ``.weight`` the model's own classes read without calling the module, as
+    ``self.positions.weight[:n]``: the hooks of a unit of its own would not see that."""
+    found: set[str] = set()
+    for cls in {type(module) for module in model.modules()}:
+        if cls.__module__.startswith("torch."):
+            continue
+        for name, method in vars(cls).items():
+            code = getattr(method, "__code__", None)
+            if code is None or "weight" not in code.co_names or name.startswith(_SETTING_UP):
+                continue
+            steps = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+            found.update(
+                owner[1]
+                for owner, read in pairwise(steps)
+                if owner[0] == read[0] == "LOAD_ATTR" and read[1] == "weight"
+            )
+    return found
 
 
 def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
