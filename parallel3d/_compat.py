@@ -5,7 +5,7 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,9 +19,6 @@ __all__ = [
     "BatchNorm",
     "DTensorSpec",
     "DataParallelMeshDims",
-    "LocalIntNode",
-    "LocalTensor",
-    "LocalTensorMode",
     "OpOverload",
     "ShardPlacementResult",
     "StridedShard",
@@ -34,12 +31,10 @@ __all__ = [
     "backward_id",
     "backward_order",
     "clear_dtensor_caches",
-    "combine_ranks",
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
     "flatten_axes",
-    "for_each_rank",
     "foreach_copy_",
     "foreach_lerp_",
     "fully_shard_state",
@@ -56,7 +51,6 @@ __all__ = [
     "inner_tensors",
     "is_torch_hook_state",
     "make_dtensor",
-    "make_simulated",
     "make_spec",
     "make_symmetric",
     "no_torch_function",
@@ -64,25 +58,19 @@ __all__ = [
     "preserved_versions",
     "process_group_of",
     "queue_backward_callback",
-    "ranks_are_simulated",
     "reduce_scatter_single",
     "root_mesh",
     "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
     "set_local_tensor",
-    "simulation_off",
-    "simulation_paused",
     "spec_of",
     "symmetric_memory",
-    "tensors_by_rank",
     "torch_function_off",
     "unflatten_mesh",
     "unscale_",
     "untraced",
-    "update_sizes",
     "use_symmetric_memory",
-    "value_on_rank",
 ]
 
 from torch._ops import OpOverload
@@ -90,8 +78,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed._local_tensor import (
     LocalIntNode,
     LocalTensor,
-    LocalTensorMode,
-    local_tensor_mode,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -99,7 +85,6 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
@@ -112,11 +97,6 @@ if not hasattr(LocalIntNode, "str"):
     # rms_norm and others prepare an error message with the sizes, and ask each for its text; on
     # 2.13 a size that differs by simulated rank has none under the name they use.
     LocalIntNode.str = LocalIntNode._str  # type: ignore[attr-defined]
-
-
-def ranks_are_simulated() -> bool:
-    """Whether a ``LocalTensorMode`` is active: one process plays all ranks."""
-    return local_tensor_mode() is not None
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -246,16 +226,6 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
-def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:
-    """What each simulated rank holds; None for an ordinary tensor."""
-    return tensor._local_tensors if isinstance(tensor, LocalTensor) else None
-
-
-def combine_ranks(by_rank: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The tensor that each simulated rank holds its own of; the other way than ``tensors_by_rank``."""
-    return LocalTensor(by_rank)
-
-
 def in_backward_pass() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -325,94 +295,6 @@ def init_fake_group(rank: int, world_size: int) -> None:
     # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
-
-
-def simulation_paused(mode: LocalTensorMode) -> bool:
-    """Whether ``mode`` is active but suspended by its ``disable()``."""
-    return mode._disable
-
-
-def make_simulated(by_rank: dict[int, torch.Tensor], ranks: frozenset[int]) -> torch.Tensor:
-    """A ``LocalTensor`` of ``by_rank``, which has one tensor for each of ``ranks``.
-
-    Where all have the same sizes, strides and type it knows them itself: torch's own constructor makes
-    one that asks Python for them at each use, several times an operation.
-    """
-    tensors = iter(by_rank.values())
-    first = next(tensors)
-    shape, strides, dtype, layout = first.shape, first.stride(), first.dtype, first.layout
-    alike = not (first.requires_grad or first.is_conj() or first.is_neg())
-    for tensor in tensors:
-        if (
-            tensor.shape != shape
-            or tensor.stride() != strides
-            or tensor.dtype != dtype
-            or tensor.layout != layout
-            or tensor.requires_grad
-        ):
-            alike = False
-    if not alike or any(type(tensor) is not torch.Tensor for tensor in by_rank.values()):
-        return LocalTensor(by_rank)  # which refuses what can't be
-    simulated = torch.Tensor._make_wrapper_subclass(
-        LocalTensor, shape, strides=strides, dtype=dtype, device=first.device, layout=layout
-    )
-    if _forbid_data_pointer is not None:
-        _forbid_data_pointer(simulated)
-    simulated._local_tensors = by_rank
-    simulated._ranks = ranks
-    simulated._size = list(shape)
-    simulated.__dict__["_knows_sizes"] = True
-    return simulated
-
-
-# Only 2.13 has it: an error instead of a null pointer's contents.
-_forbid_data_pointer = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
-
-
-def update_sizes(tensor: torch.Tensor, op: OpOverload, args: Any, kwargs: Any) -> None:
-    """After ``op`` has changed ``tensor``'s sizes or strides in place on every simulated rank."""
-    if getattr(tensor, "_knows_sizes", False):
-        with no_dispatch():
-            op(*args, **kwargs)  # on the wrapper, which has sizes and no data
-
-
-def value_on_rank(value: Any, rank: int) -> Any:
-    """What an operation's argument is on one simulated rank."""
-    kind = type(value)
-    if kind is LocalTensor:
-        return value._local_tensors[rank]
-    if kind is list or kind is tuple or kind is torch.Size:
-        values = [value_on_rank(item, rank) for item in value]
-        return values if kind is list else tuple(values)
-    if kind is torch.SymInt:
-        node = value.node
-        return node._local_ints[rank] if isinstance(node, LocalIntNode) else int(value)
-    return value
-
-
-def ranks_of(value: torch.SymInt) -> Iterator[int]:
-    """The simulated ranks that ``value``, a number that differs by rank, has a value for."""
-    node = value.node
-    assert isinstance(node, LocalIntNode)
-    return iter(node._local_ints)
-
-
-def for_each_rank(fn: Callable[[int], None]) -> None:
-    """Runs ``fn(rank)`` for each simulated rank, with its random state."""
-    mode = local_tensor_mode()
-    assert mode is not None
-    before = torch.get_rng_state()
-    for rank, (state, devices) in list(mode._per_rank_rng_states.items()):
-        torch.set_rng_state(state)
-        fn(rank)
-        mode._per_rank_rng_states[rank] = (torch.get_rng_state(), devices)
-    torch.set_rng_state(before)
-
-
-def simulation_off() -> AbstractContextManager[None]:
-    """Within it tensors are plain, also where ranks are simulated: for what no rank does as such."""
-    mode = local_tensor_mode()
-    return nullcontext() if mode is None else mode.disable()
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel3d._compat import combine_ranks, ranks_of, value_on_rank
+from parallel3d._compat_simulated import combine_ranks, ranks_of, value_on_rank
 
 __all__ = ["Packing", "cut_sections", "pick_by_rank"]
 

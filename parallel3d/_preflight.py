@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import ranks_are_simulated
+from parallel3d._compat_simulated import ranks_are_simulated
 from parallel3d._units import Units, find_units
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy

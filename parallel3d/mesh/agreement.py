@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from parallel3d import _compat
+from parallel3d import _compat, _compat_simulated
 from parallel3d.errors import AgreementError, StateError
 
 __all__ = ["DEFAULT_TIMEOUT", "check_agreement"]
@@ -79,7 +79,7 @@ def check_agreement(
             the ranks that did report, naming those that did not within ``timeout``.
         StateError: there is no process group and no store with rank and world size.
     """
-    if _compat.ranks_are_simulated():
+    if _compat_simulated.ranks_are_simulated():
         return
     if store is None:
         if not dist.is_initialized():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel3d._compat import simulation_off
+from parallel3d._compat_simulated import simulation_off
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["check_elementwise", "check_one_by_one"]

@@ -18,12 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d._compat import (
-    combine_ranks,
-    get_local_tensor,
-    simulation_off,
-    tensors_by_rank,
-)
+from parallel3d._compat import get_local_tensor
+from parallel3d._compat_simulated import combine_ranks, simulation_off, tensors_by_rank
 from parallel3d.optim.owners import Owners
 from parallel3d.optim.pieces import State, local_of, part_of, placed_as, reduced
 

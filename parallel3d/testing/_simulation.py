@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import (
+from parallel3d._compat import OpOverload, untraced
+from parallel3d._compat_simulated import (
     LocalTensor,
     LocalTensorMode,
-    OpOverload,
     make_simulated,
     simulation_paused,
-    untraced,
     update_sizes,
     value_on_rank,
 )

@@ -13,13 +13,8 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import (
-    dtensor_shard_box,
-    get_local_tensor,
-    ranks_are_simulated,
-    root_mesh,
-    tensors_by_rank,
-)
+from parallel3d._compat import dtensor_shard_box, get_local_tensor, root_mesh
+from parallel3d._compat_simulated import ranks_are_simulated, tensors_by_rank
 from parallel3d._packed import PackedDTensor
 from parallel3d._packed_layout import packed_boxes
 from parallel3d.mesh import MeshLayout, build_mesh

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import DeviceMesh
 
-from parallel3d._compat import LocalTensor, TorchDispatchMode, inner_tensors, process_group_of
+from parallel3d._compat import TorchDispatchMode, inner_tensors, process_group_of
+from parallel3d._compat_simulated import LocalTensor
 from parallel3d._trace import issuing
 
 __all__ = ["Collective", "Recorder", "record_collectives"]

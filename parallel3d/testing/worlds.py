@@ -14,13 +14,12 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import (
-    LocalTensor,
-    LocalTensorMode,
     clear_dtensor_caches,
     get_local_tensor,
     init_fake_group,
     inner_tensors,
 )
+from parallel3d._compat_simulated import LocalTensor, LocalTensorMode
 from parallel3d.errors import MeshError, StateError
 from parallel3d.testing._simulation import SimulationMode
 from parallel3d.testing.recorder import active_recorders

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from parallel3d._compat import make_dtensor, make_spec, ranks_are_simulated
+from parallel3d._compat import make_dtensor, make_spec
+from parallel3d._compat_simulated import ranks_are_simulated
 from parallel3d._layout import local_chunk, set_param_layout
 from parallel3d._packed import PackedShard
 from parallel3d._rollback import unchanged_on_error

@@ -8,12 +8,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallel3d._compat import (
-    LocalTensorMode,
-    all_gather_single,
-    init_fake_group,
-    inner_tensors,
-)
+from parallel3d._compat import all_gather_single, init_fake_group, inner_tensors
+from parallel3d._compat_simulated import LocalTensorMode
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.testing import fake_world, local_world, record_collectives
 from parallel3d.testing._simulation import SimulationMode

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import LocalTensor, get_local_tensor, inner_tensors, preserved_versions
+from parallel3d._compat import get_local_tensor, inner_tensors, preserved_versions
+from parallel3d._compat_simulated import LocalTensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.param import ShardedParam

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d._compat import ranks_are_simulated
+from parallel3d._compat_simulated import ranks_are_simulated
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension import Extension, as_plain, is_extended

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import ranks_are_simulated
+from parallel3d._compat_simulated import ranks_are_simulated
 from parallel3d.errors import Parallel3dError
 
 if TYPE_CHECKING:

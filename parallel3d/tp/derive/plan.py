@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d._compat import simulation_off
+from parallel3d._compat_simulated import simulation_off
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
 from parallel3d.tp.derive.groups import Group, Way, find_groups, ways_to_split

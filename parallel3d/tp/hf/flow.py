@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel3d._compat import simulation_off
+from parallel3d._compat_simulated import simulation_off
 from parallel3d._tree import tensors_in
 from parallel3d.tp.hf.code import OwnCode
 from parallel3d.tp.styles import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
-from parallel3d._compat import combine_ranks, ranks_of, value_on_rank
+from parallel3d._compat_simulated import combine_ranks, ranks_of, value_on_rank
 from parallel3d._packing import pick_by_rank
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules
