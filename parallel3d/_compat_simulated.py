@@ -1,5 +1,7 @@
 """The private torch names of simulated ranks (``torch.distributed._local_tensor``), in one place.
 
+Checked on torch 2.13.0 by the tests; on 2.11 by reading. ``_compat.py`` has all others.
+
 A tensor of simulated ranks holds one tensor for each; a number that differs by rank is a ``SymInt``.
 """
 

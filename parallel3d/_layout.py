@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._packing import Packing
-
 __all__ = [
     "ParamLayout",
     "get_param_layout",
@@ -37,7 +35,6 @@ class ParamLayout:
 
     compute: Literal["local", "dtensor"] = "dtensor"
     tp_grad: Literal["whole", "partial"] = "whole"
-    packing: Packing | None = None
 
 
 def set_param_layout(param: nn.Parameter, layout: ParamLayout) -> None:

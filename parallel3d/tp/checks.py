@@ -41,7 +41,7 @@ class ParamRule:
     @property
     def layout(self) -> ParamLayout:
         """The mark the engine reads."""
-        return ParamLayout(self.compute, self.tp_grad, self.packing)
+        return ParamLayout(self.compute, self.tp_grad)
 
     @property
     def changes_compute(self) -> bool:

@@ -83,6 +83,11 @@ class TpAxis:
         """Rows of the largest chunk of a dim of ``size``: what a collective carries per rank."""
         return -(-size // self.size)
 
+    def rows(self, size: int) -> int:
+        """Rows of this rank's chunk of a dim of ``size``; under simulated ranks a ``SymInt``."""
+        chunk = self.chunk(size)
+        return torch.sym_min(size - torch.sym_min(self.rank * chunk, size), chunk)
+
 
 def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
     """``x`` unchanged; its gradient is summed over ``tp``."""
@@ -189,8 +194,7 @@ def start_reduce_scatter(
         own.view(-1), stacked.view(-1), group=axis.group, async_op=not wait
     )
     if uneven:
-        rows = torch.sym_min(size - torch.sym_min(axis.rank * chunk, size), chunk)
-        own = own.narrow(dim, 0, rows).detach()
+        own = own.narrow(dim, 0, axis.rows(size)).detach()
     return own, work
 
 

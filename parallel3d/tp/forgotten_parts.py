@@ -58,8 +58,7 @@ class _Watch:
     def _check(self, x: Tensor) -> None:
         length, axis = self.sequence.length, self.axis
         assert length is not None
-        chunk = axis.chunk(length)
-        rows = min(max(length - axis.rank * chunk, 0), chunk)
+        rows = axis.rows(length)
         for dim in self.dims:
             # The last dim is of features.
             if length > 1 and 0 <= dim < x.dim() - 1 and x.shape[dim] == rows:

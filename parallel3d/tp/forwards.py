@@ -10,7 +10,7 @@ Inside a forward ``self.weight`` is this rank's local tensor: the engine puts it
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -20,9 +20,12 @@ from parallel3d._packing import Packing
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     TpAxis,
+    gather_from_tp,
     reduce_from_tp,
     reduce_scatter_sequence,
+    split_to_tp,
 )
+from parallel3d.tp.comm.packed import gather_packed, split_packed
 from parallel3d.tp.comm.shared_input import share_copy, share_sequence
 
 if TYPE_CHECKING:
@@ -33,8 +36,10 @@ __all__ = [
     "TpState",
     "bind_forward",
     "finish_sum",
+    "gather_features",
     "map_first",
     "note_state",
+    "split_features",
     "take_input",
 ]
 
@@ -69,8 +74,7 @@ class SequenceLength:
                 'SequenceParallel(input="replicate").'
             )
         if isinstance(axis.rank, int):  # simulated ranks can't be compared with a number
-            chunk = axis.chunk(self.length)
-            rows = min(max(self.length - axis.rank * chunk, 0), chunk)
+            rows = axis.rows(self.length)
             if part.shape[dim] != rows:
                 raise StateError(
                     f"a module got {part.shape[dim]} rows along dim {dim}, but the sequence split "
@@ -131,10 +135,25 @@ def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool
 
 
 def finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
+    """The ranks' parts ``y`` summed: whole, or this rank's part of the sequence along ``dim``."""
     if layout == "replicate":
         return reduce_from_tp(y, tp.axis, in_place=True)  # y was made for this
     tp.sequence.length = y.shape[dim]
     return reduce_scatter_sequence(y, dim, tp.axis)
+
+
+def gather_features(y: Tensor, size: int, tp: TpState) -> Tensor:
+    """The ranks' parts of the last dim joined in the plain module's order, (..., part) -> (..., size)."""
+    if tp.packing is not None:
+        return gather_packed(y, replace(tp.packing, dim=y.dim() - 1), tp.axis)
+    return gather_from_tp(y, -1, size, tp.axis)
+
+
+def split_features(x: Tensor, tp: TpState) -> Tensor:
+    """This rank's part of a whole last dim."""
+    if tp.packing is not None:
+        return split_packed(x, replace(tp.packing, dim=x.dim() - 1), tp.axis)
+    return split_to_tp(x, -1, tp.axis)
 
 
 def map_first(

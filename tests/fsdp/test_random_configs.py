@@ -8,18 +8,10 @@ import warnings
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from random_models import Block, Leaf, RandomModel, Unit
 from random_programs import Config, Micro, Step, configs, run
-
-SETTINGS = settings(
-    deadline=None,
-    database=None,
-    derandomize=False,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate, Phase.shrink),
-)
+from sweeps import SETTINGS
 
 
 def check(config: Config) -> None:

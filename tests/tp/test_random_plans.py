@@ -5,20 +5,12 @@ A failure prints the case; ``run(Case(...))`` of it is the same without hypothes
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from random_plans import Case, RandomLm, batch_of, cases, loss, plan_of
+from sweeps import SETTINGS
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity
-
-SETTINGS = settings(
-    deadline=None,
-    database=None,
-    derandomize=False,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate, Phase.shrink),
-)
 
 
 def run(case: Case) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from parallel3d.tp import (
     Colwise,
+    HeadArguments,
     PrepareInput,
     Rowwise,
     SequenceParallel,
@@ -138,6 +139,7 @@ def test_summed_gradients_are_marked():
         (PrepareInput(), nn.Linear(3, 5), [("all-reduce", "backward", None)]),
         (SequenceParallel(), nn.RMSNorm(5), []),
         (SequenceParallel(output="replicate"), nn.RMSNorm(5), [("all-gather", "forward", 5)]),
+        (HeadArguments(4, (("alibi", 0),)), nn.Identity(), [("all-gather", "backward", None)]),
     ],
 )
 def test_what_each_style_communicates(style, module, traffic):

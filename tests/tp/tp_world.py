@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._layout import get_param_layout
+from parallel3d._packed import packing_of
 from parallel3d._packing import Packing
 from parallel3d.testing.worlds import LocalWorld, local_world
 from parallel3d.tp import resolve_plan
@@ -91,7 +92,7 @@ def use_local_tensors(model: nn.Module, world: LocalWorld) -> dict[str, Local]:
                     nn.Parameter(local, requires_grad=param.requires_grad),
                     dim,
                     layout.tp_grad == "partial",
-                    layout.packing,
+                    packing_of(param),
                 )
             module._parameters[name] = made[id(param)].param
     by_param = {id(m.param): m for m in made.values()}

@@ -58,8 +58,7 @@ class _ThreadGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         (tensor,) = tensors
         largest = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
-        if not largest and opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"all-reduce with {opts.reduceOp} between threads")
+        assert largest or opts is None or opts.reduceOp == dist.ReduceOp.SUM, opts.reduceOp
         parts = torch.stack(self._meeting.exchange(self._index, f"all-reduce {largest}", tensor))
         with torch.no_grad():
             tensor.copy_(parts.amax(0) if largest else parts.sum(0))

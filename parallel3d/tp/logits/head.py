@@ -159,11 +159,8 @@ def _output_embeddings(model: nn.Module) -> object:
         return None
     try:
         return method()
-    except (
-        AttributeError,
-        NotImplementedError,
-    ):  # transformers' base class, where a model has no head
-        return None
+    except (AttributeError, NotImplementedError):
+        return None  # so transformers' base class says that a model has no head
 
 
 def _alike(modules: dict[str, nn.Module], heads: dict[str, nn.Linear]) -> list[str]:

@@ -13,6 +13,7 @@ from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.comm.packed import split_packed
 from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward
 from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.traffic import Traffic
 
 __all__ = ["HeadArguments"]
 
@@ -47,8 +48,8 @@ class HeadArguments(Style):
         names = tuple(inspect.signature(module.forward).parameters)
         bind_forward(module, head_arguments, _State(self, axis, sequence, names=names))
 
-    def communicates(self) -> tuple[str, str]:
-        return "-", "all-gather"
+    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+        return (Traffic("all-gather", "backward", None),) * len(self.arguments)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """VocabParallel: the vocabulary of an embedding split over ``tp``."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,9 +16,8 @@ from parallel3d.tp.checks import (
     fit_rules,
     refuse_lookup_options,
 )
-from parallel3d.tp.collectives import TpAxis, gather_from_tp
-from parallel3d.tp.comm.packed import gather_packed
-from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum
+from parallel3d.tp.collectives import TpAxis
+from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, gather_features
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.kinds import is_embedding, works_by_element
 from parallel3d.tp.styles.traffic import Traffic, summed
@@ -76,11 +75,7 @@ def colwise_embedding(self: Any, input: Tensor) -> Tensor:
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
     y = tp.inner(self, input)
-    if style.output != "replicate":
-        return y
-    if tp.packing is not None:
-        return gather_packed(y, replace(tp.packing, dim=y.dim() - 1), tp.axis)
-    return gather_from_tp(y, -1, self.embedding_dim, tp.axis)
+    return gather_features(y, self.embedding_dim, tp) if style.output == "replicate" else y
 
 
 def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:

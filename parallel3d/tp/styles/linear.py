@@ -1,7 +1,7 @@
 """Colwise and Rowwise: a linear layer whose output or input features are split over ``tp``."""
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,19 +9,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
-from parallel3d._packing import Packing
+from parallel3d._packed import packing_of
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
-from parallel3d.tp.collectives import TpAxis, gather_from_tp, split_to_tp
+from parallel3d.tp.collectives import TpAxis
 from parallel3d.tp.comm.chunked_gather import gather_linear, obstacle
 from parallel3d.tp.comm.linear_overlap import linear
-from parallel3d.tp.comm.packed import gather_packed, split_packed
-from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, take_input
+from parallel3d.tp.forwards import (
+    SequenceLength,
+    TpState,
+    finish_sum,
+    gather_features,
+    split_features,
+    take_input,
+)
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
 from parallel3d.tp.styles.kinds import is_embedding, linear_kind, works_by_element
-from parallel3d.tp.styles.sections import Packed, cut_features, packing_of
+from parallel3d.tp.styles.sections import Packed, cut_features
 from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
 __all__ = ["Colwise", "Rowwise"]
@@ -99,9 +105,9 @@ class Colwise(Style):
                 'gives, which may need all features; Colwise(output="replicate") gives it all'
             )
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+    def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
         state = TpState(self, axis, sequence)
-        state.packing = packing_of(module)
+        state.packing = packing_of(module.weight)
         if isinstance(module, nn.Embedding):
             bind_base_forward(module, nn.Embedding, colwise_embedding, state)
         else:
@@ -180,9 +186,9 @@ class Rowwise(Style):
         dim = param.dim() - 1
         return cut_features(f"dim {dim}", param.shape[dim], dim, self.packed, self.multiple_of, tp)
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+    def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
         state = TpState(self, axis, sequence)
-        state.packing = packing_of(module)
+        state.packing = packing_of(module.weight)
         bind_base_forward(module, linear_kind(self, module).base, rowwise_linear, state)
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
@@ -211,11 +217,7 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     if y is None:
         x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
         y = linear(x, weight, self.bias)
-    if style.output != "replicate":
-        return y
-    if tp.packing is not None:
-        return gather_packed(y, _of_last_dim(tp.packing, y), tp.axis)
-    return gather_from_tp(y, -1, _sizes(self)[0], tp.axis)
+    return gather_features(y, _sizes(self)[0], tp) if style.output == "replicate" else y
 
 
 def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -240,10 +242,8 @@ def rowwise_linear(self: Any, input: Tensor) -> Tensor:
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
     x, weight, features = input, _as_linear(self), _sizes(self)[1]
-    if style.input == "replicate" and tp.packing is not None:
-        x = split_packed(x, _of_last_dim(tp.packing, x), tp.axis)
-    elif style.input == "replicate":
-        x = split_to_tp(x, -1, tp.axis)
+    if style.input == "replicate":
+        x = split_features(x, tp)
     elif isinstance(x.shape[-1], int) and x.shape[-1] == features != weight.shape[1]:
         raise StateError(
             f"a Rowwise linear of {features} input features got all of them, but each tp "
@@ -265,7 +265,3 @@ def _sizes(module: Any) -> tuple[int, int]:
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return module.nf, module.nx
-
-
-def _of_last_dim(packing: Packing, x: Tensor) -> Packing:
-    return replace(packing, dim=x.dim() - 1)

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-from torch import nn
 from torch.distributed.tensor import Shard
 
-from parallel3d._layout import get_param_layout
 from parallel3d._packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, check_count
 
-__all__ = ["Packed", "cut_features", "packing_of", "sections_of"]
+__all__ = ["Packed", "cut_features", "sections_of"]
 
 Packed = int | tuple[int, ...] | Packing
 """How features are packed: so many equal sections, sections of these sizes, or these rows on each rank."""
@@ -77,10 +75,3 @@ def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[in
             f"packed={packed!r}: the sections of {what} must be positive and add up to {size}"
         )
     return packed
-
-
-def packing_of(module: nn.Module) -> Packing | None:
-    """How the weight of a module whose parameters are replaced already is packed."""
-    weight = module._parameters["weight"]
-    assert weight is not None
-    return get_param_layout(weight).packing
