@@ -1,5 +1,6 @@
-"""What the benchmarks share: alternating rounds of timed steps, medians, tables and JSON."""
+"""What the benchmarks share: alternating rounds of timed steps, claims, medians, tables and JSON."""
 
+import argparse
 import gc
 import json
 import os
@@ -7,13 +8,24 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Rounds", "alternate", "environment", "no_gc", "print_table", "range_of", "write_json"]
+__all__ = [
+    "Claim",
+    "Rounds",
+    "alternate",
+    "command_line",
+    "environment",
+    "no_gc",
+    "print_claims",
+    "print_table",
+    "range_of",
+    "write_json",
+]
 
 
 @contextmanager
@@ -130,3 +142,74 @@ def _text(value: object) -> str:
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
     """Results with the environment they were taken in."""
     path.write_text(json.dumps({"environment": environment(), **results}, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table that ``all.py`` prints and README holds.
+
+    Attributes:
+        what: the claim, and its case: ``host time, (1, 64, 1) fp32``.
+        ours, peer: medians, in ``unit``.
+        against: who the peer is: ``FSDP2``, ``DDP``, ``plain``, or a fixed limit.
+        bar, aim: what ``ratio`` (ours / peer) must not exceed, and what it should not.
+        ratio: median of the rounds' ratios, where it isn't ours / peer.
+        spread: the middle half of the rounds' ratios, as text.
+    """
+
+    what: str
+    ours: float
+    peer: float
+    unit: str
+    against: str
+    bar: float
+    aim: float | None = None
+    ratio: float | None = None
+    spread: str = ""
+
+    @property
+    def value(self) -> float:
+        """Ours / the peer's."""
+        return self.ours / self.peer if self.ratio is None else self.ratio
+
+    @property
+    def verdict(self) -> str:
+        """Which of the two limits holds."""
+        if self.aim is not None and self.value <= self.aim:
+            return "aim"
+        return "bar" if self.value <= self.bar else "MISSED"
+
+
+def print_claims(claims: Sequence[Claim]) -> None:
+    """The claims with what was to be shown."""
+    head = ["claim", "ours", "peer", "unit", "against", "ratio", "middle half", "bar", "aim", "met"]
+    rows = [
+        [c.what, c.ours, c.peer, c.unit, c.against, c.value, c.spread, c.bar]
+        + ["" if c.aim is None else c.aim, c.verdict]
+        for c in claims
+    ]
+    print_table("what was to be shown: ours / peer", head, rows)
+
+
+def command_line(
+    doc: str | None, run: Callable[[bool], tuple[list[Claim], Mapping[str, Any]]]
+) -> None:
+    """The command line of a script: ``[--quick] [--json PATH]``.
+
+    Args:
+        doc: the script's docstring.
+        run: quick? -> the claims, and all that was measured for the JSON file; prints its tables.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    claims, results = run(options.quick)
+    print_claims(claims)
+    if options.json:
+        listed = [asdict(c) | {"ratio": c.value} for c in claims]
+        write_json(options.json, {"quick": options.quick, "claims": listed, **results})
