@@ -14,7 +14,7 @@ import torch
 
 from parallel3d.fsdp.param import ShardedParam
 
-__all__ = ["count_in_place", "is_last", "pieces", "put_first"]
+__all__ = ["count_in_place", "is_small", "packs_as_chunks", "pieces", "put_first"]
 
 # From how many unsharded bytes on. gloo runs a member as a call of its own, which takes about as long as copying
 # 1 MiB there and back.
@@ -23,35 +23,45 @@ CPU_BYTES = 2**20
 ACCELERATOR_BYTES = 16 * 2**20
 
 
-def put_first(params: Sequence[ShardedParam], device: torch.device) -> list[ShardedParam]:
+def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
     """In the order of a bucket: in place, packed, and last those whose gradient is partial over tp.
 
     The sum of partial gradients over tp is then one collective on the buffer's tail.
     """
-    return sorted(params, key=lambda p: (*is_last(p), not _is_large(p, device)))
+    return sorted(params, key=lambda p: (*_is_last(p), not _is_large(p, device_type)))
 
 
-def is_last(param: ShardedParam) -> tuple[bool, bool]:
+def _is_last(param: ShardedParam) -> tuple[bool, bool]:
     """Whether its gradient is partial over tp, always or maybe."""
     return param.layout.tp_grad == "partial", param.may_be_partial
 
 
-def count_in_place(params: Sequence[ShardedParam], device: torch.device) -> int:
+def count_in_place(params: Sequence[ShardedParam], device_type: str) -> int:
     """How many of ``params``, which are in the order of a bucket, travel in place."""
-    count = sum(_is_large(p, device) for p in params)
+    count = sum(_is_large(p, device_type) for p in params)
     # A lone one is no member more.
     return 1 if len(params) == 1 and _is_possible(params[0]) else count
 
 
 def _is_possible(param: ShardedParam) -> bool:
     by_rank = param.parts > 1 and param.dim == 0 and param.even
-    return by_rank and param.slot_numel > 0 and not any(is_last(param))
+    return by_rank and param.slot_numel > 0 and not any(_is_last(param))
 
 
-def _is_large(param: ShardedParam, device: torch.device) -> bool:
-    least = CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
-    size = param.parts * param.slot_numel * param.dtype.itemsize
-    return size >= least and _is_possible(param)
+def _is_large(param: ShardedParam, device_type: str) -> bool:
+    return _is_possible(param) and not is_small(param, device_type)
+
+
+def is_small(param: ShardedParam, device_type: str) -> bool:
+    """Whether a copy of it is worth less than a call."""
+    least = CPU_BYTES if device_type == "cpu" else ACCELERATOR_BYTES
+    return param.parts * param.slot_numel * param.dtype.itemsize < least
+
+
+def packs_as_chunks(param: ShardedParam) -> bool:
+    """Whether its gradient cut into chunks of dim 0, the last filled up with zeros, is what its slots hold."""
+    cut = param.dim == 0 or (param.parts == 1 and len(param.compute_shape) > 0)
+    return cut and param.fills_slot and param.slot_numel > 0
 
 
 def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
