@@ -43,6 +43,7 @@ from parallel3d.fsdp.storage import allocate, release, with_own_storage
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comms.hooked_reduce import HookedReduce
+    from parallel3d.fsdp.running.half_way import HalfWay
     from parallel3d.fsdp.running.step_guard import StepGuard
 
 __all__ = ["Bucket"]
@@ -75,6 +76,7 @@ class Bucket:
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
         guard: where the parameters are updated within the backward: see ``StepGuard``.
+        half_way: what waits for half of the gradients.
     """
 
     joinable = (
@@ -133,6 +135,7 @@ class Bucket:
         self.max_inputs = 1
         self.force_sum = False
         self.guard: StepGuard | None = None
+        self.half_way: HalfWay | None = None
 
     def _find_groups(self) -> None:
         axes = self.axes

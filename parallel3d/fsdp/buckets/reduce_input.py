@@ -49,6 +49,8 @@ class ReduceInput:
             if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
                 grad = grad.to(bucket.reduce_dtype)
             self.kept[index] = grad.contiguous()
+            if bucket.half_way is not None:
+                bucket.half_way.count(index)
         elif bucket.small_grads[index]:
             self.kept[index] = grad
         else:

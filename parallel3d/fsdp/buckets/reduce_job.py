@@ -53,7 +53,9 @@ class ReduceJob:
         return self.all_reduce or not (bucket.replicate_groups or bucket.second_group)
 
     def finish_scatter(self, work: ScatterWork | None) -> None:
-        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
+        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums. Once."""
+        if not self.inputs:
+            return
         bucket = self.bucket
         if work is not None:
             self.tensor = work.wait()

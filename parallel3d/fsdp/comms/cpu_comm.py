@@ -133,6 +133,16 @@ class CpuComm:
             bucket.all_reduce_hook(job.tensor)
         bucket.grads.finish(job)
 
+    @property
+    def holds_inputs(self) -> bool:
+        """See ``Comm``."""
+        return bool(self.scattering)
+
+    def free_inputs(self) -> None:
+        """See ``Comm``. All-reduces are issued later: on one link they would delay the next gather."""
+        for job, work in self.scattering:
+            job.finish_scatter(work)
+
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""
         while any(job.bucket is bucket for job, _ in self.scattering):
