@@ -36,7 +36,6 @@ __all__ = [
     "dtensor_shard_box",
     "flatten_axes",
     "foreach_copy_",
-    "foreach_lerp_",
     "fully_shard_state",
     "functorch_is_active",
     "get_local_tensor",
@@ -68,7 +67,6 @@ __all__ = [
     "symmetric_memory",
     "torch_function_off",
     "unflatten_mesh",
-    "unscale_",
     "untraced",
     "use_symmetric_memory",
 ]
@@ -270,16 +268,6 @@ def has_tensor_hooks(param: torch.Tensor) -> bool:
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into its target, casting, in few kernels."""
     torch._foreach_copy_(targets, sources)
-
-
-def foreach_lerp_(targets: list[torch.Tensor], sources: list[torch.Tensor], weight: float) -> None:
-    """Moves each target towards its source, of the same dtype, by ``weight``, in few kernels."""
-    torch._foreach_lerp_(targets, sources, weight)
-
-
-def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Multiplies ``grads`` of one dtype by ``inv_scale``; ``found_inf`` becomes 1 if one is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has
