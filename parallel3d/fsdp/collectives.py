@@ -31,10 +31,18 @@ _KNOWN_TO_BACKENDS = {
 class ScatterWork:
     """A reduce-scatter under way; ``wait`` returns this rank's part of the sum."""
 
-    def __init__(self, work: dist.Work | None, output: torch.Tensor, *, rows_to_sum: bool) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None,
+        output: torch.Tensor,
+        *,
+        rows_to_sum: bool,
+        result: torch.Tensor | None = None,
+    ) -> None:
         self.work = work
         self.output = output
         self.rows_to_sum = rows_to_sum
+        self.result = result  # what to sum the rows into
 
     def wait(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Waits (on an accelerator: lets the current stream wait) and finishes the sum.
@@ -44,7 +52,11 @@ class ScatterWork:
         """
         if self.work is not None:
             self.work.wait()
-        return self.output.sum(dim=0, dtype=dtype) if self.rows_to_sum else self.output
+        if not self.rows_to_sum:
+            return self.output
+        if self.result is not None and dtype is None:
+            return torch.sum(self.output, 0, out=self.result)
+        return self.output.sum(dim=0, dtype=dtype)
 
 
 def all_gather(
@@ -53,16 +65,27 @@ def all_gather(
     """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given."""
     if part.dtype not in _KNOWN_TO_BACKENDS:
         output, part = output.view(torch.uint8), part.view(torch.uint8)
-    with issuing.as_unit(unit):
+    before, issuing.unit = issuing.unit, unit
+    try:
         if comm is not None:
             return comm(output_tensor=output, input_tensor=part, group=group, async_op=True)
         return all_gather_single(output, part, group=group, async_op=True)
+    finally:
+        issuing.unit = before
 
 
 def reduce_scatter(
-    whole: torch.Tensor, group: ProcessGroup, *, unit: str, device_type: str, comm: Any = None
+    whole: torch.Tensor,
+    group: ProcessGroup,
+    *,
+    unit: str,
+    device_type: str,
+    comm: Any = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """(n * S,) of every rank -> (S,) of the sum on every rank; by ``comm`` if it is given.
+
+    ``result`` is memory for the sum, of the dtype of ``whole``; by default it is allocated.
 
     gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
     rank order, is the same number on every run.
@@ -83,14 +106,22 @@ def reduce_scatter(
         rows = torch.empty_like(whole)
         with issuing.as_unit(unit):
             work = dist.all_to_all_single(rows, whole, group=group, async_op=True)
-        return ScatterWork(work, rows.view(n, -1), rows_to_sum=True)
-    output = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
-    with issuing.as_unit(unit):
+        return ScatterWork(work, rows.view(n, -1), rows_to_sum=True, result=result)
+    output = result
+    if output is None:
+        output = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
+    before, issuing.unit = issuing.unit, unit
+    try:
         work = reduce_scatter_single(output, whole, group=group, async_op=True)
+    finally:
+        issuing.unit = before
     return ScatterWork(work, output, rows_to_sum=False)
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
     """Sums ``tensor`` over ``group`` in place."""
-    with issuing.as_unit(unit):
+    before, issuing.unit = issuing.unit, unit
+    try:
         return dist.all_reduce(tensor, group=group, async_op=True)
+    finally:
+        issuing.unit = before
