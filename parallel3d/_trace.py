@@ -11,14 +11,17 @@ __all__ = ["issuing"]
 class _Issuing:
     """Name of the unit whose collectives are being issued; ``""`` when none is known.
 
-    ``with issuing.as_unit(name):`` names another one for a while.
+    ``with issuing.as_unit(name):`` names another one for a while. ``with issuing.one_call():`` says that what
+    is issued within are the members of one call.
     """
 
-    __slots__ = ("_before", "unit")
+    __slots__ = ("_before", "_one_call", "call", "unit")
 
     def __init__(self) -> None:
         self.unit: str = ""
+        self.call: object = None  # other for each call that is issued member by member
         self._before: str = ""
+        self._one_call = _OneCall(self)
 
     def as_unit(self, name: str) -> "_Issuing":
         """Not to be nested: collectives are leaves."""
@@ -29,6 +32,23 @@ class _Issuing:
 
     def __exit__(self, *exc: object) -> None:
         self.unit = self._before
+
+    def one_call(self) -> "_OneCall":
+        """Not to be nested either."""
+        return self._one_call
+
+
+class _OneCall:
+    __slots__ = ("_issuing",)
+
+    def __init__(self, issuing: _Issuing) -> None:
+        self._issuing = issuing
+
+    def __enter__(self) -> None:
+        self._issuing.call = object()
+
+    def __exit__(self, *exc: object) -> None:
+        self._issuing.call = None
 
 
 issuing = _Issuing()
