@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._compat import all_gather_single, backend_name, reduce_scatter_single
 from parallel3d._trace import issuing
+from parallel3d.fsdp.comms import from_peers
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -49,13 +50,16 @@ class ScatterWork:
 
 def all_gather(
     output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str, comm: Any = None
-) -> dist.Work | None:
+) -> dist.Work | from_peers.Messages | None:
     """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given."""
     if part.dtype not in _KNOWN_TO_BACKENDS:
         output, part = output.view(torch.uint8), part.view(torch.uint8)
     with issuing.as_unit(unit):
         if comm is not None:
             return comm(output_tensor=output, input_tensor=part, group=group, async_op=True)
+        large = part.is_cpu and part.numel() * part.element_size() >= from_peers.LEAST_BYTES
+        if large and backend_name(group, "cpu") == "gloo":
+            return from_peers.gather_from_peers(output, part, group)
         return all_gather_single(output, part, group=group, async_op=True)
 
 

@@ -234,18 +234,22 @@ class _RecordingMode(TorchDispatchMode):
     ) -> None:
         values = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
         group = process_group_of(values[signature.group])
-        sizes = [_bytes(value) for value in [*values.values(), result]]
+        op, size = signature.op, max(_bytes(value) for value in [*values.values(), result])
         asynchronous = signature.asynchronous
         if asynchronous is None:
             asynchronous = bool(values.get("async_op", True))
+        if issuing.one is not None:
+            if issuing.noted:
+                return
+            (op, size), asynchronous, issuing.noted = issuing.one, True, True
         calls = self._recorder.calls
         calls.append(
             Collective(
                 order=len(calls),
-                op=signature.op,
+                op=op,
                 axis=self._axes.get(group.group_name),
                 unit=unit,
-                bytes=0 if signature.op == "barrier" else max(sizes),
+                bytes=0 if op == "barrier" else size,
                 group_size=group.size(),
                 asynchronous=asynchronous,
             )
