@@ -142,7 +142,9 @@ def case(pool: GlooPool, layout: p3d.MeshLayout, *, depth: int, rounds: int) -> 
     whole = over_ranks(steps, "step", max)
     cpu = Rounds(
         {
-            name: [a + b for a, b in zip(user, over_mean(steps, "system").seconds[name], strict=True)]
+            name: [
+                a + b for a, b in zip(user, over_mean(steps, "system").seconds[name], strict=True)
+            ]
             for name, user in over_mean(steps, "user").seconds.items()
         }
     )

@@ -25,11 +25,13 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "TorchMixedPrecisionPolicy",
+    "all_gather_members",
     "all_gather_single",
     "assert_async",
     "backend_name",
     "backward_id",
     "backward_order",
+    "chunk_cat",
     "clear_dtensor_caches",
     "concatenate_meshes",
     "default_store",
@@ -44,6 +46,7 @@ __all__ = [
     "grads_may_differ_in_dtype",
     "graph_is_kept",
     "group_memory",
+    "groups_members",
     "has_group_memory",
     "has_tensor_hooks",
     "in_backward_pass",
@@ -58,6 +61,7 @@ __all__ = [
     "preserved_versions",
     "process_group_of",
     "queue_backward_callback",
+    "reduce_scatter_members",
     "reduce_scatter_single",
     "root_mesh",
     "set_backward_order",
@@ -272,6 +276,12 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
     torch._foreach_copy_(targets, sources)
 
 
+def chunk_cat(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Cuts each tensor into as many chunks of dim 0, the last filled up with zeros: row i of ``out``
+    (chunks, numbers) becomes the i-th ones, one after another, cast."""
+    torch._chunk_cat(tensors, dim=0, num_chunks=chunks, out=out)
+
+
 def foreach_lerp_(targets: list[torch.Tensor], sources: list[torch.Tensor], weight: float) -> None:
     """Moves each target towards its source, of the same dtype, by ``weight``, in few kernels."""
     torch._foreach_lerp_(targets, sources, weight)
@@ -288,6 +298,33 @@ if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has
 else:
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
+
+
+# Of gloo, the call with several members copies all of them into one buffer and out of it.
+_GROUPING_BACKENDS = ("nccl", "fake")
+
+
+def groups_members(group: ProcessGroup, device_type: str) -> bool:
+    """Whether the backend launches several all-gathers or reduce-scatters as one, each in its own memory."""
+    return backend_name(group, device_type) in _GROUPING_BACKENDS
+
+
+def all_gather_members(
+    outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
+) -> dist.Work:
+    """Several all-gathers as one asynchronous call."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return group.allgather_into_tensor_coalesced(list(outputs), list(parts), options)
+
+
+def reduce_scatter_members(
+    outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group: ProcessGroup
+) -> dist.Work:
+    """Several reduce-scatters, which sum, as one asynchronous call."""
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.asyncOp = True
+    return group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), options)
 
 
 def init_fake_group(rank: int, world_size: int) -> None:

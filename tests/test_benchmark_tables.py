@@ -35,7 +35,9 @@ def result(*claims: dict, quick: bool = False) -> dict:
 
 def test_readme_table(tables: ModuleType) -> None:
     results = {
-        "host_time": result(claim("host time, (1, 64, 1) | fp32", 0.43), claim("the same, TP", 0.31)),
+        "host_time": result(
+            claim("host time, (1, 64, 1) | fp32", 0.43), claim("the same, TP", 0.31)
+        ),
         "import_time": result(
             claim("import", 0.02, ours=0.002, peer=0.1, unit="s", against="limit", bar=1, aim=None)
         ),
@@ -58,7 +60,9 @@ def test_a_missed_bar_is_shown_as_such(tables: ModuleType) -> None:
 
 
 def test_detailed_tables(tables: ModuleType) -> None:
-    text = tables.detailed({"one": result(claim("a", 0.4)), "two": result(claim("b", 0.4), quick=True)})
+    text = tables.detailed(
+        {"one": result(claim("a", 0.4)), "two": result(claim("b", 0.4), quick=True)}
+    )
     assert text.count("| claim | ours | theirs |") == 2
     assert "### `benchmarks/one.py`" in text
     assert "| a | 296 | 684 | us | FSDP2 | 0.40 | 0.42..0.45 | 0.50 | 0.35 | bar |" in text
@@ -67,7 +71,14 @@ def test_detailed_tables(tables: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.0341, "0.034"), (0.4321, "0.43"), (12.34, "12.3"), (2368.4, "2,368"), (1, "1.00")],
+    [
+        (0, "0"),
+        (0.0341, "0.034"),
+        (0.4321, "0.43"),
+        (12.34, "12.3"),
+        (2368.4, "2,368"),
+        (1, "1.00"),
+    ],
 )
 def test_numbers(tables: ModuleType, value: float, text: str) -> None:
     assert tables.number(value) == text

@@ -13,9 +13,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from parallel3d._compat import backend_name
 from parallel3d._trace import issuing
 
-__all__ = ["LEAST_BYTES", "Messages", "gather_from_peers"]
+__all__ = ["LEAST_BYTES", "Messages", "gather_from_peers", "is_worthwhile"]
 
 LEAST_BYTES = 2**17
 
@@ -47,13 +48,19 @@ class Messages:
             raise failed
 
 
+def is_worthwhile(part: torch.Tensor, group: ProcessGroup) -> bool:
+    """Whether ``part`` goes over gloo and is large."""
+    large = part.is_cpu and part.numel() * part.element_size() >= LEAST_BYTES
+    return large and backend_name(group, "cpu") == "gloo"
+
+
 def gather_from_peers(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Messages:
     """(S,) of every rank -> (n * S,) on every rank, in rank order. Recorded as one all-gather."""
     n, rank = group.size(), group.rank()
     rows = output.view(n, -1).unbind()
     # Each rank begins with the next one, so that not all send to the same.
     others = [(rank + step) % n for step in range(1, n)]
-    with issuing.as_one("all_gather", output.numel() * output.element_size()):
+    with issuing.messages_of("all_gather", output.numel() * output.element_size()):
         works = [dist.irecv(rows[k], group=group, group_src=k, tag=_TAG) for k in reversed(others)]
         works += [dist.isend(part, group=group, group_dst=k, tag=_TAG) for k in others]
     rows[rank].copy_(part)
