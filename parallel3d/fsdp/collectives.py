@@ -20,6 +20,7 @@ from parallel3d._compat import (
     reduce_scatter_single,
 )
 from parallel3d._trace import issuing
+from parallel3d.fsdp.comms import from_peers
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -116,14 +117,17 @@ def all_gather(
                 return all_gather_members(outputs, parts, group)
             with issuing.one_call():
                 return Works(
-                    [
-                        all_gather_single(o, p, group=group, async_op=True)
-                        for o, p in zip(outputs, parts, strict=True)
-                    ]
+                    [_gather_one(o, p, group) for o, p in zip(outputs, parts, strict=True)]
                 )
         if comm is not None:
             return comm(output_tensor=outputs[0], input_tensor=parts[0], group=group, async_op=True)
-        return all_gather_single(outputs[0], parts[0], group=group, async_op=True)
+        return _gather_one(outputs[0], parts[0], group)
+
+
+def _gather_one(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Any:
+    if from_peers.is_worthwhile(part, group):
+        return from_peers.gather_from_peers(output, part, group)
+    return all_gather_single(output, part, group=group, async_op=True)
 
 
 def reduce_scatter(
