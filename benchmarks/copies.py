@@ -73,9 +73,7 @@ class CopiedBytes(TorchDispatchMode):
         self.copies: Counter[str] = Counter()
         self.casts: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:  # a DTensor: its own dispatch runs ops on its local tensor, seen here
             if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
@@ -123,10 +121,7 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
     print_table(
         f"bytes copied in a step, {BLOCKS} blocks, {WORLD} ranks, MiB",
         ["policy", "ours: copies", "casts", "FSDP2: copies", "casts", "ratio"],
-        [
-            [r["policy"], *(r[k] / 2**20 for k in columns), r["ours"] / r["torch"]]
-            for r in rows
-        ],
+        [[r["policy"], *(r[k] / 2**20 for k in columns), r["ours"] / r["torch"]] for r in rows],
     )
     claims = [
         Claim(

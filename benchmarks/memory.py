@@ -55,9 +55,7 @@ class PeakMemory(TorchDispatchMode):
         self.at_peak: Counter[tuple[str, int]] = Counter()
         self.when = ""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:  # a DTensor: its own dispatch runs ops on its local tensor, seen here
             if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented

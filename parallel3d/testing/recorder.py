@@ -236,23 +236,27 @@ class _RecordingMode(TorchDispatchMode):
     ) -> None:
         values = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
         group = process_group_of(values[signature.group])
-        sizes = [_bytes(value) for value in [*values.values(), result]]
+        op, size = signature.op, max(_bytes(value) for value in [*values.values(), result])
         asynchronous = signature.asynchronous
         if asynchronous is None:
             asynchronous = bool(values.get("async_op", True))
+        if issuing.made_of is not None:
+            if issuing.noted:
+                return
+            (op, size), asynchronous, issuing.noted = issuing.made_of, True, True
         calls = self._recorder.calls
         member = issuing.call is not None and issuing.call is self._last_call
         self._last_call = issuing.call
         if member and calls:
-            calls[-1] = replace(calls[-1], bytes=calls[-1].bytes + max(sizes))
+            calls[-1] = replace(calls[-1], bytes=calls[-1].bytes + size)
             return
         calls.append(
             Collective(
                 order=len(calls),
-                op=signature.op,
+                op=op,
                 axis=self._axes.get(group.group_name),
                 unit=unit,
-                bytes=0 if signature.op == "barrier" else max(sizes),
+                bytes=0 if op == "barrier" else size,
                 group_size=group.size(),
                 asynchronous=asynchronous,
             )
