@@ -56,7 +56,7 @@ class Bucket:
     Attributes:
         policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
         in_place: how many parameters, the first ones, travel in place.
-        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie in them as plain chunks.
+        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
         small_grads: by parameter, whether its gradient may wait to be packed with others.
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
         replicate_groups: groups that gradients are all-reduced over.

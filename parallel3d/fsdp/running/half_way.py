@@ -1,9 +1,10 @@
 """HalfWay: where a unit's backward gathers the unit before it, if it has large gradients.
 
-The usual place is the backward's beginning. But then the memory at its end is two gathered units, a unit's gradients,
-and the input of the last reduction, which nothing needs that long. The link carries that reduction first in any
-case; so the next gather is issued when half of the gradients are there, and the reduction's input is freed then:
-what it took, the gather takes. Half a backward overlaps the one, half the other.
+The usual place is the backward's beginning. But then the memory at its end is two gathered units, a unit's
+gradients, and the input of the last reduction, which nothing needs that long. The link carries that
+reduction first in any case; so the next gather is issued when half of the gradients are there, and the
+reduction's input is freed then: what it took, the gather takes. Half a backward overlaps the one, half the
+other.
 """
 
 from __future__ import annotations
