@@ -4,7 +4,7 @@ import pytest
 import torch
 from beside_plain import Layer, Trial
 from models import LM_PLAN, Lm, lm_loss, tokens
-from peak_bytes import PeakBytes, deep_model
+from peak_bytes import deep_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from wrapped import at_rest
@@ -13,6 +13,7 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d._compat import TorchDispatchMode
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.buckets import in_place
+from parallel3d.fsdp.comms.cpu_comm import CpuComm
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
@@ -46,8 +47,23 @@ def wrap(model, mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def bucket_of(model):
-    return the_unit(model.layers[0]).group.buckets[0]
+def buckets_of(layer):
+    """Those that are sharded: the scalar is not."""
+    return [b for b in the_unit(layer).group.buckets if b.shard_group is not None]
+
+
+def two_linears():
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+class Gather:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return torch.distributed.all_gather_single(
+            output_tensor, input_tensor.clone(), group=group, async_op=async_op
+        )
 
 
 def trial(world, layout, **options):
@@ -61,7 +77,7 @@ def test_numbers_are_the_plain_models(least, layout, size, count):
     least(size)
     with local_world(layout.world_size) as world:
         run = trial(world, layout)
-        assert bucket_of(run.model).in_place == count
+        assert [b.in_place for b in buckets_of(run.model.layers[0])] == [count]
         for batch in (0, 1):
             run.backward(batch)
             run.check([batch])
@@ -88,15 +104,6 @@ def test_resharded_to_fewer_ranks(least, custom):
     """What is kept lies as the next all-gather sends it; a custom one sends rows of all parameters."""
     least(ALL)
 
-    class Gather:
-        def allocate(self, size, *, dtype, device):
-            return torch.empty(size, dtype=dtype, device=device)
-
-        def __call__(self, output_tensor, input_tensor, group, async_op=False):
-            return torch.distributed.all_gather_single(
-                output_tensor, input_tensor.clone(), group=group, async_op=async_op
-            )
-
     with local_world(4) as world:
         run = trial(world, MeshLayout(1, 4, 1), reshard_after_forward=2)
         for batch in (0, 1):
@@ -112,8 +119,8 @@ def test_own_gather_put_in_and_taken_out_between_forward_and_backward(least):
     least(ALL)
     with local_world(4) as world:
         run = trial(world, MeshLayout(1, 4, 1), reshard_after_forward=2)
-        buckets = [the_unit(layer).group.buckets[0] for layer in run.model.layers]
-        for before, after in ((None, _gather), (_gather, None)):
+        buckets = [b for layer in run.model.layers for b in buckets_of(layer)]
+        for before, after in ((None, Gather()), (Gather(), None)):
             for bucket in buckets:
                 bucket.gather_comm = before
             loss = run.forward(0)
@@ -122,19 +129,6 @@ def test_own_gather_put_in_and_taken_out_between_forward_and_backward(least):
             loss.backward()
             run.check([0])
             run.model.zero_grad()
-
-
-class _Gather:
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return torch.distributed.all_gather_single(
-            output_tensor, input_tensor.clone(), group=group, async_op=async_op
-        )
-
-
-_gather = _Gather()
 
 
 def test_second_gradient_of_one_backward_is_added(least):
@@ -233,39 +227,42 @@ def test_nothing_is_copied_and_a_bucket_has_one_call(least):
 class TestHalfWay:
     """A large unit's backward gathers the next one when half of its gradients are there."""
 
-    def test_no_input_is_held_then(self, least):
-        least(ALL)
+    @pytest.mark.parametrize("size", [ALL, NONE])
+    def test_no_reduce_input_is_held_then(self, least, monkeypatch, size):
+        least(size)
+        held, issue = [], CpuComm.issue_gather
+
+        def noting(comm, bucket):
+            held.append((bucket.unit, sum(len(job.inputs) for job, _ in comm.scattering)))
+            issue(comm, bucket)
+
         with fake_world(0, 4):
             mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
-            model = deep_model(mesh, layers=4)
-            x = torch.randn(2, 32, requires_grad=True)
-            model(x).sum().backward()
-            model.zero_grad()
-            with record_collectives(mesh) as recorder:
-                loss = model(x).sum()
-                recorder.clear()
-                loss.backward()
-            calls = [(c.op.split("_")[-1], c.unit) for c in recorder.calls]
-            # The last unit has none to wait for; each gather comes before its unit's reduction.
-            assert calls == [
-                *[("gather", "3"), ("gather", "2"), ("scatter", "3")],
-                *[("gather", "1"), ("scatter", "2"), ("gather", "0"), ("scatter", "1")],
-                ("scatter", "0"),
-            ]
+            model = nn.Sequential(*(two_linears() for _ in range(4)))
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            x = torch.randn(2, 8, requires_grad=True)
+            loss = model(x).sum()
+            monkeypatch.setattr(CpuComm, "issue_gather", noting)
+            loss.backward()
+        # One input where they are packed. Of the last unit's backward there is none before it.
+        packed = int(size == NONE)
+        assert held == [("3", 0), ("2", 0), ("1", packed), ("0", packed)]
 
-    def test_peak_is_lower(self, least):
-        peaks = []
-        for size in (NONE, ALL):
+    def test_gathers_come_before_the_reduction(self, least):
+        """As they do usually: the order of calls is the same on every rank, whatever is large there."""
+        orders = []
+        for size in (ALL, NONE):
             least(size)
             with fake_world(0, 4):
-                model = deep_model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"), layers=6)
+                mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
+                model = deep_model(mesh, layers=4)
                 x = torch.randn(2, 32, requires_grad=True)
-                model(x).sum().backward()
-                model.zero_grad()
-                with PeakBytes() as memory:
+                with record_collectives(mesh) as recorder:
                     model(x).sum().backward()
-                peaks.append(memory.peak)
-        assert peaks[1] < peaks[0]
+                orders.append([(c.op, c.unit) for c in recorder.calls])
+        assert orders[0] == orders[1]
 
     def test_gradients_that_never_come(self, least):
         """The gather that waited for them is dropped: the next unit gathers itself."""
