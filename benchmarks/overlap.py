@@ -29,7 +29,7 @@ from torch import nn
 import parallel3d as p3d
 from parallel3d.testing import EmulatedNetwork, Link, Transfer, VirtualClock
 
-BLOCKS, WIDTH, TOKENS, WORLD = 8, 256, 1024, 8
+BLOCKS, WIDTH, TOKENS, WORLD = 8, 256, 2048, 8
 STEPS = 1
 REAL_TIME = "FSDP, in real time"
 CASES: dict[str, tuple[p3d.MeshLayout, dict[str, str]]] = {
@@ -129,7 +129,7 @@ def _row(name: str, taken: Rounds, log: dict[str, list[list[Transfer]]]) -> dict
 
 def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
     """All cases."""
-    rows = [case(name, rounds=3 if quick else 9) for name in CASES]
+    rows = [case(name, rounds=2 if quick else 6) for name in CASES]
     print_table(
         f"step with compute = communication, {BLOCKS} blocks of width {WIDTH}, {TOKENS} tokens, rank 0 of "
         f"{WORLD}: milliseconds, and the step / the larger of the two",
