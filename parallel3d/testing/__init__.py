@@ -10,11 +10,21 @@
 ``record_collectives(mesh)`` lists what was communicated in any of them.
 """
 
-from parallel3d.testing.emulated_network import EmulatedNetwork, Link, Transfer, VirtualClock
-from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
-from parallel3d.testing.parity import Parity, assert_parity, shards_of
-from parallel3d.testing.recorder import Collective, Recorder, record_collectives
-from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
+from typing import TYPE_CHECKING
+
+from parallel3d._lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.testing.emulated_network import (
+        EmulatedNetwork,
+        Link,
+        Transfer,
+        VirtualClock,
+    )
+    from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
+    from parallel3d.testing.parity import Parity, assert_parity, shards_of
+    from parallel3d.testing.recorder import Collective, Recorder, record_collectives
+    from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
 
 __all__ = [
     "Collective",
@@ -35,3 +45,14 @@ __all__ = [
     "record_collectives",
     "shards_of",
 ]
+
+export_lazily(
+    __name__,
+    {
+        "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
+        "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
+        "testing.parity": "Parity assert_parity shards_of",
+        "testing.recorder": "Collective Recorder record_collectives",
+        "testing.worlds": "FakeWorld LocalWorld fake_world local_world",
+    },
+)
