@@ -155,6 +155,10 @@ class CpuComm:
     def finish(self) -> None:
         """See ``Comm``."""
         while self.scattering:
+            # What has come is put away while the last reductions communicate: nobody computes any more. The
+            # newest all-reduce may still run, and the next one must not wait for it.
+            while self.reducing and not (self.reducing[0][1] and len(self.reducing) == 1):
+                self._complete(*self.reducing.popleft())
             self._advance()
         while self.reducing:
             self._complete(*self.reducing.popleft())
