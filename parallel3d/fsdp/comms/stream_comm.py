@@ -23,7 +23,7 @@ __all__ = ["StreamComm"]
 @dataclass(eq=False)
 class _InFlight:
     job: ReduceJob
-    source: list[torch.Tensor]  # the reduce-scatter's inputs, allocated on the compute stream
+    source: list[torch.Tensor] | None  # the reduce-scatter's inputs, allocated on the compute stream
     scattered: Any  # event: the input has been read
     done: Any  # event: the result is final
     on_device: torch.Tensor | None = None  # what the result was copied home from
@@ -161,7 +161,7 @@ class StreamComm:
             if flight.job.bucket.guard is not None and flight is not newest:
                 self.in_flight.remove(flight)
                 self._complete(flight)
-        self.holding = deque(flight for flight in self.holding if flight.source)
+        self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def _all_reduce(self, flight: _InFlight) -> Any:
         """What follows the reduce-scatter; returns the stream of its last step."""
@@ -220,13 +220,13 @@ class StreamComm:
         compute = self.device.current_stream()
         compute.wait_event(flight.scattered)
         compute.wait_event(flight.done)
-        flight.source, flight.between = [], None
+        flight.source = flight.between = None
 
     def _free_oldest_input(self) -> None:
         """The input may be freed once compute has waited for its reader."""
         oldest = self.holding.popleft()
         self.device.current_stream().wait_event(oldest.scattered)
-        oldest.source = []
+        oldest.source = None
 
     @property
     def holds_inputs(self) -> bool:
@@ -243,7 +243,7 @@ class StreamComm:
         for flight in [flight for flight in self.in_flight if flight.job.bucket is bucket]:
             self.in_flight.remove(flight)
             self._complete(flight)
-        self.holding = deque(flight for flight in self.holding if flight.source)
+        self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def finish(self) -> None:
         """See ``Comm``."""
