@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | ``fake_world(rank, world_size)`` | none: shapes, placements, counts | this one, as one rank |
 | ``local_world(n)`` | real | this one, as all ranks |
+| ``EmulatedNetwork(...)`` | none; collectives take the time they would | this one, as one rank |
 | ``GlooPool(size)`` | real | one for each rank |
 
 ``record_collectives(mesh)`` lists what was communicated in any of them.
@@ -14,6 +15,12 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
+    from parallel3d.testing.emulated_network import (
+        EmulatedNetwork,
+        Link,
+        Transfer,
+        VirtualClock,
+    )
     from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
     from parallel3d.testing.parity import Parity, assert_parity, shards_of
     from parallel3d.testing.recorder import Collective, Recorder, record_collectives
@@ -21,11 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collective",
+    "EmulatedNetwork",
     "FakeWorld",
     "GlooPool",
+    "Link",
     "LocalWorld",
     "Parity",
     "Recorder",
+    "Transfer",
+    "VirtualClock",
     "WorkerError",
     "WorkerTimeout",
     "assert_parity",
@@ -38,6 +49,7 @@ __all__ = [
 export_lazily(
     __name__,
     {
+        "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
         "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
         "testing.parity": "Parity assert_parity shards_of",
         "testing.recorder": "Collective Recorder record_collectives",

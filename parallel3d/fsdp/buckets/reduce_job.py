@@ -22,8 +22,9 @@ class ReduceJob:
     """One reduction under way.
 
     Attributes:
-        tensor: the reduce input (n * S), later its result (S,), in reduce dtype. With HFSDP (R * S,) in
-            between.
+        inputs: of the reduce-scatter: of each parameter reduced in place its gradient (n * slots), and of the
+            others one row of slots per shard rank; in reduce dtype. Empty once they have been read.
+        tensor: its result (S,); before, where nothing is scattered, the input. With HFSDP (R * S,) in between.
         used: indices of the parameters that got a gradient.
         scale: what the sum over ranks is multiplied by.
         all_reduce: whether the replicate axis is summed too, or put off.
@@ -34,7 +35,7 @@ class ReduceJob:
     """
 
     bucket: Bucket
-    tensor: torch.Tensor
+    inputs: list[torch.Tensor]
     used: list[int]
     scale: float
     all_reduce: bool
@@ -42,17 +43,27 @@ class ReduceJob:
     over_tp: Collection[int] = ()
     rest: float = 1.0
 
+    def __post_init__(self) -> None:
+        self.tensor = self.inputs[0]
+
     @property
     def final(self) -> bool:
         """Whether the result is the gradient, and not a sum that waits for its all-reduce."""
         bucket = self.bucket
         return self.all_reduce or not (bucket.replicate_groups or bucket.second_group)
 
+    def take(self) -> torch.Tensor:
+        """The result, which the job does not hold any longer."""
+        tensor = self.tensor
+        del self.tensor
+        return tensor
+
     def finish_scatter(self, work: ScatterWork | None) -> None:
         """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
         bucket = self.bucket
         if work is not None:
             self.tensor = work.wait()
+        self.inputs = []
         if self.scale != 1.0:
             self.tensor.mul_(self.scale)
         if bucket.tp_group is not None:

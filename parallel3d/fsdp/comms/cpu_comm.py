@@ -46,11 +46,11 @@ class CpuComm:
             return
         if bucket.gathering is not None:  # left behind by an exception; it writes to our buffer
             _wait_quietly(bucket.gathering[0])
-        output, part = bucket.gather_buffers()
+        outputs, parts = bucket.gather_buffers()
         work = all_gather(
-            output, part, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
+            outputs, parts, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
         )
-        bucket.gathering = (work, part)  # gloo reads ``part`` until it is done
+        bucket.gathering = (work, parts)  # gloo reads ``parts`` until it is done
 
     def finish_gather(self, bucket: Bucket | JointGather) -> None:
         """See ``Comm``."""
@@ -84,7 +84,8 @@ class CpuComm:
         job = bucket.grads.start(all_reduce=all_reduce)
         work = None
         if bucket.scatter_group is not None:
-            work = _scatter(bucket, job.tensor, bucket.scatter_group, bucket.scatter_comm)
+            memory = bucket.grads.result_memory(job)
+            work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm, memory)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
         if bucket.guard is not None:
@@ -107,7 +108,7 @@ class CpuComm:
         job.finish_scatter(work)
         if bucket.second_group is not None:
             if job.final:
-                works.append(_scatter(bucket, job.tensor, bucket.second_group))
+                works.append(_scatter(bucket, [job.tensor], bucket.second_group))
             return
         if job.all_reduce:
             reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
@@ -166,12 +167,18 @@ class CpuComm:
 
 
 def _scatter(
-    bucket: Bucket, tensor: torch.Tensor, group: ProcessGroup, comm: Any = None
+    bucket: Bucket,
+    inputs: list[torch.Tensor],
+    group: ProcessGroup,
+    comm: Any = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
-        return bucket.comm_hook.reduce_scatter(tensor, group, unit=bucket.unit)
-    return reduce_scatter(tensor, group, unit=bucket.unit, device_type="cpu", comm=comm)
+        return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
+    return reduce_scatter(
+        inputs, group, unit=bucket.unit, device_type="cpu", comm=comm, result=result
+    )
 
 
 def _wait_quietly(work: Any) -> None:
