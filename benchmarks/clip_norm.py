@@ -127,10 +127,11 @@ def case(
         local, grad = (t.to_local() for t in (param, param.grad))
         plain.append(nn.Parameter(local.detach().clone()))
         plain[-1].grad = grad.clone()
+    lists = {key: list(model.parameters()) for key, model in models.items()}
     clips: dict[str, Clip] = {
         "plain": lambda: nn.utils.clip_grad_norm_(plain, 1.0),
-        "ours": lambda: p3d.optim.clip_grad_norm_(models["ours"].parameters(), 1.0),
-        "fsdp2": lambda: nn.utils.clip_grad_norm_(models["fsdp2"].parameters(), 1.0),
+        "ours": lambda: p3d.optim.clip_grad_norm_(lists["ours"], 1.0),
+        "fsdp2": lambda: nn.utils.clip_grad_norm_(lists["fsdp2"], 1.0),
     }
     try:
         clips["fsdp2"]()

@@ -3,7 +3,7 @@
     python benchmarks/optim_local.py [--quick] [--json PATH]
 
 100 parameters of 64 x 512 on this rank, one of 8 ranks of a fake group; nothing is communicated in a step.
-CPU time of the step, in turns. ``on DTensors`` is torch's AdamW on the same Parameters without ``optim.local``.
+CPU time of the step, in turns. ``on DTensors`` is torch's AdamW on the same Parameters.
 """
 
 import statistics
