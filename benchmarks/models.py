@@ -11,7 +11,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import parallel3d as p3d
 from parallel3d.fsdp import fully_shard
 
-__all__ = ["MlpBlock", "SmallBlock", "Stack", "ours", "ours_tp", "torchs", "torchs_tp"]
+__all__ = [
+    "MlpBlock",
+    "SmallBlock",
+    "Stack",
+    "ours",
+    "ours_tp",
+    "torchs",
+    "torchs_tp",
+    "torchs_tp_alone",
+]
 
 PLAN = {
     "blocks.*.w1": "colwise",
@@ -87,11 +96,17 @@ def _policy(kind: Callable[..., Any], mixed: bool) -> Any:
 
 def torchs_tp(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
     """torch's tensor parallelism of ``PLAN`` under its FSDP2."""
+    return torchs(torchs_tp_alone(model, mesh), mesh, mixed=mixed)
+
+
+def torchs_tp_alone(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
+    """torch's tensor parallelism of ``PLAN``; it has no policy of dtypes."""
+    assert not mixed
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     # A style each, as torch's docs do; None: every rank has the same values, nothing to send.
     plan = {name: styles[style]() for name, style in PLAN.items()}
     parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
-    return torchs(model, mesh, mixed=mixed)
+    return model
 
 
 def ours_tp(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:

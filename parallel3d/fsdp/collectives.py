@@ -58,6 +58,7 @@ class ScatterWork:
     """A reduce-scatter under way; ``wait`` returns this rank's part of the sum.
 
     Attributes:
+        output: memory for that part; None: to be allocated.
         rows: of each member what is to be summed here, (n, its slots); empty where the backend sums.
     """
 
@@ -77,11 +78,15 @@ class ScatterWork:
         if self.work is not None:
             self.work.wait()
         rows, self.rows = self.rows, ()
+        if rows and (self.output is None or dtype not in (None, self.output.dtype)):
+            if len(rows) == 1:
+                return rows[0].sum(dim=0, dtype=dtype)
+            self.output = rows[0].new_empty(sum(each.shape[1] for each in rows), dtype=dtype)
         if len(rows) == 1:
-            return rows[0].sum(dim=0, dtype=dtype)
-        if rows:
+            torch.sum(rows[0], dim=0, out=self.output)
+        elif rows:
             sizes = [each.shape[1] for each in rows]
-            self.output = rows[0].new_empty(sum(sizes), dtype=dtype)
+            assert self.output is not None
             for each, part in zip(rows, self.output.split(sizes), strict=True):
                 torch.sum(each, dim=0, dtype=dtype, out=part)
         assert self.output is not None
@@ -132,6 +137,7 @@ def reduce_scatter(
     unit: str,
     device_type: str,
     comm: Any = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """(n * S,) of every rank -> (S,) of the sum on every rank; by ``comm`` if it is given.
 
@@ -140,6 +146,7 @@ def reduce_scatter(
 
     Args:
         given: or those of several members, whose results are neighbours.
+        result: memory for the sum, of the same dtype; by default it is allocated.
     """
     n = group.size()
     wholes = [given] if isinstance(given, torch.Tensor) else given
@@ -156,9 +163,11 @@ def reduce_scatter(
             )
         return ScatterWork(work, output)
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
-        return _exchange(wholes, group, unit)
+        return _exchange(wholes, group, unit, result)
     sizes = [each.numel() // n for each in wholes]
-    output = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
+    output = result
+    if output is None:
+        output = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
     with issuing.as_unit(unit):
         if len(sizes) == 1:
             work = reduce_scatter_single(output, whole, group=group, async_op=True)
@@ -174,7 +183,9 @@ def reduce_scatter(
     return ScatterWork(Works(works), output)
 
 
-def _exchange(wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str) -> ScatterWork:
+def _exchange(
+    wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str, result: torch.Tensor | None
+) -> ScatterWork:
     rows = [torch.empty_like(whole) for whole in wholes]
     with issuing.as_unit(unit), issuing.one_call():
         works = [
@@ -182,7 +193,7 @@ def _exchange(wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str) ->
             for theirs, mine in zip(rows, wholes, strict=True)
         ]
     work = works[0] if len(works) == 1 else Works(works)
-    return ScatterWork(work, None, [each.view(group.size(), -1) for each in rows])
+    return ScatterWork(work, result, [each.view(group.size(), -1) for each in rows])
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
+from operator import call, is_
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ class ParamGroup:
 
     Attributes:
         state: see ``GroupState``.
+        slots: (holder, name, sharded parameter, unsharded parameter) of each place that holds one.
+        holders: the same by holder: (holder, the sharded parameters by name, the unsharded ones).
+        found: of each place how to look there, its name, and what was there; also where there was none.
         trainable: number of parameters that get a gradient.
         kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a
             forward or backward reshards it.
@@ -69,6 +73,7 @@ class ParamGroup:
         self.gathers: Sequence[Bucket | JointGather] = []
         self.computing: set[int] = set()
         self.slots: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
+        self.found: tuple[list, ...] = ()
         self._unit: weakref.ref | None = None
         self.refresh()
 
@@ -101,6 +106,18 @@ class ParamGroup:
             for holder, name in param.slots
             if holder.get(name) is not None  # the user may have removed one
         ]
+        params = [param for bucket in self.buckets for param in bucket.params]
+        places = [(*slot, param.sharded) for param in params for slot in param.slots]
+        self.found = (
+            [holder.get for holder, _, _ in places],
+            [name for _, name, _ in places],
+            [None if holder.get(name) is None else sharded for holder, name, sharded in places],
+        )
+        by_holder: dict[int, tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
+        for holder, name, sharded, compute in self.slots:
+            _, at_rest, computing = by_holder.setdefault(id(holder), (holder, {}, {}))
+            at_rest[name], computing[name] = sharded, compute
+        self.holders = list(by_holder.values())
 
     def watch_gradients(self, unit: weakref.ref) -> None:
         """Calls ``unit().on_grad(bucket, index, parameter)`` whenever autograd has a gradient."""
@@ -128,20 +145,23 @@ class ParamGroup:
 
     def count_trainable(self) -> None:
         """Lets the computing parameters follow ``requires_grad`` of the sharded ones."""
-        self.trainable = 0
-        for bucket in self.buckets:
-            bucket.requires_grad_from_sharded()
-            self.trainable += sum(p.requires_grad for p in bucket.compute_params)
+        self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
 
     def adopt(self) -> None:
         """Takes back Parameters and values that ordinary calls have replaced or moved."""
         assert not self.shown
-        present = 0
+        getters, names, found = self.found
+        if not all(map(is_, map(call, getters, names), found)):
+            self._adopt_replaced()
+        moved = [bucket.adopt() for bucket in self.buckets]
+        if any(moved):
+            self.refresh()
+
+    def _adopt_replaced(self) -> None:
         for bucket in self.buckets:
             for param, view in zip(bucket.params, bucket.local_views, strict=True):
                 for holder, name in param.slots:
                     current = holder.get(name)
-                    present += current is not None
                     if current is param.sharded or current is None:
                         continue
                     _check_replacement(param, current)
@@ -154,11 +174,7 @@ class ParamGroup:
                             view.copy_(param.shard_of(current, tp_local=False))
                     param.sharded.requires_grad_(current.requires_grad)
                     holder[name] = param.sharded
-        moved = [bucket.adopt() for bucket in self.buckets]
-        if any(moved):
-            self.refresh()
-        elif present != len(self.slots):  # removed, or there again
-            self._list_slots()
+        self._list_slots()  # one may have been removed, or be there again
 
     @property
     def is_mixed(self) -> bool:
@@ -226,8 +242,8 @@ class ParamGroup:
     def show(self) -> None:
         """Puts the unsharded parameters into the modules."""
         if not self.shown:
-            for params, name, _, compute in self.slots:
-                params[name] = compute
+            for holder, _, computing in self.holders:
+                holder.update(computing)
             if self.buffers is not None and not self.full:
                 self.buffers.show()
             self.shown = True
@@ -235,8 +251,8 @@ class ParamGroup:
     def hide(self) -> None:
         """Puts the sharded Parameters back."""
         if self.shown:
-            for params, name, sharded, _ in self.slots:
-                params[name] = sharded
+            for holder, at_rest, _ in self.holders:
+                holder.update(at_rest)
             if self.buffers is not None:
                 self.buffers.hide()
             self.shown = False
@@ -254,6 +270,11 @@ class ParamGroup:
         self.refresh()
         if kept:
             self.keep()
+
+    def release_gradients(self) -> None:
+        """Frees the memory of gradients that are no longer there."""
+        for bucket in self.buckets:
+            bucket.grads.pool.release()
 
     # -- staying gathered ----------------------------------------------------------------------------
 

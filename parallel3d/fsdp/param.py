@@ -83,6 +83,11 @@ class OwnSetattr:
         if module is not None:
             setattr(module, name, value)
 
+    def update(self, values: dict[str, nn.Parameter]) -> None:
+        """As ``dict.update``."""
+        for name, value in values.items():
+            self[name] = value
+
 
 def holder_of(module: nn.Module) -> Any:
     """Where parameters of ``module`` are read and put."""

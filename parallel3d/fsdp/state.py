@@ -187,6 +187,8 @@ class Unit(Settings):
             context.begin_forward()
         if self.follows_mode:
             follow_mode(self, context)
+        if not (context.running or context.in_backward):
+            self.group.release_gradients()
         self.issue_unshard(context)
         self.group.unshard(context.comm)
         self.group.show()

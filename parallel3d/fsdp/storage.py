@@ -9,12 +9,18 @@ __all__ = ["allocate", "release", "with_own_storage"]
 
 def release(tensor: torch.Tensor) -> None:
     """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""
+    if type(tensor) is torch.Tensor:
+        tensor.untyped_storage().resize_(0)
+        return
     for inner in inner_tensors(tensor):
         inner.untyped_storage().resize_(0)
 
 
 def allocate(tensor: torch.Tensor) -> None:
     """Gives a released ``tensor`` storage again, with undefined content."""
+    if type(tensor) is torch.Tensor:
+        tensor.untyped_storage().resize_(tensor.nbytes)
+        return
     for inner in inner_tensors(tensor):
         inner.untyped_storage().resize_(inner.numel() * inner.element_size())
 

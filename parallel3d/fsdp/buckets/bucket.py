@@ -17,13 +17,14 @@ inputs of the reduce-scatter, laid out as the outputs of the all-gather, belong 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import foreach_copy_, grads_may_differ_in_dtype
+from parallel3d._compat import foreach_copy_, grads_may_differ_in_dtype, local_tensor_of
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.buckets.grads import GradientSlots
@@ -309,8 +310,8 @@ class Bucket:
         Returns:
             Whether anything had moved.
         """
-        locals_ = [p.local for p in self.params]
-        if all(a is b for a, b in zip(locals_, self.local_views, strict=True)):
+        locals_ = [local_tensor_of(p.sharded) for p in self.params]
+        if all(map(is_, locals_, self.local_views)):
             return False
         kinds = self.kinds()
         if len(kinds) > 1:
@@ -333,11 +334,13 @@ class Bucket:
         for view, local in zip(self.local_views, locals_, strict=True):
             view.copy_(local)
 
-    def requires_grad_from_sharded(self) -> None:
-        """Lets the computing parameters follow ``requires_grad_`` on the sharded ones."""
-        for param, compute in zip(self.params, self.compute_params, strict=True):
-            if compute.requires_grad != param.sharded.requires_grad:
-                compute.requires_grad_(param.sharded.requires_grad)
+    def count_trainable(self) -> int:
+        """Lets the computing parameters follow ``requires_grad_`` on the sharded ones; how many have it."""
+        wanted = [param.sharded.requires_grad for param in self.params]
+        if wanted != [compute.requires_grad for compute in self.compute_params]:
+            for compute, requires_grad in zip(self.compute_params, wanted, strict=True):
+                compute.requires_grad_(requires_grad)
+        return sum(wanted)
 
     # -- unshard -----------------------------------------------------------------------------------
 

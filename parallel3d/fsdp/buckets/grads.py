@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor, set_grad
+from parallel3d.fsdp.buckets.grad_pool import PLACE, GradPool, make_gradients
 from parallel3d.fsdp.buckets.held_sum import HeldSum
 from parallel3d.fsdp.buckets.reduce_input import ReduceInput
 from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientSlots", "flat_gradient"]
 
-# On a gradient: the buffer (S,) that it and its bucket's others are views of, and its parameter's index.
-_PLACE = "_parallel3d_place"
-
 
 def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """The buffer (S,) that the gradients of all parameters of a bucket are views of, in their order.
@@ -44,7 +42,7 @@ def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """
     flat = None
     for index, grad in enumerate(grads):
-        buffer, place = getattr(grad, _PLACE, (None, None))
+        buffer, place = getattr(grad, PLACE, (None, None))
         if place != index or (index and buffer is not flat):
             return None
         flat = buffer
@@ -61,6 +59,7 @@ class GradientSlots:
         self.input: ReduceInput | None = None
         self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
         self.partial: HeldSum | None = None  # put off by set_requires_all_reduce(False)
+        self.pool = GradPool()
         # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
         self.in_flight: weakref.ref[Any] | None = None
 
@@ -323,14 +322,24 @@ class GradientSlots:
             flat = job.tensor.to(bucket.sum_dtype)
             self._hold_partial(flat if job.rest == 1.0 else flat.mul_(job.rest), job.used)
             return
-        flat = job.tensor.to(bucket.grad_dtype)
-        self._accumulate(flat, bucket.local_parts(flat), job.used)
+        self._put(job.take(), job.used)
+        hooked = False
         for index in job.used:
-            param = params[index].sharded
-            for hook in gradient_hooks(param):
-                hook(param)
+            for hook in gradient_hooks(params[index].sharded):
+                hook(params[index].sharded)
+                hooked = True
         if bucket.guard is not None:
             bucket.guard.update(bucket, job.used)
+        if hooked or bucket.guard is not None:  # the gradients may have served
+            self.pool.release()
+
+    def result_memory(self, job: ReduceJob) -> torch.Tensor | None:
+        """Where the reduce-scatter of ``job`` may write its result; None: to memory of its own."""
+        bucket = job.bucket
+        others = bucket.offloaded or bucket.scatter_comm is not None or bucket.comm_hook is not None
+        if others or bucket.second_group is not None or bucket.reduce_dtype != bucket.grad_dtype:
+            return None
+        return self.pool.lend(bucket) if job.final else None
 
     def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
         """Adds ``flat``, summed over shard, to what waits for the all-reduce."""
@@ -348,27 +357,30 @@ class GradientSlots:
         if held.flat is not flat:
             held.flat.add_(flat)
 
-    def _accumulate(self, flat: torch.Tensor, parts: list[torch.Tensor], used: list[int]) -> None:
-        params = self.bucket.params
-        before = None
-        if len(used) == len(params):
-            before = flat_gradient([p.sharded.grad for p in params])
-        if before is not None:
+    def _put(self, result: torch.Tensor, used: list[int]) -> None:
+        """Puts ``result``, as it was reduced, into ``.grad``, or adds it to what is there."""
+        bucket, flat = self.bucket, result
+        if result.dtype != bucket.grad_dtype:
+            memory = None if bucket.offloaded else self.pool.lend(bucket)
+            flat = result.to(bucket.grad_dtype) if memory is None else memory.copy_(result)
+        pool, params = self.pool, self.sharded
+        if flat is pool.flat:
+            pool.lent = False
+        present = [param.grad for param in params]
+        if len(used) == len(params) and (before := flat_gradient(present)) is not None:
             before.add_(flat)  # one kernel for the bucket
             return
-        keep = self.bucket.policy.keep_low_precision_grads
-        low = flat.dtype if flat.dtype != self.bucket.dtype else None
+        parts, grads = pool.parts, pool.grads
+        if flat is not pool.flat:
+            parts = bucket.local_parts(flat)
+            grads = make_gradients(bucket, flat, parts)
+        keep = bucket.policy.keep_low_precision_grads
         for index in used:
-            param = params[index].sharded
-            if param.grad is not None:
-                get_local_tensor(param.grad).add_(parts[index])
-                continue
-            spec = params[index].spec if low is None else params[index].reduced_spec(low)
-            grad = make_dtensor(parts[index], spec)
-            setattr(grad, _PLACE, (flat, index))
-            if keep:
-                set_grad(param, grad, lasting=True)
-            elif self.bucket.sum_dtype is self.bucket.dtype:
-                param.grad = grad
+            param, grad = params[index], present[index]
+            if grad is not None:
+                get_local_tensor(grad).add_(parts[index])
+            elif keep or bucket.sum_dtype is not bucket.dtype:
+                # A sum of another dtype may have stood there.
+                set_grad(param, grads[index], lasting=keep)
             else:
-                set_grad(param, grad)  # a sum of another dtype may have stood there
+                param.grad = grads[index]

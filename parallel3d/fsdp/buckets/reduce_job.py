@@ -52,6 +52,12 @@ class ReduceJob:
         bucket = self.bucket
         return self.all_reduce or not (bucket.replicate_groups or bucket.second_group)
 
+    def take(self) -> torch.Tensor:
+        """The result, which the job does not hold any longer."""
+        tensor = self.tensor
+        del self.tensor
+        return tensor
+
     def finish_scatter(self, work: ScatterWork | None) -> None:
         """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
         bucket = self.bucket

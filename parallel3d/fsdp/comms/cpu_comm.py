@@ -84,7 +84,8 @@ class CpuComm:
         job = bucket.grads.start(all_reduce=all_reduce)
         work = None
         if bucket.scatter_group is not None:
-            work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm)
+            memory = bucket.grads.result_memory(job)
+            work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm, memory)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
         if bucket.guard is not None:
@@ -166,12 +167,18 @@ class CpuComm:
 
 
 def _scatter(
-    bucket: Bucket, inputs: list[torch.Tensor], group: ProcessGroup, comm: Any = None
+    bucket: Bucket,
+    inputs: list[torch.Tensor],
+    group: ProcessGroup,
+    comm: Any = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
         return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
-    return reduce_scatter(inputs, group, unit=bucket.unit, device_type="cpu", comm=comm)
+    return reduce_scatter(
+        inputs, group, unit=bucket.unit, device_type="cpu", comm=comm, result=result
+    )
 
 
 def _wait_quietly(work: Any) -> None:

@@ -144,7 +144,8 @@ class StreamComm:
         with self.device.stream(self.scatter):
             work = None
             if bucket.scatter_group is not None:
-                work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm)
+                memory = bucket.grads.result_memory(job)
+                work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm, memory)
             job.finish_scatter(work)
             scattered = self.scatter.record_event()
         flight = _InFlight(job, source, scattered, done=scattered)
@@ -258,11 +259,20 @@ class StreamComm:
 
 
 def _scatter(
-    bucket: Bucket, inputs: list[torch.Tensor], group: ProcessGroup, comm: Any = None
+    bucket: Bucket,
+    inputs: list[torch.Tensor],
+    group: ProcessGroup,
+    comm: Any = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
         return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
     return reduce_scatter(
-        inputs, group, unit=bucket.unit, device_type=inputs[0].device.type, comm=comm
+        inputs,
+        group,
+        unit=bucket.unit,
+        device_type=inputs[0].device.type,
+        comm=comm,
+        result=result,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import functorch_is_active, untraced
+from parallel3d._compat import functorch_is_active, hook_gradient, untraced
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.errors import Parallel3dError
 
@@ -53,7 +53,7 @@ class Call:
         if not value.requires_grad:
             return value
         view = value.view_as(value)
-        view.register_hook(self.input_done)
+        hook_gradient(view, self.input_done)
         self.inputs += 1
         return view
 
@@ -63,7 +63,7 @@ class Call:
         A leaf outlives the graph. Its hook must not keep this call, and goes with it.
         """
         if not tensor.is_leaf:
-            tensor.register_hook(method)
+            hook_gradient(tensor, method)
             return
         weak = weakref.WeakMethod(method)
 

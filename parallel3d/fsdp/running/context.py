@@ -102,6 +102,7 @@ class RunContext:
             group = unit.group
             if group.state is GroupState.GATHERING and not group.kept:
                 group.reshard(self.comm)  # the last forward did not get there
+            group.release_gradients()
             if unit.follows_mode:
                 follow_mode(unit, self)
             if group.hybrids:

@@ -1,0 +1,110 @@
+"""GradPool: a bucket's gradients, whose tensors the next backward uses again.
+
+The result of a reduction is one buffer, and each ``.grad`` a DTensor of its part of it. Making these anew costs
+more than the reduction's arithmetic (a view 1 us and a DTensor 2 us for each parameter), so they stay, and the
+next result is written where they look. That is done only if nobody can tell: every reference to them is
+counted, and as long as the user holds one, or a storage, or a view, or has put an attribute on one, the next
+gradients are new ones. At rest the memory is freed when the next forward begins, at the latest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel3d._compat import make_dtensor, storage_uses, tensor_uses
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.buckets.bucket import Bucket
+
+__all__ = ["GradPool", "make_gradients"]
+
+# On a gradient: the buffer (S,) that it and its bucket's others are views of, and its parameter's index.
+PLACE = "_parallel3d_place"
+
+
+def make_gradients(
+    bucket: Bucket, flat: torch.Tensor, parts: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What ``.grad`` of the parameters is, of their ``parts`` of ``flat``."""
+    low = flat.dtype if flat.dtype != bucket.dtype else None
+    grads: list[torch.Tensor] = []
+    for index, (param, part) in enumerate(zip(bucket.params, parts, strict=True)):
+        grad = make_dtensor(part, param.spec if low is None else param.reduced_spec(low))
+        setattr(grad, PLACE, (flat, index))
+        grads.append(grad)
+    return grads
+
+
+class GradPool:
+    """Of one bucket.
+
+    Attributes:
+        flat: (S,) in ``bucket.grad_dtype``; None before the first use.
+        parts, grads: the parameters' parts of it, and their gradients.
+        lent: whether a reduction writes there, whose result is not in ``.grad`` yet.
+        released: whether ``flat`` has no memory.
+    """
+
+    def __init__(self) -> None:
+        self.flat: torch.Tensor | None = None
+        self.parts: list[torch.Tensor] = []
+        self.grads: list[torch.Tensor] = []
+        self.lent = False
+        self.released = False
+        self._storage: Any = None
+        self._unused: list[Any] = []
+
+    def lend(self, bucket: Bucket) -> torch.Tensor | None:
+        """Memory for the result of a reduction, if the tensors are free to be used again."""
+        flat = self.flat
+        if flat is None or self.lent or flat.dtype != bucket.grad_dtype:
+            if type(bucket.flat) is not torch.Tensor:  # simulated ranks, fake tensors
+                return None
+            flat = self._make(bucket)
+        elif self.released:
+            self._storage.resize_(flat.nbytes)
+            self.released = False
+        elif not self._is_free():
+            return None
+        self.lent = True
+        return flat
+
+    def _make(self, bucket: Bucket) -> torch.Tensor:
+        """New ones; an exception has left a reduction in the others, or the dtype is another."""
+        self.flat = flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.home)
+        with torch.inference_mode(False), torch.no_grad():
+            self.parts = bucket.local_parts(flat)
+            self.grads = make_gradients(bucket, flat, self.parts)
+        self._storage = flat.untyped_storage()
+        self.released = False
+        self._unused = self._uses()
+        return flat
+
+    def release(self) -> None:
+        """Frees the memory, if nobody uses it."""
+        if self.flat is not None and not (self.released or self.lent) and self._is_free():
+            self._storage.resize_(0)
+            self.released = True
+
+    def _is_free(self) -> bool:
+        return self._uses() == self._unused
+
+    def _uses(self) -> list[Any]:
+        """Counts of every kind of reference to the tensors and their memory, and of what was put on them."""
+        grads, parts = self.grads, self.parts
+        return [
+            getrefcount(self.flat),
+            getrefcount(self._storage),
+            storage_uses(self._storage),
+            *map(getrefcount, grads),
+            *map(tensor_uses, grads),
+            *map(weakref.getweakrefcount, grads),
+            *map(len, map(vars, grads)),
+            *[grad.requires_grad for grad in grads],
+            *map(getrefcount, parts),
+            *map(tensor_uses, parts),
+        ]
