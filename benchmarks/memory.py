@@ -34,15 +34,18 @@ class PeakMemory(TorchDispatchMode):
     """Bytes of the storages alive, after each operation in the body; what was there before counts too, from
     its first use on.
 
+    Args:
+        outside: tensors whose memory is not to be counted, whatever storage says it is its own.
+
     Attributes:
-        peak: the most there were, without ``outside``.
+        peak: the most there were.
         at_peak: what they were: by (operation that made or resized the storage, bytes), how many.
-        outside: storages not to be counted.
+        when: the operation after which.
     """
 
     def __init__(self, outside: list[torch.Tensor]) -> None:
         super().__init__()
-        self.outside = {_storage_of(t).cdata for t in outside}
+        self.outside = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in outside]
         self._made: dict[int, tuple[StorageWeakRef, str]] = {}
         self.reset()
 
@@ -65,12 +68,13 @@ class PeakMemory(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor, name: str) -> None:
-        storage = _storage_of(tensor)
-        if storage.cdata in self.outside:
-            return
+        storage = StorageWeakRef(tensor.untyped_storage())
         known = self._made.get(storage.cdata)
         if known is None or known[0].expired():
-            self._made[storage.cdata] = (storage, name)
+            begin = tensor.untyped_storage().data_ptr()
+            end = begin + tensor.untyped_storage().nbytes()
+            if not any(first < end and begin < last for first, last in self.outside):
+                self._made[storage.cdata] = (storage, name)
 
     def _take(self, name: str) -> None:
         alive: list[tuple[str, int]] = []
@@ -85,16 +89,13 @@ class PeakMemory(TorchDispatchMode):
             self.at_peak = Counter(entry for entry in alive if entry[1] > 1024)
 
 
-def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 def _nbytes(storage: StorageWeakRef) -> int:
     return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()
 
 
-def peak(model: nn.Module, x: torch.Tensor) -> PeakMemory:
-    """The peak of the last of several steps, the first of which have taught each side its order."""
+def peak(model: nn.Module, x: torch.Tensor) -> tuple[PeakMemory, int]:
+    """The peak of the last of several steps, the first of which have taught each side its order; in bytes,
+    less the gradients of the step, which are sharded state too."""
     at_rest = [p.to_local() for p in model.parameters()]
     model(x).sum().backward()
     grads = [p.grad.to_local() for p in model.parameters()]
@@ -103,9 +104,7 @@ def peak(model: nn.Module, x: torch.Tensor) -> PeakMemory:
             memory.reset()
             model.zero_grad()
             model(x).sum().backward()
-    # Gradients of this step are sharded state too: made before the last unit's peak, or after.
-    memory.state = sum(g.numel() * g.element_size() for g in grads)
-    return memory
+    return memory, memory.peak - sum(g.nbytes for g in grads)
 
 
 def case(mixed: bool, where: bool) -> dict[str, Any]:
@@ -120,8 +119,7 @@ def case(mixed: bool, where: bool) -> dict[str, Any]:
         one = sum(p.numel() for p in plain.blocks[0].parameters()) * (2 if mixed else 4)
         row: dict[str, Any] = {"policy": "bf16/fp32" if mixed else "fp32", "unit_bytes": one}
         for name, model in models.items():
-            memory = peak(model, torch.randn(ROWS, WIDTH))
-            row[name] = memory.peak - memory.state
+            memory, row[name] = peak(model, torch.randn(ROWS, WIDTH))
             row[f"{name}_at_peak"] = [
                 (maker, size, count) for (maker, size), count in memory.at_peak.most_common()
             ]

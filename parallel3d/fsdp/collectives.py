@@ -1,7 +1,7 @@
 """The three collectives of the engine, each one asynchronous call for one bucket.
 
-A call may have several members: pairs of an output and an input. It is one launch where the backend groups them,
-and otherwise (gloo) several calls under way at once.
+A call may have several members: pairs of an output and an input. It is one launch where the backend groups
+them, and otherwise (gloo) several calls under way at once.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,9 @@ class ScatterWork:
         Args:
             dtype: what to add up in where that is done here; by default that of what was sent.
         """
-        if self.work is not None:
-            self.work.wait()
+        work, self.work = self.work, None  # which holds the input
+        if work is not None:
+            work.wait()
         rows, self.rows = self.rows, ()
         if rows and (self.output is None or dtype not in (None, self.output.dtype)):
             if len(rows) == 1:

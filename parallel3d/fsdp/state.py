@@ -308,6 +308,7 @@ class Unit(Settings):
             )
         fresh = index not in bucket.grads.arrived
         bucket.grads.accept(index, grad, sync=self.sync)
+        del grad  # what follows may free it
         if fresh:
             self.arrived += 1
             self.maybe_end_backward()
@@ -327,6 +328,8 @@ class Unit(Settings):
 
     def finish_backward(self, context: RunContext) -> None:
         """Reshards the group and issues its reduction."""
+        if context.half_way is not None and context.half_way.unit is self.ref:
+            context.half_way.issue()
         self.leave_backward(context)
         if context.schedule is not None:
             context.schedule.end_backward(self, context)

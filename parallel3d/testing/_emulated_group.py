@@ -74,20 +74,20 @@ class EmulatedGroup(ProcessGroup):
     """
 
     def __init__(self, network: EmulatedNetwork, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         add_fake_backend(self)
         self.inner = plain_group(options.store, options.group_rank, options.group_size)
         self.network = network
         self.axis = ""
         self._coalesced: list[EmulatedWork] | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         """What torch calls it."""
         return BACKEND
 
     def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)
-        self.inner._set_group_name(name)
+        super()._set_group_name(name)  # type: ignore[arg-type]
+        self.inner._set_group_name(name)  # type: ignore[arg-type]
 
     def _set_group_desc(self, description: str) -> None:
         super()._set_group_desc(description)
@@ -119,6 +119,7 @@ class EmulatedGroup(ProcessGroup):
         line = network.line(self.axis, held[0].device if held else _CPU)
         with line.values():
             getattr(self.inner, name)(*args, **kwargs)
+        network.clock.rewind_to(issued)
         transfers = []
         if n > 1:
             size = max(_bytes(outputs), _bytes(inputs))

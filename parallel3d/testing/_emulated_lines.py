@@ -67,6 +67,9 @@ class WallClock:
         while self.now() < moment:
             pass
 
+    def rewind_to(self, moment: float) -> None:
+        """Real time doesn't."""
+
     def call_at(self, moment: float, what: Callable[[], None]) -> None:
         """Calls ``what`` on a thread of the clock's, which sleeps in between."""
         if moment <= self.now():
@@ -75,7 +78,9 @@ class WallClock:
         with self._changed:
             heapq.heappush(self._due, (moment, next(self._numbers), what))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="emulated network")
+                self._thread = threading.Thread(
+                    target=self._run, daemon=True, name="emulated network"
+                )
                 self._thread.start()
             self._changed.notify()
 
@@ -99,26 +104,36 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock that only waiting and ``advance`` move: exact figures of a schedule, on any machine.
+    """A clock that waiting moves on at once: nobody sleeps.
 
-    Compute takes no time on it but what the model advances it by. A ``torch.futures.Future`` (DDP's) is
+    ``VirtualClock()`` stands still otherwise; compute takes what the model advances it by, and a schedule's
+    figures are exact. ``VirtualClock(time.process_time)`` goes on with this process's CPU time: figures of
+    real compute that don't depend on what else runs on the machine. A ``torch.futures.Future`` (DDP's) is
     complete at once.
+
+    Args:
+        runs_with: what it goes on with, in seconds; by default nothing.
     """
 
-    def __init__(self) -> None:
-        self.time = 0.0
+    def __init__(self, runs_with: Callable[[], float] = lambda: 0.0) -> None:
+        self._runs_with = runs_with
+        self._ahead = -runs_with()
 
     def now(self) -> float:
         """Seconds since the clock was made."""
-        return self.time
+        return self._runs_with() + self._ahead
 
     def advance(self, seconds: float) -> None:
         """What has computed for ``seconds``."""
-        self.time += seconds
+        self._ahead += seconds
 
     def sleep_until(self, moment: float) -> None:
         """Moves the clock on, never back."""
-        self.time = max(self.time, moment)
+        self._ahead += max(0.0, moment - self.now())
+
+    def rewind_to(self, moment: float) -> None:
+        """What was computed since ``moment`` was not this process's work."""
+        self._ahead -= max(0.0, self.now() - moment)
 
     def call_at(self, moment: float, what: Callable[[], None]) -> None:
         """Calls it now."""
@@ -160,7 +175,7 @@ class CpuLine:
 
 
 class CudaLine:
-    """A stream that sleeps for a transfer's time: other streams go on, and ``wait`` lets the current one wait.
+    """A stream that sleeps for a transfer's time: other streams go on; ``wait`` lets the current one wait.
 
     That the line is first come, first served is the stream's own doing. Times come from events, so reading
     them synchronizes.
@@ -172,7 +187,10 @@ class CudaLine:
     """
 
     def __init__(
-        self, clock: WallClock | VirtualClock, device: Any, sleep: Callable[[int], None] = cuda_sleep
+        self,
+        clock: WallClock | VirtualClock,
+        device: Any,
+        sleep: Callable[[int], None] = cuda_sleep,
     ) -> None:
         self.device, self.sleep = device, sleep
         self.stream = device.Stream()
@@ -195,7 +213,7 @@ class CudaLine:
     def values(self) -> AbstractContextManager[Any]:
         """See ``CpuLine``. The line waits for what has made the input."""
         self.stream.wait_stream(self.device.current_stream())
-        return self.device.stream(self.stream)  # type: ignore[no-any-return]
+        return self.device.stream(self.stream)
 
     def begin(self, transfer: Transfer, seconds: float) -> None:
         """See ``CpuLine``."""

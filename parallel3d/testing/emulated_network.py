@@ -1,11 +1,11 @@
 """EmulatedNetwork: one process as one rank of many, whose collectives take the time a network would.
 
-    links = {"nic": Link(latency=20e-6, bandwidth=50e9), "nvlink": Link(latency=5e-6, bandwidth=450e9)}
-    axes = {"replicate": "nic", "shard": "nic", "tp": "nvlink"}
-    with EmulatedNetwork(world_size=64, links=links, axes=axes) as network:
-        mesh = p3d.build_mesh(p3d.MeshLayout(2, 16, 2), device_type="cpu")
-        ...  # any engine: ours, torch's fully_shard, DDP
-        print(network)
+links = {"nic": Link(latency=20e-6, bandwidth=50e9), "nvlink": Link(latency=5e-6, bandwidth=450e9)}
+axes = {"replicate": "nic", "shard": "nic", "tp": "nvlink"}
+with EmulatedNetwork(world_size=64, links=links, axes=axes) as network:
+    mesh = p3d.build_mesh(p3d.MeshLayout(2, 16, 2), device_type="cpu")
+    ...  # any engine: ours, torch's fully_shard, DDP
+    print(network)
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class EmulatedNetwork:
     current stream wait. Synchronous calls wait for themselves.
 
     Values are those of torch's fake process group: finite, but not what ranks would exchange. A gather
-    repeats this rank's part, a reduction leaves it as it is. They are written when the call is made, which
-    does take the CPU's time (or the link's stream's): let transfers be long beside it.
+    repeats this rank's part, a reduction leaves it as it is. They are written when the call is made; in real
+    time that takes the CPU's (or the link's stream's): let transfers be long beside it. A ``VirtualClock``
+    does not count it.
 
     Args:
         world_size: number of ranks.
@@ -117,7 +118,9 @@ class EmulatedNetwork:
     def __enter__(self) -> EmulatedNetwork:
         check_no_group("EmulatedNetwork")
         if not hasattr(dist.Backend, BACKEND.upper()):
-            dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(
+                BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
+            )
         _entered.append(self)
         try:
             dist.init_process_group(
@@ -134,7 +137,7 @@ class EmulatedNetwork:
         destroy_group()
 
     def attach(self, mesh: dist.DeviceMesh) -> None:
-        """Names the default group after the axis of ``mesh`` that uses it, and puts it on that axis's link."""
+        """Names the default group after the axis of ``mesh`` that uses it, and puts it on that one's link."""
         for axis in mesh.mesh_dim_names or ():
             group = mesh.get_group(axis)
             if isinstance(group, EmulatedGroup) and group.axis == WORLD_AXIS and group.size() > 1:
@@ -161,11 +164,13 @@ class EmulatedNetwork:
             Parallel3dError: there is no such link.
         """
         if link not in self.links:
-            raise Parallel3dError(f"link {link!r}: the links are {', '.join(map(repr, self.links))}")
+            raise Parallel3dError(
+                f"link {link!r}: the links are {', '.join(map(repr, self.links))}"
+            )
         return sum(t.ended - t.started for t in self.timeline if t.link == link)
 
     def __str__(self) -> str:
-        head = f"{'issued':>10} {'started':>10} {'ended':>10} {'waited':>8}  ms; link, axis, operation, bytes, unit"
+        head = f"{'issued':>10} {'started':>10} {'ended':>10} {'waited':>8}  ms  link axis op bytes unit"
         zero = self.timeline[0].issued if self.timeline else 0.0
         rows = []
         for t in self.timeline:

@@ -44,6 +44,7 @@ from parallel3d.fsdp.storage import allocate, release, with_own_storage
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comms.hooked_reduce import HookedReduce
+    from parallel3d.fsdp.running.half_way import HalfWay
     from parallel3d.fsdp.running.step_guard import StepGuard
 
 __all__ = ["Bucket"]
@@ -55,7 +56,7 @@ class Bucket:
     Attributes:
         policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
         in_place: how many parameters, the first ones, travel in place.
-        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie in them as plain chunks.
+        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
         small_grads: by parameter, whether its gradient may wait to be packed with others.
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
         replicate_groups: groups that gradients are all-reduced over.
@@ -76,6 +77,7 @@ class Bucket:
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
         guard: where the parameters are updated within the backward: see ``StepGuard``.
+        half_way: what waits for half of the gradients.
     """
 
     joinable = (
@@ -134,6 +136,7 @@ class Bucket:
         self.max_inputs = 1
         self.force_sum = False
         self.guard: StepGuard | None = None
+        self.half_way: HalfWay | None = None
 
     def _find_groups(self) -> None:
         axes = self.axes

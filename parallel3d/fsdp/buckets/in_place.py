@@ -16,8 +16,8 @@ from parallel3d.fsdp.param import ShardedParam
 
 __all__ = ["count_in_place", "is_small", "packs_as_chunks", "pieces", "put_first"]
 
-# From how many unsharded bytes on. gloo runs a member as a call of its own, which takes about as long as copying
-# 1 MiB there and back.
+# From how many unsharded bytes on. gloo runs a member as a call of its own, which takes about as long as
+# copying 1 MiB there and back.
 CPU_BYTES = 2**20
 # NCCL groups members into one launch, but lays each out on the host: seven take 260 us where one takes 44.
 ACCELERATOR_BYTES = 16 * 2**20
@@ -59,11 +59,11 @@ def is_small(param: ShardedParam, device_type: str) -> bool:
 
 
 def packs_as_chunks(param: ShardedParam) -> bool:
-    """Whether its gradient cut into chunks of dim 0, the last filled up with zeros, is what its slots hold."""
+    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
     cut = param.dim == 0 or (param.parts == 1 and len(param.compute_shape) > 0)
     return cut and param.fills_slot and param.slot_numel > 0
 
 
 def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """A bucket's buffer as the members of a call: of each parameter in place, and the rest if there is one."""
+    """A bucket's buffer as members of a call: of each parameter in place, and the rest if there is one."""
     return [flat] if len(sizes) == 1 else list(flat.split(sizes))

@@ -1,8 +1,8 @@
 """ReduceInput: a bucket's gradients of one backward, from their arrival to the reduce-scatter.
 
-Gradients of parameters in place are sent from where they are, in the reduce dtype. The others are packed, one
-row of slots per shard rank: small ones all by one kernel at the end, others at once, so that they are freed. What
-a cast makes larger is cast at the end too, when the unsharded parameters are freed.
+Gradients of parameters in place are sent from where they are, in the reduce dtype. The others are packed,
+one row of slots per shard rank: small ones all by one kernel at the end, others at once, so that they are
+freed. What a cast makes larger is cast at the end too, when the unsharded parameters are freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ReduceInput:
     Attributes:
         in_place: how many gradients, the first ones, are reduced from where they are.
         kept: by index, gradients that are kept as they are, of compute shape.
-        packed: one row of slots per shard rank, of the gradients behind the first; from the first on that is not
+        packed: one row of slots per shard rank, of the gradients behind the first ones; as soon as one is not
             kept. ``views``: of it, by index less ``in_place``.
         written: indices of those that ``packed`` holds.
     """
@@ -49,6 +49,8 @@ class ReduceInput:
             if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
                 grad = grad.to(bucket.reduce_dtype)
             self.kept[index] = grad.contiguous()
+            if bucket.half_way is not None:
+                bucket.half_way.count(index)
         elif bucket.small_grads[index]:
             self.kept[index] = grad
         else:

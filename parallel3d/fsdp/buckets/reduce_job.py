@@ -24,7 +24,8 @@ class ReduceJob:
     Attributes:
         inputs: of the reduce-scatter: of each parameter reduced in place its gradient (n * slots), and of the
             others one row of slots per shard rank; in reduce dtype. Empty once they have been read.
-        tensor: its result (S,); before, where nothing is scattered, the input. With HFSDP (R * S,) in between.
+        tensor: its result (S,); before, where nothing is scattered, the input. With HFSDP (R * S,) in
+            between.
         used: indices of the parameters that got a gradient.
         scale: what the sum over ranks is multiplied by.
         all_reduce: whether the replicate axis is summed too, or put off.
@@ -59,7 +60,9 @@ class ReduceJob:
         return tensor
 
     def finish_scatter(self, work: ScatterWork | None) -> None:
-        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
+        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums. Once."""
+        if not self.inputs:
+            return
         bucket = self.bucket
         if work is not None:
             self.tensor = work.wait()

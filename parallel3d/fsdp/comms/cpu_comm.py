@@ -134,6 +134,16 @@ class CpuComm:
             bucket.all_reduce_hook(job.tensor)
         bucket.grads.finish(job)
 
+    @property
+    def holds_inputs(self) -> bool:
+        """See ``Comm``."""
+        return bool(self.scattering)
+
+    def free_inputs(self) -> None:
+        """See ``Comm``. All-reduces are issued later: on one link they would delay the next gather."""
+        for job, work in self.scattering:
+            job.finish_scatter(work)
+
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""
         while any(job.bucket is bucket for job, _ in self.scattering):
@@ -145,6 +155,10 @@ class CpuComm:
     def finish(self) -> None:
         """See ``Comm``."""
         while self.scattering:
+            # What has come is put away while the last reductions communicate: nobody computes any more. The
+            # newest all-reduce may still run, and the next one must not wait for it.
+            while self.reducing and not (self.reducing[0][1] and len(self.reducing) == 1):
+                self._complete(*self.reducing.popleft())
             self._advance()
         while self.reducing:
             self._complete(*self.reducing.popleft())

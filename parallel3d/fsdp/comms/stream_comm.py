@@ -134,10 +134,7 @@ class StreamComm:
         """See ``Comm``."""
         compute = self.device.current_stream()
         while len(self.holding) >= self.max_inputs:
-            # The input may be freed once compute has waited for its reader.
-            oldest = self.holding.popleft()
-            compute.wait_event(oldest.scattered)
-            oldest.source = []
+            self._free_oldest_input()
         job = bucket.grads.start(all_reduce=all_reduce)
         source = job.inputs
         self.scatter.wait_stream(compute)  # the gradients were copied in on compute
@@ -224,6 +221,22 @@ class StreamComm:
         compute.wait_event(flight.scattered)
         compute.wait_event(flight.done)
         flight.source, flight.between = [], None
+
+    def _free_oldest_input(self) -> None:
+        """The input may be freed once compute has waited for its reader."""
+        oldest = self.holding.popleft()
+        self.device.current_stream().wait_event(oldest.scattered)
+        oldest.source = []
+
+    @property
+    def holds_inputs(self) -> bool:
+        """See ``Comm``."""
+        return bool(self.holding)
+
+    def free_inputs(self) -> None:
+        """See ``Comm``."""
+        while self.holding:
+            self._free_oldest_input()
 
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""
