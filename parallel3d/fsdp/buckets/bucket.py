@@ -367,7 +367,7 @@ class Bucket:
         flat = self.flat
         if self.offloaded:  # cast over there: half the bytes would be cast by the CPU otherwise
             flat = flat.to(self.device, non_blocking=self.pin)
-        return flat.to(self.compute_dtype)
+        return flat if flat.dtype is self.compute_dtype else flat.to(self.compute_dtype)
 
     def _row_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """For a custom all-gather, of one row of S per rank: its memory, and the input in its place there."""
