@@ -61,7 +61,7 @@ def sent(
 
 def run(quick: bool) -> tuple[list[Claim], Mapping[str, Any]]:
     """Both engines, both loops."""
-    cases = {
+    cases: dict[str, tuple[Any, Any]] = {
         "ours, each": (ours, each),
         "ours, last": (ours, p3d.optim.accumulate),
         "FSDP2, each": (torchs, each),

@@ -360,7 +360,7 @@ def untraced(function: _FunctionT) -> _FunctionT:
 
 
 # How many references C++ has to a tensor, the one of its Python object among them.
-tensor_uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count
+tensor_uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

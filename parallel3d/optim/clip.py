@@ -122,7 +122,7 @@ def _power_sum(flats: list[torch.Tensor], others: list[torch.Tensor], p: float) 
         if x.numel():
             whole.append(x)
     for (_, dtype), tensors in _by_kind([*whole, *others]).items():
-        norms.append(torch.stack(foreach_norm(tensors, p, _norm_dtype(dtype))))
+        norms.append(torch.stack(list(foreach_norm(tensors, p, _norm_dtype(dtype)))))
     all_norms = norms[0]
     if len(norms) > 1:
         dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))

@@ -98,7 +98,8 @@ class _Whole:
         self.indices = [index[id(param.sharded)] for param in bucket.params]
         self._numel = bucket.numel
         self._padding = padding_of(bucket)
-        cut_of, groups = _Cuts(), {}
+        cut_of = _Cuts()
+        groups: dict[Any, Any] = {}
         cuts = [cut_of(param.sharded, groups) for param in bucket.params]
         self.runs = [
             (cut, members[0], sum(bucket.slot_sizes[i] for i in members))
