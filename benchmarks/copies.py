@@ -3,9 +3,8 @@
     python benchmarks/copies.py [--quick] [--json PATH]
 
 6 blocks 1024 -> 2048 -> 1024, each a unit, on a fake process group of 64 ranks, batches of 4 rows. Counted are
-
-
-
+the bytes that operations which only copy or cast have written (``_WRITTEN`` lists them, torch's own FSDP2
+operators too), in forward and backward, whichever side called them; what collectives move is not.
 """
 
 import copy
