@@ -95,18 +95,6 @@ class Unit(Settings):
         """The modules given to ``fully_shard``."""
         return self.members.modules
 
-    def absorb(self, other: Unit) -> None:
-        """Becomes one unit with ``other``, as if both had been given in one list."""
-        for module in other.members.detach():
-            self.members.attach(module, self)
-        self.group.extend(other.group)
-        for bucket in self.group.buckets:
-            for param in bucket.params:
-                param.unit = self.ref
-        mine, others = self.reshard_after_forward, other.reshard_after_forward
-        if mine != others:
-            self.reshard_after_forward = None if None in (mine, others) else False
-
     # -- context -------------------------------------------------------------------------------------
 
     def ready_context(self) -> RunContext:
