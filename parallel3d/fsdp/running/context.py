@@ -13,6 +13,7 @@ from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.precision.eval_precision import follow_mode
 from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.running.resident import Residents
 from parallel3d.fsdp.running.schedule import check_inner_schedules
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class RunContext:
         creates_graph: whether it is a backward with ``create_graph=True``.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
+        residents: those of the units that the root shows.
         schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
     """
 
@@ -47,6 +49,7 @@ class RunContext:
         self.iteration = 0
         self.running = False
         self.schedule = root.schedule
+        self.residents = Residents()
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
@@ -107,6 +110,7 @@ class RunContext:
                 follow_mode(unit, self)
             if group.hybrids:
                 group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
+        self.residents.begin_forward(self.units, self.comm)
         root = self.root
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
@@ -133,6 +137,7 @@ class RunContext:
     def end_forward(self, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
         self.running = False
+        self.residents.hide()
         for unit in self.units:
             unit.to_run.clear()
             if unit.group.held is not None:
@@ -172,6 +177,8 @@ class RunContext:
             if self.schedule is not None:
                 self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
+            if not self.residents.shown:
+                self.residents.show()  # for what is recomputed
 
     def reduce(self, unit: Unit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended.
@@ -193,11 +200,13 @@ class RunContext:
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
         units = self.units
+        self.residents.reduce(self.comm)
         for unit in reversed(units):
             unit.reduce(self.comm)
         self.comm.finish()
         for unit in units:
             unit.end_backward()
+        self.residents.end_backward(keep=self.running)
         self.in_backward = self.creates_graph = False
         issuing.unit = ""
 
@@ -211,6 +220,7 @@ class RunContext:
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
+        self.residents.end_backward(keep=False)
         self.in_backward = self.creates_graph = False
 
     def reset(self) -> None:
@@ -218,6 +228,7 @@ class RunContext:
         self.comm.abandon()
         self.running = self.in_backward = self.creates_graph = False
         self.order.clear()
+        self.residents.end_backward(keep=False)
         for unit in self.units:
             unit.reset()
             unit.group.abandon(self.comm)
