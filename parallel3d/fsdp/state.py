@@ -395,6 +395,10 @@ class Unit(Settings):
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
+        general = self.backward_begun or self.begun or self.arrived
+        if self.group.gated and not (general or any(b.grads.arrived for b in self.group.buckets)):
+            self.reduced = False
+            return  # nothing has come but to the gates
         if self.order_check is not None and self.is_root:
             self.order_check.at("end of the backward", self)
         self.to_run.clear()

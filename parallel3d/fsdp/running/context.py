@@ -139,6 +139,8 @@ class RunContext:
         self.running = False
         self.residents.hide()
         for unit in self.units:
+            if unit.group.gated and not unit.group.shown:
+                continue
             unit.to_run.clear()
             if unit.group.held is not None:
                 continue

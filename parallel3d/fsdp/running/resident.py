@@ -94,7 +94,7 @@ class Residents:
         self.groups: list[ParamGroup] = []
         self.shown = False
         self.joints: list[JointReduce] = []
-        self._planned: list[tuple[Gate, float]] = []
+        self._planned: list[tuple[Gate, float | None]] = []
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Residents:
         """The root's forward begins: finds them, and shows them with what the user has changed."""
         self.groups = [unit.group for unit in units if self._prepare(unit, comm)]
         gates = [
-            (bucket.gate, bucket.divisor)
+            (bucket.gate, bucket.divide_factor)
             for group in reversed(self.groups)
             for bucket in reversed(group.buckets)
             if bucket.gate is not None and bucket.gate.indices
@@ -129,7 +129,7 @@ class Residents:
             group.use_gates(functools.partial(_take, unit.ref))
         return True
 
-    def _plan(self, gates: list[tuple[Gate, float]]) -> None:
+    def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
         self._planned = gates
         by_bucket = {id(gate.bucket): gate for gate, _ in gates}
         self.joints = plan_reductions(gate.bucket for gate, _ in gates)
