@@ -1,4 +1,4 @@
-"""What the engine costs the CPU beside torch's FSDP2 and ``parallelize_module``, in one process, taking turns.
+"""What the engine costs the CPU beside torch's FSDP2 and ``parallelize_module``, in turns in one process.
 
     python benchmarks/host_time.py [--quick] [--json PATH]
 
@@ -50,7 +50,9 @@ KINDS = (
     Kind("FSDP", (1, 64, 1), ours, torchs, "FSDP2", 0.5, 0.35),
     Kind("HSDP", (2, 32, 1), ours, torchs, "FSDP2", 0.5, 0.35),
     Kind("FSDP and TP", (1, 32, 2), ours_tp, torchs_tp, "FSDP2 + TP", 0.22, 0.15),
-    Kind("TP alone", (1, 1, 2), ours_tp, torchs_tp_alone, "parallelize_module", 0.15, 0.1, (False,)),
+    Kind(
+        "TP alone", (1, 1, 2), ours_tp, torchs_tp_alone, "parallelize_module", 0.15, 0.1, (False,)
+    ),
 )
 
 

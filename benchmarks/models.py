@@ -47,10 +47,11 @@ class SmallBlock(nn.Module):
 class MlpBlock(nn.Module):
     """The larger half of a transformer's block."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
+        hidden = hidden or 4 * width
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))

@@ -1,18 +1,23 @@
 """parallel3d: FSDP, HSDP and tensor parallelism on a (replicate, shard, tp) mesh, in one call."""
 
-from parallel3d import fsdp, optim, tp
-from parallel3d.errors import (
-    AgreementError,
-    MeshError,
-    Parallel3dError,
-    PlanError,
-    StateError,
-)
-from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
-from parallel3d.init import materialize
-from parallel3d.mesh import MeshLayout, build_mesh
-from parallel3d.parallelize import parallelize
-from parallel3d.tp import resolve_plan
+from typing import TYPE_CHECKING
+
+from parallel3d._lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d import fsdp, optim, tp
+    from parallel3d.errors import (
+        AgreementError,
+        MeshError,
+        Parallel3dError,
+        PlanError,
+        StateError,
+    )
+    from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
+    from parallel3d.init import materialize
+    from parallel3d.mesh import MeshLayout, build_mesh
+    from parallel3d.parallelize import parallelize
+    from parallel3d.tp import resolve_plan
 
 __version__ = "0.1.0"
 
@@ -33,3 +38,15 @@ __all__ = [
     "resolve_plan",
     "tp",
 ]
+
+export_lazily(
+    __name__,
+    {
+        "errors": "AgreementError MeshError Parallel3dError PlanError StateError",
+        "fsdp": "MixedPrecisionPolicy fully_shard",
+        "init": "materialize",
+        "mesh": "MeshLayout build_mesh",
+        "parallelize": "parallelize",
+        "tp": "resolve_plan",
+    },
+)

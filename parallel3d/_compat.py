@@ -27,26 +27,26 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "TorchMixedPrecisionPolicy",
+    "all_gather_members",
     "all_gather_single",
     "assert_async",
     "backend_name",
     "backward_id",
     "backward_order",
+    "chunk_cat",
     "clear_dtensor_caches",
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
     "flatten_axes",
     "foreach_copy_",
-    "foreach_lerp_",
     "fully_shard_state",
     "functorch_is_active",
     "get_local_tensor",
     "gradient_hooks",
     "grads_may_differ_in_dtype",
     "graph_is_kept",
-    "group_memory",
-    "has_group_memory",
+    "groups_members",
     "has_tensor_hooks",
     "hook_gradient",
     "in_backward_pass",
@@ -56,12 +56,12 @@ __all__ = [
     "local_tensor_of",
     "make_dtensor",
     "make_spec",
-    "make_symmetric",
     "no_torch_function",
     "node_is_in_backward",
     "preserved_versions",
     "process_group_of",
     "queue_backward_callback",
+    "reduce_scatter_members",
     "reduce_scatter_single",
     "root_mesh",
     "set_backward_order",
@@ -70,13 +70,10 @@ __all__ = [
     "set_local_tensor",
     "spec_of",
     "storage_uses",
-    "symmetric_memory",
     "tensor_uses",
     "torch_function_off",
     "unflatten_mesh",
-    "unscale_",
     "untraced",
-    "use_symmetric_memory",
 ]
 
 from torch._ops import OpOverload
@@ -142,38 +139,6 @@ def default_store() -> dist.Store:
 def backend_name(group: ProcessGroup, device_type: str) -> str:
     """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``."""
     return group._get_backend(torch.device(device_type)).name()
-
-
-def has_group_memory(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend of ``group`` has an allocator of its own for ``device`` (NCCL has)."""
-    return group._get_backend(device).supports_tensor_alloc(device)
-
-
-def group_memory(
-    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor from the allocator of ``group``'s backend."""
-    return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
-
-
-def use_symmetric_memory(backend: str) -> None:
-    """Chooses what carries symmetric memory in this process."""
-    _symmetric_memory().set_backend(backend)
-
-
-def symmetric_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor from the pool of symmetric memory, which keeps and reuses what was freed."""
-    with torch.cuda.use_mem_pool(_symmetric_memory().get_mem_pool(device)):
-        return torch.empty(numel, dtype=dtype, device=device)
-
-
-def make_symmetric(tensor: torch.Tensor, group: ProcessGroup) -> None:
-    """Makes ``tensor``, from ``symmetric_memory``, known to the other ranks of ``group``. Collective."""
-    _symmetric_memory().rendezvous(tensor, group=group.group_name)
-
-
-def _symmetric_memory() -> Any:
-    return importlib.import_module("torch.distributed._symmetric_memory")  # takes a while
 
 
 def dtensor_shard_box(
@@ -291,14 +256,10 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
     torch._foreach_copy_(targets, sources)
 
 
-def foreach_lerp_(targets: list[torch.Tensor], sources: list[torch.Tensor], weight: float) -> None:
-    """Moves each target towards its source, of the same dtype, by ``weight``, in few kernels."""
-    torch._foreach_lerp_(targets, sources, weight)
-
-
-def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Multiplies ``grads`` of one dtype by ``inv_scale``; ``found_inf`` becomes 1 if one is not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+def chunk_cat(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Cuts each tensor into as many chunks of dim 0, the last filled up with zeros: row i of ``out``
+    (chunks, numbers) becomes the i-th ones, one after another, cast."""
+    torch._chunk_cat(tensors, dim=0, num_chunks=chunks, out=out)
 
 
 if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has
@@ -307,6 +268,33 @@ if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has
 else:
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
+
+
+# Of gloo, the call with several members copies all of them into one buffer and out of it.
+_GROUPING_BACKENDS = ("nccl", "fake")
+
+
+def groups_members(group: ProcessGroup, device_type: str) -> bool:
+    """Whether the backend launches several all-gathers or reduce-scatters as one, each in its own memory."""
+    return backend_name(group, device_type) in _GROUPING_BACKENDS
+
+
+def all_gather_members(
+    outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
+) -> dist.Work:
+    """Several all-gathers as one asynchronous call."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return group.allgather_into_tensor_coalesced(list(outputs), list(parts), options)
+
+
+def reduce_scatter_members(
+    outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group: ProcessGroup
+) -> dist.Work:
+    """Several reduce-scatters, which sum, as one asynchronous call."""
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.asyncOp = True
+    return group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), options)
 
 
 def init_fake_group(rank: int, world_size: int) -> None:

@@ -139,10 +139,13 @@ def _check_compile(value: bool | str) -> None:
 
 def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:
     """Refuses overlap that wouldn't take place: a compiler orders the collectives of a block itself."""
-    blocks = [name for name, _ in found.blocks] if compile else []
-    for planned in plan.modules if plan is not None else ():
-        inside = any(planned.name == name or planned.name.startswith(f"{name}.") for name in blocks)
-        if inside and getattr(planned.style, "chunks", 1) > 1:
+    if plan is None or not compile:
+        return
+    blocks = [name for name, _ in found.blocks]
+    for planned in plan.modules:
+        if getattr(planned.style, "chunks", 1) == 1:
+            continue
+        if any(planned.name == name or planned.name.startswith(f"{name}.") for name in blocks):
             raise PlanError(
                 f"{planned.name!r} as {planned.style}: chunks have no effect in a block that is compiled "
                 f"(compile={compile!r}); leave chunks= or compile= out"

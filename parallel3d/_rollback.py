@@ -20,7 +20,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """
     modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
     containers = [
-        (container, container.copy())
+        (container, container.copy() if container else ())  # most of a module's are empty
         for _, _, state in modules
         for container in (state[name] for name in _CONTAINERS if name in state)
     ]

@@ -1,10 +1,10 @@
 """Which modules of a model become units of the sharding engine."""
 
 import dis
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
 
 from torch import nn
 
@@ -87,7 +87,7 @@ def _weights_read_in_code(model: nn.Module) -> set[str]:
             steps = [(i.opname, i.argval) for i in dis.get_instructions(code)]
             found.update(
                 owner[1]
-                for owner, read in pairwise(steps)
+                for owner, read in itertools.pairwise(steps)
                 if owner[0] == read[0] == "LOAD_ATTR" and read[1] == "weight"
             )
     return found
@@ -118,6 +118,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
         )
     named = [(name, module) for name, module in model.named_modules() if name]
     blocks: list[tuple[str, nn.Module]] = []
+    known: set[int] = set()
     for pattern in patterns:
         matches = [(n, m) for n, m in named if _fits(n, pattern)]
         if not matches:
@@ -125,10 +126,12 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
             raise Parallel3dError(
                 f"units: the pattern {pattern!r} matches no module; there are {nearest}, ..."
             )
-        blocks += [pair for pair in matches if all(pair[1] is not m for _, m in blocks)]
-    names = [n for n, _ in blocks]
-    for name in names:
-        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        blocks += [(name, module) for name, module in matches if id(module) not in known]
+        known.update(id(module) for _, module in matches)
+    names = {n for n, _ in blocks}
+    for name, _ in blocks:
+        around = itertools.accumulate(name.split("."), "{}.{}".format)
+        outer = next((other for other in around if other in names and other != name), None)
         if outer is not None:
             raise Parallel3dError(
                 f"units: {name} lies inside {outer}, which is a unit as well; "

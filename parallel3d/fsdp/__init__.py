@@ -1,43 +1,48 @@
 """The sharding engine: ``fully_shard`` and what comes with it."""
 
-from parallel3d.fsdp.api import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-from parallel3d.fsdp.comms.comm_hooks import (
-    CommHookState,
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    reduce_scatter_hook,
-)
-from parallel3d.fsdp.full_params import full_params
-from parallel3d.fsdp.fully_shard import fully_shard
-from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
-from parallel3d.fsdp.module import FSDPModule, UnshardHandle
-from parallel3d.fsdp.order_check import check_execution_order
-from parallel3d.fsdp.running.schedule import BackwardPrefetch
-from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
-from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
-from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
-from parallel3d.fsdp.whole.optim_state_load import load_optim_state_dict
-from parallel3d.fsdp.whole.state_dict_type import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    get_state_dict_type,
-    set_state_dict_type,
-    state_dict_type,
-)
-from parallel3d.fsdp.whole.transforms import chunk, gather
+from typing import TYPE_CHECKING
+
+from parallel3d._lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.api import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        ShardPlacementResult,
+    )
+    from parallel3d.fsdp.comms.comm_hooks import (
+        CommHookState,
+        allreduce_hook,
+        bf16_compress_hook,
+        fp16_compress_hook,
+        reduce_scatter_hook,
+    )
+    from parallel3d.fsdp.full_params import full_params
+    from parallel3d.fsdp.fully_shard import fully_shard
+    from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
+    from parallel3d.fsdp.module import FSDPModule, UnshardHandle
+    from parallel3d.fsdp.order_check import check_execution_order
+    from parallel3d.fsdp.running.schedule import BackwardPrefetch
+    from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
+    from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
+    from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
+    from parallel3d.fsdp.whole.optim_state_load import load_optim_state_dict
+    from parallel3d.fsdp.whole.state_dict_type import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictSettings,
+        StateDictType,
+        get_state_dict_type,
+        set_state_dict_type,
+        state_dict_type,
+    )
+    from parallel3d.fsdp.whole.transforms import chunk, gather
 
 __all__ = [
     "BackwardPrefetch",
@@ -79,3 +84,33 @@ __all__ = [
     "strategy_layout",
     "strategy_options",
 ]
+
+export_lazily(
+    __name__,
+    {
+        "fsdp.api": (
+            "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy "
+            "ShardPlacementResult"
+        ),
+        "fsdp.comms.comm_hooks": (
+            "CommHookState allreduce_hook bf16_compress_hook fp16_compress_hook reduce_scatter_hook"
+        ),
+        "fsdp.full_params": "full_params",
+        "fsdp.fully_shard": "fully_shard",
+        "fsdp.functions": "register_fsdp_forward_method share_comm_ctx",
+        "fsdp.module": "FSDPModule UnshardHandle",
+        "fsdp.order_check": "check_execution_order",
+        "fsdp.running.schedule": "BackwardPrefetch",
+        "fsdp.state_dict": "load_model_state_dict model_state_dict",
+        "fsdp.strategy": "ShardingStrategy strategy_layout strategy_options",
+        "fsdp.whole.optim_state_dict": "optim_state_dict",
+        "fsdp.whole.optim_state_load": "load_optim_state_dict",
+        "fsdp.whole.state_dict_type": (
+            "FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
+            "LocalStateDictConfig ShardedOptimStateDictConfig ShardedStateDictConfig "
+            "StateDictSettings StateDictType get_state_dict_type set_state_dict_type "
+            "state_dict_type"
+        ),
+        "fsdp.whole.transforms": "chunk gather",
+    },
+)

@@ -1,13 +1,26 @@
-"""The three collectives of the engine, each one asynchronous call on one bucket's buffer."""
+"""The three collectives of the engine, each one asynchronous call for one bucket.
 
+A call may have several members: pairs of an output and an input. It is one launch where the backend groups
+them, and otherwise (gloo) several calls under way at once.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import all_gather_single, backend_name, reduce_scatter_single
+from parallel3d._compat import (
+    all_gather_members,
+    all_gather_single,
+    backend_name,
+    groups_members,
+    reduce_scatter_members,
+    reduce_scatter_single,
+)
 from parallel3d._trace import issuing
+from parallel3d.fsdp.comms import from_peers
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -28,21 +41,33 @@ _KNOWN_TO_BACKENDS = {
 }
 
 
+class Works:
+    """Several calls under way."""
+
+    def __init__(self, works: list[dist.Work | None]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+
+
 class ScatterWork:
-    """A reduce-scatter under way; ``wait`` returns this rank's part of the sum."""
+    """A reduce-scatter under way; ``wait`` returns this rank's part of the sum.
+
+    Attributes:
+        output: memory for that part; None: to be allocated.
+        rows: of each member what is to be summed here, (n, its slots); empty where the backend sums.
+    """
 
     def __init__(
-        self,
-        work: dist.Work | None,
-        output: torch.Tensor,
-        *,
-        rows_to_sum: bool,
-        result: torch.Tensor | None = None,
+        self, work: Any, output: torch.Tensor | None, rows: Sequence[torch.Tensor] = ()
     ) -> None:
         self.work = work
         self.output = output
-        self.rows_to_sum = rows_to_sum
-        self.result = result  # what to sum the rows into
+        self.rows = rows
 
     def wait(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Waits (on an accelerator: lets the current stream wait) and finishes the sum.
@@ -50,32 +75,64 @@ class ScatterWork:
         Args:
             dtype: what to add up in where that is done here; by default that of what was sent.
         """
-        if self.work is not None:
-            self.work.wait()
-        if not self.rows_to_sum:
-            return self.output
-        if self.result is not None and dtype is None:
-            return torch.sum(self.output, 0, out=self.result)
-        return self.output.sum(dim=0, dtype=dtype)
+        work, self.work = self.work, None  # which holds the input
+        if work is not None:
+            work.wait()
+        rows, self.rows = self.rows, ()
+        if rows and (self.output is None or dtype not in (None, self.output.dtype)):
+            if len(rows) == 1:
+                return rows[0].sum(dim=0, dtype=dtype)
+            self.output = rows[0].new_empty(sum(each.shape[1] for each in rows), dtype=dtype)
+        if len(rows) == 1:
+            torch.sum(rows[0], dim=0, out=self.output)
+        elif rows:
+            sizes = [each.shape[1] for each in rows]
+            assert self.output is not None
+            for each, part in zip(rows, self.output.split(sizes), strict=True):
+                torch.sum(each, dim=0, dtype=dtype, out=part)
+        assert self.output is not None
+        return self.output
 
 
 def all_gather(
-    output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, *, unit: str, comm: Any = None
-) -> dist.Work | None:
-    """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given."""
-    if part.dtype not in _KNOWN_TO_BACKENDS:
-        output, part = output.view(torch.uint8), part.view(torch.uint8)
-    before, issuing.unit = issuing.unit, unit
-    try:
+    output: torch.Tensor | Sequence[torch.Tensor],
+    part: torch.Tensor | Sequence[torch.Tensor],
+    group: ProcessGroup,
+    *,
+    unit: str,
+    comm: Any = None,
+) -> Any:
+    """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given.
+
+    Args:
+        output, part: or those of several members.
+    """
+    outputs = [output] if isinstance(output, torch.Tensor) else output
+    parts = [part] if isinstance(part, torch.Tensor) else part
+    if parts[0].dtype not in _KNOWN_TO_BACKENDS:
+        outputs = [each.view(torch.uint8) for each in outputs]
+        parts = [each.view(torch.uint8) for each in parts]
+    with issuing.as_unit(unit):
+        if len(parts) > 1:
+            if groups_members(group, parts[0].device.type):
+                return all_gather_members(outputs, parts, group)
+            with issuing.one_call():
+                return Works(
+                    [_gather_one(o, p, group) for o, p in zip(outputs, parts, strict=True)]
+                )
         if comm is not None:
-            return comm(output_tensor=output, input_tensor=part, group=group, async_op=True)
-        return all_gather_single(output, part, group=group, async_op=True)
-    finally:
-        issuing.unit = before
+            return comm(output_tensor=outputs[0], input_tensor=parts[0], group=group, async_op=True)
+        return _gather_one(outputs[0], parts[0], group)
+
+
+def _gather_one(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Any:
+    if from_peers.is_worthwhile(part, group):
+        return from_peers.gather_from_peers(output, part, group)
+    return all_gather_single(output, part, group=group, async_op=True)
 
 
 def reduce_scatter(
-    whole: torch.Tensor,
+    given: torch.Tensor | Sequence[torch.Tensor],
     group: ProcessGroup,
     *,
     unit: str,
@@ -85,12 +142,16 @@ def reduce_scatter(
 ) -> ScatterWork:
     """(n * S,) of every rank -> (S,) of the sum on every rank; by ``comm`` if it is given.
 
-    ``result`` is memory for the sum, of the dtype of ``whole``; by default it is allocated.
-
     gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
     rank order, is the same number on every run.
+
+    Args:
+        given: or those of several members, whose results are neighbours.
+        result: memory for the sum, of the same dtype; by default it is allocated.
     """
     n = group.size()
+    wholes = [given] if isinstance(given, torch.Tensor) else given
+    whole = wholes[0]
     if comm is not None:
         output = comm.allocate((whole.numel() // n,), dtype=whole.dtype, device=whole.device)
         with issuing.as_unit(unit):
@@ -101,27 +162,42 @@ def reduce_scatter(
                 op=dist.ReduceOp.SUM,
                 async_op=True,
             )
-        return ScatterWork(work, output, rows_to_sum=False)
+        return ScatterWork(work, output)
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
-        rows = torch.empty_like(whole)
-        with issuing.as_unit(unit):
-            work = dist.all_to_all_single(rows, whole, group=group, async_op=True)
-        return ScatterWork(work, rows.view(n, -1), rows_to_sum=True, result=result)
+        return _exchange(wholes, group, unit, result)
+    sizes = [each.numel() // n for each in wholes]
     output = result
     if output is None:
-        output = torch.empty(whole.numel() // n, dtype=whole.dtype, device=whole.device)
-    before, issuing.unit = issuing.unit, unit
-    try:
-        work = reduce_scatter_single(output, whole, group=group, async_op=True)
-    finally:
-        issuing.unit = before
-    return ScatterWork(work, output, rows_to_sum=False)
+        output = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
+    with issuing.as_unit(unit):
+        if len(sizes) == 1:
+            work = reduce_scatter_single(output, whole, group=group, async_op=True)
+            return ScatterWork(work, output)
+        outputs = output.split(sizes)
+        if groups_members(group, device_type):
+            return ScatterWork(reduce_scatter_members(outputs, wholes, group), output)
+        with issuing.one_call():
+            works = [
+                reduce_scatter_single(o, w, group=group, async_op=True)
+                for o, w in zip(outputs, wholes, strict=True)
+            ]
+    return ScatterWork(Works(works), output)
+
+
+def _exchange(
+    wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str, result: torch.Tensor | None
+) -> ScatterWork:
+    rows = [torch.empty_like(whole) for whole in wholes]
+    with issuing.as_unit(unit), issuing.one_call():
+        works = [
+            dist.all_to_all_single(theirs, mine, group=group, async_op=True)
+            for theirs, mine in zip(rows, wholes, strict=True)
+        ]
+    work = works[0] if len(works) == 1 else Works(works)
+    return ScatterWork(work, result, [each.view(group.size(), -1) for each in rows])
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
     """Sums ``tensor`` over ``group`` in place."""
-    before, issuing.unit = issuing.unit, unit
-    try:
+    with issuing.as_unit(unit):
         return dist.all_reduce(tensor, group=group, async_op=True)
-    finally:
-        issuing.unit = before

@@ -43,6 +43,13 @@ class Comm(Protocol):
     def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:
         """Starts the reduction of the gradients ``bucket`` has collected."""
 
+    @property
+    def holds_inputs(self) -> bool:
+        """Whether the input of a reduction is still held."""
+
+    def free_inputs(self) -> None:
+        """Frees the inputs of the reductions under way once they have been read."""
+
     def drain(self, bucket: Bucket) -> None:
         """Completes the reductions of ``bucket`` and puts the results into ``.grad``."""
 

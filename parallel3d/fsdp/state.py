@@ -17,7 +17,7 @@ from torch import nn
 
 from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
-from parallel3d._tree import map_tensors
+from parallel3d._tree import cast_floats, to_device
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.buckets.bucket import Bucket
@@ -163,17 +163,18 @@ class Unit(Settings):
         if self.depth == 1 and self._is_fresh(module):
             self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
-                args, kwargs = map_tensors(self._to_device, (args, kwargs))
+                args, kwargs = to_device((args, kwargs), self.device_type)
             self.call = None
             issuing.unit = self.label
             if len(self.members.tops) > 1:
                 self.to_run = set(self.members.tops)
         if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
-            self.call = call = Call(self, self.position)
+            call = self.call = Call(self, self.position)
             if self.guard is not None:
                 self.guard.note(call)
             args = call.alias(args)
-            kwargs = {key: call.alias(value) for key, value in kwargs.items()}
+            if kwargs:
+                kwargs = {key: call.alias(value) for key, value in kwargs.items()}
         if self.input_dtype is not None:
             args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
@@ -183,11 +184,6 @@ class Unit(Settings):
         if not self.to_run or not self.group.shown:
             return True
         return self.is_root and id(module) not in self.to_run
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type in (self.device_type, "meta"):
-            return tensor
-        return tensor.to(self.device_type, non_blocking=True)
 
     def _begin_forward(self, context: RunContext) -> None:
         self.come_to_rest()
@@ -241,9 +237,8 @@ class Unit(Settings):
             if torch.is_grad_enabled() and not context.in_backward:
                 hook_outputs(self, output)
             return None
-        dtype = self.policy.output_dtype
-        if dtype is not None:
-            output = map_tensors(lambda t: _cast(t, dtype), output)
+        if self.policy.output_dtype is not None:
+            output = cast_floats(output, self.policy.output_dtype)
         failed = output is None and sys.exc_info()[0] is not None
         grad = torch.is_grad_enabled() and not failed
         self.depth = max(self.depth - 1, 0)
@@ -325,8 +320,9 @@ class Unit(Settings):
 
     def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Takes what a backward has brought for parameter ``index`` of ``bucket``."""
-        if self.context is not None:  # also where the parameter was used outside a forward of ours
-            self.context.enter_backward()
+        context = self.context
+        if context is not None and not context.in_backward:
+            context.enter_backward()  # the parameter was used outside a forward of ours
         if self.guard is not None:
             self.guard.take_gradient()
         if grad.requires_grad:
@@ -337,9 +333,11 @@ class Unit(Settings):
             )
         fresh = index not in bucket.grads.arrived
         bucket.grads.accept(index, grad, sync=self.sync)
+        del grad  # what follows may free it
         if fresh:
             self.arrived += 1
-            self.maybe_end_backward()
+            if self.arrived >= self.group.trainable:
+                self.maybe_end_backward()
 
     def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
@@ -356,6 +354,8 @@ class Unit(Settings):
 
     def finish_backward(self, context: RunContext) -> None:
         """Reshards the group and issues its reduction."""
+        if context.half_way is not None and context.half_way.unit is self.ref:
+            context.half_way.issue()
         self.leave_backward(context)
         if context.schedule is not None:
             context.schedule.end_backward(self, context)
@@ -440,7 +440,3 @@ class Unit(Settings):
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
         if not self.group.shown and self.group.state is not GroupState.WHOLE:
             self.group.adopt()
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -13,7 +13,8 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.param import ShardedParam, holder_of
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.slots import holder_of
 from parallel3d.fsdp.state import Unit
 
 __all__ = ["Tie", "check_ties", "join"]

@@ -28,6 +28,8 @@ _GRACE = timedelta(seconds=5)
 
 _UNSET = "(not set)"
 
+_ONE_PROCESS = ("fake", "emulated")  # backends of ``parallel3d.testing`` without other ranks
+
 
 @dataclass(frozen=True)
 class _Report:
@@ -61,7 +63,8 @@ def check_agreement(
 
     Each rank writes its value into the store, rank 0 compares all of them and writes a verdict,
     every rank reads the verdict. It returns when all have read it. Nothing happens with a world of
-    one rank, a fake default process group or simulated ranks: there is nobody to disagree with.
+    one rank, a fake or emulated default process group or simulated ranks: there is nobody to
+    disagree with.
 
     Args:
         topic: what is compared, as it appears in errors: ``"mesh"``, ``"plan"``. Calls with one
@@ -87,7 +90,7 @@ def check_agreement(
                 "check_agreement needs the default process group, or a store with rank= and "
                 "world_size=. Call build_mesh or torch.distributed.init_process_group first."
             )
-        if "fake" in dist.get_backend_config():
+        if any(name in dist.get_backend_config() for name in _ONE_PROCESS):
             return
         store, rank, world_size = _compat.default_store(), dist.get_rank(), dist.get_world_size()
     if rank is None or world_size is None:

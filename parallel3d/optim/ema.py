@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from parallel3d._compat import foreach_copy_, foreach_lerp_
+from parallel3d._compat import foreach_copy_
+from parallel3d._compat_foreach import foreach_lerp_
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.optim._averaged import Averaged, tensors_of

@@ -12,7 +12,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d._compat import get_local_tensor, unscale_
+from parallel3d._compat import get_local_tensor
+from parallel3d._compat_foreach import unscale_
 from parallel3d._tree import tensors_in
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.held_sum import waits_for_reduction

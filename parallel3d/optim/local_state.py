@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.optim.pieces import ParamPiece, Piece, State, pieces_of
+from parallel3d._compat import foreach_copy_
+from parallel3d._compat_foreach import foreach_zero_
+from parallel3d.optim.pieces import Apart, ParamPiece, Piece, State, pieces_of
+from parallel3d.optim.snapshot import Snapshot
 
 __all__ = ["LocalState"]
 
@@ -34,23 +37,28 @@ class LocalState:
         self.published: dict[nn.Parameter, tuple[State, list[Any]]] = {}
         self.last: dict[nn.Parameter, State] = {}
         self.copies: dict[Any, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.stepped: Snapshot | None = None  # ``state`` as it was published
+        self.shown: Snapshot | None = None  # and what was shown then
         for group in groups:
             self.by_group.append([])
             for piece in pieces_of(group["params"]):
-                self._take(piece, shown)
+                self.by_group[-1] += self._joined(piece, shown)
         params = {param for params in self.params for param in params}
         self.state.update({k: v for k, v in shown.items() if k not in params})
         self.publish(shown)
 
-    def _take(self, piece: Piece, shown: dict[Any, State]) -> None:
+    def _joined(self, piece: Piece, shown: dict[Any, State]) -> list[Piece]:
+        """``piece`` with the state that is shown; in parts where its parameters' don't fit together."""
         state = piece.join([shown.get(param, {}) for param in piece.params])
         if state is None:  # its parameters have been stepped on differently
-            for param in piece.params:
-                self._take(ParamPiece(param), shown)
-            return
-        self.by_group[-1].append(piece)
+            return self._apart(piece, shown)
         if state:
             self.state[piece.tensor] = state
+        return [piece]
+
+    def _apart(self, piece: Piece, shown: dict[Any, State]) -> list[Piece]:
+        """Its parameters, each by itself; the memory of the state stays."""
+        return [part for p in piece.params for part in self._joined(ParamPiece(p), shown)]
 
     def is_current(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> bool:
         """Whether neither groups nor parameters nor state were changed from outside."""
@@ -62,8 +70,13 @@ class LocalState:
             )
             and all(piece.is_current for pieces in self.by_group for piece in pieces)
             and all(copies._version == version for _, copies, version in self.copies.values())
-            and all(
-                self._is_as_published(param, shown) for params in self.params for param in params
+            and (
+                (self.shown is not None and self.shown.shows(shown))
+                or all(
+                    self._is_as_published(param, shown)
+                    for params in self.params
+                    for param in params
+                )
             )
         )
 
@@ -78,29 +91,69 @@ class LocalState:
             and all(map(is_, entry.values(), known[1]))
         )
 
+    def _find_gradients(self, shown: dict[Any, State]) -> None:
+        """Gives the pieces theirs; takes those apart whose parameters' don't fit together any more."""
+        for pieces in self.by_group:
+            for piece in list(pieces):
+                try:
+                    self._set_gradient(piece)
+                except Apart:
+                    at = pieces.index(piece)
+                    self._forget(piece)
+                    pieces[at : at + 1] = parts = self._apart(piece, shown)
+                    for part in parts:
+                        self._set_gradient(part)
+                    self.stepped = None
+
+    def _set_gradient(self, piece: Piece) -> None:
+        if piece.tensor is not piece.params[0]:
+            piece.tensor.grad = piece.gradient()
+
+    def _forget(self, piece: Piece) -> None:
+        self.last.pop(piece.tensor, None)
+        for key in self.state.pop(piece.tensor, {}):
+            self.copies.pop((piece.tensor, key), None)
+
     @contextmanager
     def shown_to(self, optimizer: Any) -> Iterator[None]:
         """Within it ``optimizer`` has the pieces, their gradients and their state."""
         groups, shown = optimizer.param_groups, optimizer.state
-        pieces = [piece for group in self.by_group for piece in group]
         try:
-            for piece in pieces:
-                if piece.tensor is not piece.params[0]:
-                    piece.tensor.grad = piece.grad()
+            self._find_gradients(shown)
             for group, mine in zip(groups, self.by_group, strict=True):
                 group["params"] = [piece.tensor for piece in mine]
             optimizer.state = self.state
             yield
         finally:
             optimizer.state = shown
-            for group, params in zip(groups, self.params, strict=True):
+            padding = []
+            for group, params, mine in zip(groups, self.params, self.by_group, strict=True):
                 group["params"] = list(params)
-            for piece in pieces:
-                if piece.tensor is not piece.params[0]:
-                    piece.tensor.grad = None
+                for piece in mine:
+                    padding += piece.padding
+                    if piece.tensor is not piece.params[0]:
+                        piece.tensor.grad = None
+            if padding:
+                with torch.no_grad():
+                    foreach_zero_(padding)
 
     def publish(self, shown: dict[Any, State]) -> None:
         """Shows what is new in the state since the last time; the rest is the same memory."""
+        if self.stepped is None or not self.stepped.shows(self.state):
+            self._publish_all(shown)
+            self.stepped = Snapshot(self.state)
+            self.shown = None
+        if self.shown is None or not self.shown.shows(shown):
+            self.shown = Snapshot(shown)
+        if self.copies:
+            numbers, copies, _ = map(list, zip(*self.copies.values(), strict=True))
+            with torch.no_grad():
+                wide = [n.expand_as(c) for n, c in zip(numbers, copies, strict=True)]
+                foreach_copy_(copies, wide)
+            for place, (number, mine, _) in self.copies.items():
+                self.copies[place] = number, mine, mine._version
+
+    def _publish_all(self, shown: dict[Any, State]) -> None:
         tensors = set()
         for pieces in self.by_group:
             for piece in pieces:
@@ -111,10 +164,6 @@ class LocalState:
         for key, value in self.state.items():
             if key not in tensors:
                 shown[key] = value
-        with torch.no_grad():
-            for place, (number, copies, _) in self.copies.items():
-                copies.copy_(number)
-                self.copies[place] = number, copies, copies._version
 
     def _publish(self, piece: Piece, state: State, shown: dict[Any, State]) -> None:
         last = self.last.get(piece.tensor)

@@ -1,33 +1,42 @@
 """Pieces: the plain tensors that a local optimizer steps on, and what they show as DTensors.
 
-A piece is a bucket's whole flat buffer where one parameter group has all its parameters, none is padded, and
-all have a gradient or none; otherwise one parameter's local tensor. The state an optimizer makes for a piece
-is what ``optimizer.state`` shows under its parameters: DTensors, placed as they are, of the same memory.
+A piece is a bucket's whole flat buffer where one parameter group has all its parameters, and their gradients
+are the reduced buffer (or there are none); otherwise one parameter's local tensor. The state an optimizer
+makes for a piece is what ``optimizer.state`` shows under its parameters: DTensors, placed as they are, of the
+same memory.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from parallel3d._compat import get_local_tensor, inner_tensors, make_dtensor, make_spec
+from parallel3d._compat import (
+    DTensorSpec,
+    get_local_tensor,
+    inner_tensors,
+    make_dtensor,
+    make_spec,
+    spec_of,
+)
+from parallel3d._compat_foreach import local_tensors
 from parallel3d._packed import packing_of
 from parallel3d.errors import StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.buckets.grads import flat_gradient
 from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.storage import with_own_storage
 from parallel3d.fsdp.whole.transforms import chunk
+from parallel3d.optim.flat import by_bucket, padding_in
 
 __all__ = [
+    "Apart",
     "BucketPiece",
     "ParamPiece",
     "Piece",
@@ -89,25 +98,35 @@ def reduced(grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+class Apart(Exception):
+    """The parameters of a piece can't be stepped on as one tensor any more."""
+
+
 class Piece(ABC):
     """Some parameters of one group, stepped on as one plain tensor.
 
     Attributes:
         params: the parameters, as the user's groups have them.
         tensor: what the optimizer steps on.
+        padding: the parts of ``tensor`` that belong to no parameter, and must stay zero.
     """
 
     params: list[nn.Parameter]
     tensor: nn.Parameter
+    padding: list[torch.Tensor]
 
     @property
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether the parameters still live in ``tensor``, and the piece can be stepped on as one."""
+        """Whether the parameters still live in ``tensor``."""
 
     @abstractmethod
-    def grad(self) -> torch.Tensor | None:
-        """The gradient, in the shape and dtype of ``tensor``."""
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient, in the shape and dtype of ``tensor``.
+
+        Raises:
+            Apart: the parameters' gradients are not one tensor.
+        """
 
     @abstractmethod
     def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
@@ -126,8 +145,9 @@ class ParamPiece(Piece):
     """One parameter's local tensor."""
 
     def __init__(self, param: nn.Parameter) -> None:
-        self.params = [param]
+        self.params, self.padding = [param], []
         self._local = get_local_tensor(param) if isinstance(param, DTensor) else param
+        self._reduced: DTensorSpec | None = None  # the last gradient's
         self.tensor = param
         if isinstance(param, DTensor):
             self.tensor = nn.Parameter(self._local.detach(), requires_grad=param.requires_grad)
@@ -137,9 +157,17 @@ class ParamPiece(Piece):
         param = self.params[0]
         return not isinstance(param, DTensor) or get_local_tensor(param) is self._local
 
-    def grad(self) -> torch.Tensor | None:
+    def gradient(self) -> torch.Tensor | None:
         grad = self.params[0].grad
-        return None if grad is None else local_of(reduced(grad)).to(self.tensor.dtype)
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor):
+            spec = spec_of(grad)
+            if spec is not self._reduced:
+                self._reduced = spec_of(reduced(grad))
+        local = local_of(grad)
+        dtype = self.tensor.dtype
+        return local if local.dtype is dtype else local.to(dtype)
 
     def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [placed_as(self.params[0], value)]
@@ -158,40 +186,45 @@ class ParamPiece(Piece):
 
 
 class BucketPiece(Piece):
-    """All parameters of a bucket: its flat buffer."""
+    """All parameters of a bucket: its flat buffer, with what pads it.
+
+    An elementwise optimizer may do to the padding what it does: of the weights it is cleared again, as
+    gathers and casts run over whole buffers; of the state nobody sees it.
+    """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.flat = bucket.flat
         self.params = [param.sharded for param in bucket.params]
+        self.padding = padding_in(bucket, self.flat)
         self.tensor = nn.Parameter(self.flat, requires_grad=self.params[0].requires_grad)
-
-    @staticmethod
-    def suits(bucket: Bucket) -> bool:
-        """Whether the flat buffer is the parameters' memory without padding, which may hold anything."""
-        return (
-            not isinstance(bucket, ExtensionBucket)
-            and all(param.even for param in bucket.params)
-            and any(param.sharded.dim() for param in bucket.params)
-            and _are_views(bucket)
-            and _all_or_none(param.sharded for param in bucket.params)
-        )
 
     @property
     def is_current(self) -> bool:
         bucket = self.bucket
-        return bucket.flat is self.flat and _are_views(bucket) and _all_or_none(self.params)
+        return bucket.flat is self.flat and all(
+            map(is_, local_tensors(self.params), bucket.local_views)
+        )
 
-    def grad(self) -> torch.Tensor | None:
-        if self.params[0].grad is None:
-            return None
+    @property
+    def is_one(self) -> bool:
+        """Whether an optimizer can step on it as it is, and with the gradients that are there."""
+        try:
+            self.gradient()
+        except Apart:
+            return False
+        return self.is_current and any(param.dim() for param in self.params)
+
+    def gradient(self) -> torch.Tensor | None:
         grads = [param.grad for param in self.params]
         flat = flat_gradient(grads)
-        if flat is None:  # not the engine's, or changed by the user
-            flat = torch.cat(
-                [local_of(reduced(grad)).reshape(-1) for grad in grads if grad is not None]
-            )
-        return flat.to(self.tensor.dtype)
+        if flat is None:
+            if any(grad is not None for grad in grads):
+                raise Apart  # some are missing, not the engine's, or changed by the user
+            return None
+        for padding in padding_in(self.bucket, flat) if self.padding else ():
+            padding.zero_()
+        return flat if flat.dtype is self.flat.dtype else flat.to(self.flat.dtype)
 
     def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
         parts = self.bucket.local_parts(value.detach())
@@ -223,14 +256,6 @@ class BucketPiece(Piece):
         return joined
 
 
-def _are_views(bucket: Bucket) -> bool:
-    return all(p.local is v for p, v in zip(bucket.params, bucket.local_views, strict=True))
-
-
-def _all_or_none(params: Iterable[nn.Parameter]) -> bool:
-    return len({param.grad is None for param in params}) == 1
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether two single numbers are the same; tensors that differ by rank are the same nowhere."""
     if a is b:
@@ -243,27 +268,14 @@ def _same(a: Any, b: Any) -> bool:
 
 def pieces_of(params: list[nn.Parameter]) -> list[Piece]:
     """Pieces of the parameters of one group, in the order of the first parameter of each."""
-    buckets = [_bucket_of(param) for param in params]
-    present = Counter(id(bucket) for bucket in buckets if bucket is not None)
     pieces: list[Piece] = []
-    joined: set[int] = set()
-    for param, bucket in zip(params, buckets, strict=True):
-        if bucket is None or present[id(bucket)] < len(bucket.params):
-            pieces.append(ParamPiece(param))
-        elif id(bucket) in joined:
+    for each in by_bucket(params):
+        if not isinstance(each, Bucket):
+            pieces.append(ParamPiece(each))
             continue
-        elif BucketPiece.suits(bucket):
-            joined.add(id(bucket))
-            pieces.append(BucketPiece(bucket))
+        piece = BucketPiece(each)
+        if piece.is_one:
+            pieces.append(piece)
         else:
-            pieces.append(ParamPiece(param))
+            pieces.extend(map(ParamPiece, piece.params))
     return pieces
-
-
-def _bucket_of(param: nn.Parameter) -> Bucket | None:
-    """The bucket of which ``param`` is a sharded Parameter."""
-    owner = owner_of(param)
-    unit = owner.unit() if owner is not None and owner.unit is not None else None
-    if owner is None or unit is None or owner.sharded is not param:
-        return None
-    return next((b for b in unit.group.buckets if any(p is owner for p in b.params)), None)

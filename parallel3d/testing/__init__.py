@@ -4,23 +4,39 @@
 | --- | --- | --- |
 | ``fake_world(rank, world_size)`` | none: shapes, placements, counts | this one, as one rank |
 | ``local_world(n)`` | real | this one, as all ranks |
+| ``EmulatedNetwork(...)`` | none; collectives take the time they would | this one, as one rank |
 | ``GlooPool(size)`` | real | one for each rank |
 
 ``record_collectives(mesh)`` lists what was communicated in any of them.
 """
 
-from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
-from parallel3d.testing.parity import Parity, assert_parity, shards_of
-from parallel3d.testing.recorder import Collective, Recorder, record_collectives
-from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
+from typing import TYPE_CHECKING
+
+from parallel3d._lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.testing.emulated_network import (
+        EmulatedNetwork,
+        Link,
+        Transfer,
+        VirtualClock,
+    )
+    from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
+    from parallel3d.testing.parity import Parity, assert_parity, shards_of
+    from parallel3d.testing.recorder import Collective, Recorder, record_collectives
+    from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
 
 __all__ = [
     "Collective",
+    "EmulatedNetwork",
     "FakeWorld",
     "GlooPool",
+    "Link",
     "LocalWorld",
     "Parity",
     "Recorder",
+    "Transfer",
+    "VirtualClock",
     "WorkerError",
     "WorkerTimeout",
     "assert_parity",
@@ -29,3 +45,14 @@ __all__ = [
     "record_collectives",
     "shards_of",
 ]
+
+export_lazily(
+    __name__,
+    {
+        "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
+        "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
+        "testing.parity": "Parity assert_parity shards_of",
+        "testing.recorder": "Collective Recorder record_collectives",
+        "testing.worlds": "FakeWorld LocalWorld fake_world local_world",
+    },
+)

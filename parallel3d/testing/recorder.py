@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,8 @@ def record_collectives(*meshes: DeviceMesh) -> Iterator[Recorder]:
     """Record every collective issued in the body, forward and backward, ours and torch's.
 
     Works on any backend and under simulated ranks, where a collective counts once, not once per
-    rank; enter it inside ``local_world``. A coalesced call counts once. ``torch.compile``d code
+    rank; enter it inside ``local_world``. A coalesced call counts once, also where the engine has issued its
+    members one by one, for a backend that has none. ``torch.compile``d code
     runs eagerly while recording.
 
     Args:
@@ -201,6 +202,7 @@ class _RecordingMode(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
         self._axes = axes
+        self._last_call: object = None
 
     def __torch_dispatch__(
         self,
@@ -234,18 +236,27 @@ class _RecordingMode(TorchDispatchMode):
     ) -> None:
         values = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
         group = process_group_of(values[signature.group])
-        sizes = [_bytes(value) for value in [*values.values(), result]]
+        op, size = signature.op, max(_bytes(value) for value in [*values.values(), result])
         asynchronous = signature.asynchronous
         if asynchronous is None:
             asynchronous = bool(values.get("async_op", True))
+        if issuing.made_of is not None:
+            if issuing.noted:
+                return
+            (op, size), asynchronous, issuing.noted = issuing.made_of, True, True
         calls = self._recorder.calls
+        member = issuing.call is not None and issuing.call is self._last_call
+        self._last_call = issuing.call
+        if member and calls:
+            calls[-1] = replace(calls[-1], bytes=calls[-1].bytes + size)
+            return
         calls.append(
             Collective(
                 order=len(calls),
-                op=signature.op,
+                op=op,
                 axis=self._axes.get(group.group_name),
                 unit=unit,
-                bytes=0 if signature.op == "barrier" else max(sizes),
+                bytes=0 if op == "barrier" else size,
                 group_size=group.size(),
                 asynchronous=asynchronous,
             )

@@ -50,18 +50,13 @@ def fake_world(rank: int, world_size: int) -> Iterator[FakeWorld]:
         MeshError: ``rank`` or ``world_size`` out of range.
         StateError: a default process group is already initialised.
     """
-    _check_size("world_size", world_size)
-    if not _is_int(rank) or not 0 <= rank < world_size:
-        raise MeshError(
-            f"rank={rank!r}: must be an integer from 0 to {world_size - 1} "
-            f"in a world of {world_size}"
-        )
-    _check_no_group("fake_world")
+    check_rank(rank, world_size)
+    check_no_group("fake_world")
     init_fake_group(rank, world_size)
     try:
         yield FakeWorld(rank, world_size)
     finally:
-        _destroy_group()
+        destroy_group()
 
 
 class LocalWorld:
@@ -141,7 +136,7 @@ def local_world(n: int) -> Iterator[LocalWorld]:
             a plain tensor, which would silently do nothing.
     """
     _check_size("n", n)
-    _check_no_group("local_world")
+    check_no_group("local_world")
     if active_recorders:
         raise StateError(
             f"local_world({n}) was entered inside record_collectives(), which would then see no "
@@ -152,10 +147,11 @@ def local_world(n: int) -> Iterator[LocalWorld]:
         with SimulationMode(n) as mode:
             yield LocalWorld(n, mode)
     finally:
-        _destroy_group()
+        destroy_group()
 
 
-def _destroy_group() -> None:
+def destroy_group() -> None:
+    """Ends the default process group, and what torch remembers of its meshes."""
     # The body may have destroyed it already, which is no reason to hide the body's own error.
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -171,7 +167,18 @@ def _check_size(name: str, value: object) -> None:
         raise MeshError(f"{name}={value!r}: a world has a positive integer number of ranks")
 
 
-def _check_no_group(what: str) -> None:
+def check_rank(rank: object, world_size: object) -> None:
+    """Raises MeshError unless ``rank`` is one of a world of ``world_size``."""
+    _check_size("world_size", world_size)
+    if not _is_int(rank) or not 0 <= rank < world_size:  # type: ignore[operator]
+        raise MeshError(
+            f"rank={rank!r}: must be an integer from 0 to {world_size - 1} "  # type: ignore[operator]
+            f"in a world of {world_size}"
+        )
+
+
+def check_no_group(what: str) -> None:
+    """Raises StateError if this process has a default process group."""
     if dist.is_initialized():
         raise StateError(
             f"{what}: this process is already rank {dist.get_rank()} of a default process group "

@@ -10,43 +10,48 @@
 - Under it all: ``TpAxis`` and the autograd collectives, for modules with a forward of their own.
 """
 
-from parallel3d.tp.auto import auto_plan
-from parallel3d.tp.collectives import (
-    TpAxis,
-    copy_to_tp,
-    gather_from_tp,
-    gather_sequence,
-    reduce_from_tp,
-    reduce_scatter_sequence,
-    scatter_sequence,
-    split_to_tp,
-)
-from parallel3d.tp.heads.local_attributes import PlannedAttribute, local_attributes
-from parallel3d.tp.logits.head import LogitsHead
-from parallel3d.tp.logits.vocab_logits import VocabLogits
-from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from parallel3d.tp.names import STYLE_NAMES, parse_style
-from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
-from parallel3d.tp.same_batch import check_same_batch
-from parallel3d.tp.styles import (
-    Colwise,
-    Experts,
-    HeadArguments,
-    IdentityExpert,
-    LocalParams,
-    LocalSizes,
-    PrepareInput,
-    PrepareInputOutput,
-    PrepareOutput,
-    Replicated,
-    RopeOutput,
-    Rowwise,
-    SequenceParallel,
-    SplitHeads,
-    Style,
-    VocabParallel,
-)
-from parallel3d.tp.torch_styles import TorchStyle
+from typing import TYPE_CHECKING
+
+from parallel3d._lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.tp.auto import auto_plan
+    from parallel3d.tp.collectives import (
+        TpAxis,
+        copy_to_tp,
+        gather_from_tp,
+        gather_sequence,
+        reduce_from_tp,
+        reduce_scatter_sequence,
+        scatter_sequence,
+        split_to_tp,
+    )
+    from parallel3d.tp.heads.local_attributes import PlannedAttribute, local_attributes
+    from parallel3d.tp.logits.head import LogitsHead
+    from parallel3d.tp.logits.vocab_logits import VocabLogits
+    from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+    from parallel3d.tp.names import STYLE_NAMES, parse_style
+    from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
+    from parallel3d.tp.same_batch import check_same_batch
+    from parallel3d.tp.styles import (
+        Colwise,
+        Experts,
+        HeadArguments,
+        IdentityExpert,
+        LocalParams,
+        LocalSizes,
+        PrepareInput,
+        PrepareInputOutput,
+        PrepareOutput,
+        Replicated,
+        RopeOutput,
+        Rowwise,
+        SequenceParallel,
+        SplitHeads,
+        Style,
+        VocabParallel,
+    )
+    from parallel3d.tp.torch_styles import TorchStyle
 
 __all__ = [
     "STYLE_NAMES",
@@ -89,3 +94,27 @@ __all__ = [
     "split_to_tp",
     "vocab_parallel_cross_entropy",
 ]
+
+export_lazily(
+    __name__,
+    {
+        "tp.auto": "auto_plan",
+        "tp.collectives": (
+            "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
+            "reduce_scatter_sequence scatter_sequence split_to_tp"
+        ),
+        "tp.heads.local_attributes": "PlannedAttribute local_attributes",
+        "tp.logits.head": "LogitsHead",
+        "tp.logits.vocab_logits": "VocabLogits",
+        "tp.loss": "linear_cross_entropy vocab_parallel_cross_entropy",
+        "tp.names": "STYLE_NAMES parse_style",
+        "tp.plan": "PlannedModule PlannedParam ResolvedPlan resolve_plan",
+        "tp.same_batch": "check_same_batch",
+        "tp.styles": (
+            "Colwise Experts HeadArguments IdentityExpert LocalParams LocalSizes PrepareInput "
+            "PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise SequenceParallel "
+            "SplitHeads Style VocabParallel"
+        ),
+        "tp.torch_styles": "TorchStyle",
+    },
+)

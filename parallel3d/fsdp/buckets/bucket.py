@@ -4,12 +4,14 @@ Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots)
 
 - ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors share its memory, so
   the all-gather needs no packing and a cast is one kernel.
-- ``gathered`` (n * S): what the all-gather writes, one row of S per rank. Alive during the gather.
 - ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
-  and no cast it is ``flat`` itself.
+  and no cast it is ``flat`` itself. Those that travel in place (see ``in_place``), which come first, are
+  gathered right into it.
+- ``gathered`` (n * P; P = slots of the others): where those are gathered, one row of P per rank. Alive
+  during the gather.
 
 The last two keep their tensors and views for the model's life; only their storage comes and goes. The
-input of the reduce-scatter, laid out as ``gathered``, belongs to ``grads``.
+inputs of the reduce-scatter, laid out as the outputs of the all-gather, belong to ``grads``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ from parallel3d._compat import foreach_copy_, grads_may_differ_in_dtype, local_t
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.buckets.grads import GradientSlots
+from parallel3d.fsdp.buckets.in_place import (
+    count_in_place,
+    is_small,
+    packs_as_chunks,
+    pieces,
+    put_first,
+)
 from parallel3d.fsdp.buckets.offload import places_of
 from parallel3d.fsdp.buckets.small_world import SmallWorld
 from parallel3d.fsdp.param import ShardedParam
@@ -36,6 +45,7 @@ from parallel3d.fsdp.storage import allocate, release, with_own_storage
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.gate import Gate
     from parallel3d.fsdp.comms.hooked_reduce import HookedReduce
+    from parallel3d.fsdp.running.half_way import HalfWay
     from parallel3d.fsdp.running.step_guard import StepGuard
 
 __all__ = ["Bucket"]
@@ -46,6 +56,9 @@ class Bucket:
 
     Attributes:
         policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
+        in_place: how many parameters, the first ones, travel in place.
+        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
+        small_grads: by parameter, whether its gradient may wait to be packed with others.
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
         replicate_groups: groups that gradients are all-reduced over.
         second_group: group of a second reduce-scatter, after that over shard; see ``hybrid_bucket``.
@@ -66,12 +79,14 @@ class Bucket:
         force_sum: whether the user has asked for sums only, which ours always are.
         guard: where the parameters are updated within the backward: see ``StepGuard``.
         gate: what takes the gradients where the unsharded parameters are the shards; see ``gate``.
+        half_way: what waits for half of the gradients.
     """
 
     gate: Gate | None = None
     joinable = (
         True  # whether one all-gather may carry it together with others; see ``joint_gather``
     )
+    packs_all = False  # whether no parameter travels in place
     # What there is one of for each dtype that the bucket computes in; see ``eval_precision``.
     by_precision: tuple[str, ...] = (
         "policy",
@@ -82,6 +97,7 @@ class Bucket:
         "has_own_unsharded",
         "unsharded",
         "gathered",
+        "gather_outputs",
         "region_views",
         "gathered_views",
         "compute_params",
@@ -97,10 +113,7 @@ class Bucket:
         offload: Any = None,
     ) -> None:
         self.unit = unit
-        # Partial gradients last: their sum over tp is then one collective on the buffer's tail.
-        self.params = sorted(
-            params, key=lambda p: (p.layout.tp_grad == "partial", p.may_be_partial)
-        )
+        self.params = put_first(params, axes.mesh.device_type)
         self.axes = axes
         self.given_policy = policy
         self.full = False
@@ -108,6 +121,10 @@ class Bucket:
         self._set_options()
         self.parts = self.params[0].parts
         self._find_groups()
+        self.in_place = 0
+        if self.shard_group is not None and not self.packs_all:
+            self.in_place = count_in_place(self.params, axes.mesh.device_type)
+        self.small_grads = [is_small(p, axes.mesh.device_type) for p in self.params]
         self.gathering: Any = None  # an all-gather under way: what to wait for, and its input
         self.build(self._device())
 
@@ -122,6 +139,7 @@ class Bucket:
         self.max_inputs = 1
         self.force_sum = False
         self.guard: StepGuard | None = None
+        self.half_way: HalfWay | None = None
 
     def _find_groups(self) -> None:
         axes = self.axes
@@ -179,6 +197,11 @@ class Bucket:
         self.set_dtypes()
         self.slot_sizes = [p.slot_numel for p in params]
         self.numel = sum(self.slot_sizes)
+        self.packed = sum(self.slot_sizes[self.in_place :])
+        self.packs_as_chunks = all(map(packs_as_chunks, params[self.in_place :]))
+        self.member_sizes = self.slot_sizes[: self.in_place]
+        if self.packed or not self.in_place:
+            self.member_sizes = [*self.member_sizes, self.packed]
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         self.grads = GradientSlots(self)
         self.small: SmallWorld | None = None
@@ -212,12 +235,13 @@ class Bucket:
         else:
             self.unsharded = self.flat
         regions = self.unsharded.split([n * size for size in self.slot_sizes])
-        # A lone parameter cut along dim 0 lies in the gathered buffer as in the unsharded one.
-        lone = params[0] if len(params) == 1 else None
-        in_place = n == 1 or (lone is not None and lone.dim == 0 and lone.fills_slot)
-        self.gathered = self.unsharded if in_place else torch.empty_like(self.unsharded)
-        pairs = self.copy_pairs(self.gathered.view(n, -1))
-        self.region_views, self.gathered_views = map(list, zip(*pairs, strict=True))
+        self.gathered = self.unsharded
+        if n > 1:
+            self.gathered = self.unsharded.new_empty(n * self.packed)
+        pairs = self.copy_pairs(self.gathered.view(n, self.packed), since=self.in_place)
+        self.region_views = [region for region, _ in pairs]
+        self.gathered_views = [held for _, held in pairs]
+        self.gather_outputs = [*regions[: self.in_place], self.gathered][: len(self.member_sizes)]
         self.compute_params = [
             # .data: a version counter of its own, so that gathering again in backward is not taken
             # for an in-place change of a saved tensor.
@@ -236,22 +260,47 @@ class Bucket:
         """After it has come back to one that it has computed in before."""
 
     def copy_pairs(
-        self, rows: torch.Tensor, first: int = 0
+        self, rows: torch.Tensor, first: int = 0, *, since: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of ``unsharded``, the same in ``rows``): shard ranks' rows of S, from rank ``first`` on."""
+        """(part of ``unsharded``, the same in ``rows``): shard ranks' rows, from rank ``first`` on.
+
+        Args:
+            rows: (ranks, slots): of the parameters from index ``since`` on.
+        """
         with torch.inference_mode(False), torch.no_grad():  # no views of ours in inference mode
-            columns = rows.split(self.slot_sizes, dim=1)
+            columns = rows.split(self.slot_sizes[since:], dim=1)
             regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
             return [
                 pair
-                for param, region, column in zip(self.params, regions, columns, strict=True)
+                for param, region, column in zip(
+                    self.params[since:], regions[since:], columns, strict=True
+                )
                 for pair in param.copy_pairs(region, column, first)
             ]
 
-    def views_by_rank(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in a buffer laid out as ``gathered``, shaped as ``ShardedParam.by_rank`` does."""
-        columns = gathered.view(self.parts, self.numel).split(self.slot_sizes, dim=1)
-        return [p.slots_by_rank(c) for p, c in zip(self.params, columns, strict=True)]
+    def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]:
+        """The parameters from index ``since`` on in a buffer of one row of slots per shard rank, shaped as
+        ``ShardedParam.by_rank`` does."""
+        columns = packed.view(self.parts, -1).split(self.slot_sizes[since:], dim=1)
+        return [p.slots_by_rank(c) for p, c in zip(self.params[since:], columns, strict=True)]
+
+    def members(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """What a rank brings to the all-gather, (rows * S,), as the call takes it: of each parameter in
+        place its rows, and the rows of the others, packed."""
+        rows = part.numel() // self.numel if self.numel else 1
+        return pieces(part, [rows * size for size in self.member_sizes])
+
+    def member_pairs(
+        self, members: list[torch.Tensor], first: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As ``copy_pairs``, of ``members`` of some ranks."""
+        k, pairs = self.in_place, []
+        regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+        for param, region, member in zip(self.params[:k], regions, members, strict=False):
+            pairs += param.copy_pairs(region, member.view(-1, param.slot_numel), first)
+        for packed in members[k:]:
+            pairs += self.copy_pairs(packed.view(-1, self.packed), first, since=k)
+        return pairs
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' real rows in a sharded buffer (S,)."""
@@ -303,13 +352,18 @@ class Bucket:
 
     # -- unshard -----------------------------------------------------------------------------------
 
-    def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocates and returns (output, input) of the all-gather; the input is in compute dtype."""
-        if self.gather_comm is not None and self.shard_group is not None:
-            return self._custom_buffers()
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
+        in_rows = self.gather_comm is not None
+        if self.part is not None and self.small is not None:
+            in_rows = self.small.in_rows
+        if in_rows and self.shard_group is not None:
+            return self._row_buffers()
         self.custom_gathered = None
+        if self.in_place:
+            allocate(self.unsharded)
         allocate(self.gathered)
-        return self.gathered, self.gather_input()
+        return self.gather_outputs, self.members(self.gather_input())
 
     def gather_input(self) -> torch.Tensor:
         """What this rank brings to the all-gather."""
@@ -318,20 +372,21 @@ class Bucket:
         flat = self.flat
         if self.offloaded:  # cast over there: half the bytes would be cast by the CPU otherwise
             flat = flat.to(self.device, non_blocking=self.pin)
-        return flat.to(self.compute_dtype)
+        return flat if flat.dtype is self.compute_dtype else flat.to(self.compute_dtype)
 
-    def _custom_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For a custom all-gather: its memory, and the input already in its place there."""
+    def _row_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """For a custom all-gather, of one row of S per rank: its memory, and the input in its place there."""
         source = self.gather_input()
-        size = self.parts * self.numel
-        output = self.gather_comm.allocate((size,), dtype=self.compute_dtype, device=self.device)
+        make = torch.empty if self.gather_comm is None else self.gather_comm.allocate
+        size = (self.parts * self.numel,)
+        output = make(size, dtype=self.compute_dtype, device=self.device)
         rank = self.axes.coordinate(self.axes.shard)
         if self.part is not None and self.small is not None:
             rank = self.small.rank
         part = output.narrow(0, rank * source.numel(), source.numel())
         part.copy_(source)
         self.custom_gathered = output
-        return output, part
+        return [output], [part]
 
     def copy_out(self) -> None:
         """After the all-gather: the gathered rows into the parameters' places."""
@@ -340,8 +395,9 @@ class Bucket:
             pairs = self.copy_pairs(self.custom_gathered.view(self.parts, -1))
             self.custom_gathered = None
             foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
-        elif self.gathered is not self.unsharded:
-            allocate(self.unsharded)
+        elif self.region_views and self.gathered is not self.unsharded:
+            if not self.in_place:
+                allocate(self.unsharded)
             foreach_copy_(self.region_views, self.gathered_views)
 
     def cast_whole(self) -> None:
@@ -364,8 +420,9 @@ class Bucket:
         """Before ``free_unsharded``: keeps what the next all-gather, over ``ranks`` ranks only, needs."""
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
-        if self.small is None or self.small.ranks != ranks:
-            self.small = SmallWorld(self, ranks)
+        in_rows = self.gather_comm is not None
+        if self.small is None or (self.small.ranks, self.small.in_rows) != (ranks, in_rows):
+            self.small = SmallWorld(self, ranks, in_rows=in_rows)
         self.part = self.small.keep()
         self.gather_group = self.small.group
 
@@ -383,9 +440,18 @@ class Bucket:
         """What the sum of the ranks' gradients is divided by."""
         return self.axes.data_size if self.divide_factor is None else self.divide_factor
 
-    def reduce_input(self) -> torch.Tensor:
-        """Memory for the input of the reduce-scatter, (n * S,), in reduce dtype."""
-        size = self.parts * self.numel
+    @property
+    def reduced_in_place(self) -> int:
+        """How many gradients, the first ones, are reduced from where they are.
+
+        None where the user reduces, who is given one row of S per rank.
+        """
+        own = self.comm_hook is None and self.scatter_comm is None
+        return self.in_place if own else 0
+
+    def reduce_input(self, since: int) -> torch.Tensor:
+        """Memory for one row per shard rank of the gradients from index ``since`` on, in reduce dtype."""
+        size = self.parts * sum(self.slot_sizes[since:])
         if self.scatter_comm is not None and self.shard_group is not None:
             return self.scatter_comm.allocate((size,), dtype=self.reduce_dtype, device=self.device)
         return torch.empty(size, dtype=self.reduce_dtype, device=self.device)

@@ -42,6 +42,7 @@ class ExtensionBucket(Bucket):
     """
 
     joinable = False  # it gathers bytes of its own making
+    packs_all = True
     by_precision = (
         "policy",
         "compute_dtype",
@@ -161,13 +162,13 @@ class ExtensionBucket(Bucket):
 
     # -- unshard -----------------------------------------------------------------------------------
 
-    def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (output, input) of the all-gather, both bytes."""
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns (output, input) of the all-gather, both bytes, as lists of one."""
         with _unrecorded():
             inputs = [self.part] if self.part is not None else self._inputs()
             if self.gather_comm is None or self.shard_group is None:
                 allocate(self.gathered)
-                return self.gathered, inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+                return [self.gathered], [inputs[0] if len(inputs) == 1 else torch.cat(inputs)]
             self.custom_gathered = output = self.gather_comm.allocate(
                 (self.gathered.numel(),), dtype=torch.uint8, device=self.device
             )
@@ -176,7 +177,7 @@ class ExtensionBucket(Bucket):
             rank = rank if self.part is None else self.rank_in_small
             part = output.narrow(0, rank * size, size)
             torch.cat(inputs, out=part)
-            return output, part
+            return [output], [part]
 
     def _inputs(self) -> list[torch.Tensor]:
         by_param = []
@@ -247,7 +248,7 @@ class ExtensionBucket(Bucket):
 
     def cast_whole(self) -> None:
         """Unshard without a shard axis: as if gathered from this rank alone."""
-        output, part = self.gather_buffers()
+        (output,), (part,) = self.gather_buffers()
         with _unrecorded():
             output.copy_(part)
         self.copy_out()

@@ -1,7 +1,7 @@
 """GradientSlots: a bucket's gradients from their arrival in backward to the parameters' ``.grad``.
 
-A gradient is copied (cast, and rearranged) into the reduce input the moment autograd has it, and freed.
-What ``.grad`` of a sharded Parameter may hold at rest:
+Gradients come one by one, and go into the inputs of one reduce-scatter: those of parameters in place as they
+are, the others packed; see ``reduce_input``. What ``.grad`` of a sharded Parameter may hold at rest:
 
 - reduced: a DTensor placed as the Parameter. The gradient.
 - partial: ``Partial()`` on replicate: reduce-scattered, waiting for the all-reduce that
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor, set_grad
 from parallel3d.fsdp.buckets.grad_pool import PLACE, GradPool, make_gradients
 from parallel3d.fsdp.buckets.held_sum import HeldSum
+from parallel3d.fsdp.buckets.reduce_input import ReduceInput
 from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class GradientSlots:
         self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
         self.arrived: set[int] = set()
         self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
-        self.input: torch.Tensor | None = None
-        self.input_views: list[torch.Tensor] = []
+        self.input: ReduceInput | None = None
         self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
         self.partial: HeldSum | None = None  # put off by set_requires_all_reduce(False)
         self.pool = GradPool()
@@ -87,38 +87,35 @@ class GradientSlots:
         part = False
         if isinstance(grad, DTensor):
             grad, part = param.local_grad(grad, bucket.reduce_dtype)
-        by_rank = param.grad_by_rank(grad)
         if not sync:
-            self._hold_whole(index, by_rank, part)
+            self._hold_whole(index, param.grad_by_rank(grad), part)
         else:
             if self.input is None:
-                self._allocate_input()
+                self.input = self._new_input()
             first = index not in self.arrived
             if part or index in self.over_tp:
-                by_rank = self._as_part(index, by_rank, part=part, first=first)
+                grad = self._as_part(index, grad, part=part, first=first)
             if first:
-                self.input_views[index].copy_(by_rank)
+                self.input.take(index, grad)
             else:
-                self.input_views[index].add_(by_rank)
+                self.input.add(index, grad)
         self.arrived.add(index)
 
-    def _as_part(
-        self, index: int, by_rank: torch.Tensor, *, part: bool, first: bool
-    ) -> torch.Tensor:
-        """``by_rank`` as a summand of parts over tp; see ``tp_sums``."""
+    def _as_part(self, index: int, grad: torch.Tensor, *, part: bool, first: bool) -> torch.Tensor:
+        """``grad`` as a summand of parts over tp; see ``tp_sums``."""
         n = self.bucket.params[index].tp_size
         if index not in self.over_tp:
             self.over_tp.add(index)
             if not first:
-                self.input_views[index].div_(n)
-        return by_rank if part else by_rank / n
+                assert self.input is not None
+                self.input.view(index).div_(n)
+        return grad if part else grad / n
 
-    def _allocate_input(self) -> None:
+    def _new_input(self) -> ReduceInput:
         bucket = self.bucket
-        self.input = bucket.reduce_input()
-        self.input_views = bucket.views_by_rank(self.input)
         if bucket.reduce_unused:  # others may have a part where this rank has nothing
             self.over_tp.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
+        return ReduceInput(bucket)
 
     def _hold_whole(self, index: int, by_rank: torch.Tensor, part: bool) -> None:
         bucket = self.bucket
@@ -222,7 +219,7 @@ class GradientSlots:
     def forget(self) -> None:
         """Drops what a backward has brought."""
         self.arrived, self.over_tp = set(), set()
-        self.input, self.input_views, self.in_flight = None, [], None
+        self.input, self.in_flight = None, None
 
     def drop_waiting(self) -> None:
         """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
@@ -265,60 +262,56 @@ class GradientSlots:
             self.in_flight = None
 
     def start(self, *, all_reduce: bool) -> ReduceJob:
-        """Hands over the reduce input, sums put off by earlier micro-batches folded in."""
+        """Hands over the reduce inputs, sums put off by earlier micro-batches folded in."""
         bucket = self.bucket
         self.settle()
         used = set(self.arrived)
         if self.input is None:
             used = set()
-            self._allocate_input()
-        assert self.input is not None
-        for index in range(len(bucket.params)):
-            if index not in used:
-                self.input_views[index].zero_()
+            self.input = self._new_input()
         if self.whole is not None:
             used.update(self.whole.take(self.sharded))
-            self._add_to_input(self.whole)
+            self._add_to_input(self.input, self.whole)
         earlier = None
         if self.partial is not None and all_reduce:
             used.update(self.partial.take(self.sharded))
             earlier, self.partial = self._waiting(self.partial), None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
-        scale, rest = self._divide_input()
+        before, scale, rest = self._divisors()
+        inputs = self.input.finish(before)
         over_tp = frozenset(self.over_tp)
-        job = ReduceJob(bucket, self.input, sorted(used), scale, all_reduce, earlier, over_tp, rest)
+        job = ReduceJob(bucket, inputs, sorted(used), scale, all_reduce, earlier, over_tp, rest)
         self.forget()
         self.whole = None
         return job
 
-    def _divide_input(self) -> tuple[float, float]:
-        """Divides what is sent; returns what the sum over shard and that over replicate are multiplied by."""
+    def _divisors(self) -> tuple[float, float, float]:
+        """What the inputs are divided by, and what the sum over shard and that over replicate are multiplied
+        by."""
         bucket = self.bucket
         if bucket.comm_hook is not None:
-            return 1.0, 1.0  # it divides by itself
+            return 1.0, 1.0, 1.0  # it divides by itself
         before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
         after = before / bucket.divisor
         if before == 1:
-            return after, 1.0
-        assert self.input is not None
-        self.input.div_(before)
+            return 1.0, after, 1.0
         # What is left of it would come before the sum over replicate, and too small for it.
         again = bucket.replicate_groups or bucket.second_group is not None
-        return (1.0, after) if again else (after, 1.0)
+        return (before, 1.0, after) if again else (before, after, 1.0)
 
     def _waiting(self, held: HeldSum) -> torch.Tensor:
         """A partial sum as the reduce-scatter's result lies."""
         return held.flat
 
-    def _add_to_input(self, whole: HeldSum) -> None:
+    def _add_to_input(self, given: ReduceInput, whole: HeldSum) -> None:
         bucket = self.bucket
         for index in self.over_tp ^ whole.over_tp:  # only one of the two is a part
-            total = (self.input_views if index in whole.over_tp else whole.parts)[index]
+            total = given.view(index) if index in whole.over_tp else whole.parts[index]
             total.div_(bucket.params[index].tp_size)
         self.over_tp |= whole.over_tp
-        for view, part in zip(self.input_views, whole.parts, strict=True):
-            view.add_(part.to(bucket.device) if bucket.offloaded else part)
+        for index, part in enumerate(whole.parts):
+            given.add_by_rank(index, part.to(bucket.device) if bucket.offloaded else part)
 
     def finish(self, job: ReduceJob) -> None:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""

@@ -54,6 +54,7 @@ class HybridBucket(Bucket):
     """
 
     joinable = False
+    packs_all = True  # the R parts of a parameter are not neighbours in ``copy``
 
     def _find_groups(self) -> None:
         super()._find_groups()

@@ -36,7 +36,7 @@ class JointGather:
         self.buckets = list(buckets)
         self.shard_group: ProcessGroup | None = buckets[0].shard_group
         self.gather_group: Any = self.shard_group
-        self.numel = sum(bucket.numel for bucket in buckets)
+        self.packed = sum(bucket.packed for bucket in buckets)
         self.gathering: Any = None
         self._output: torch.Tensor | None = None
 
@@ -45,23 +45,38 @@ class JointGather:
         """Name of the unit, for the record."""
         return self.buckets[0].unit
 
-    def gather_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (n * S) and input (S) of the all-gather, S over all buckets; in compute dtype."""
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs and inputs of the all-gather, in compute dtype: what travels in place, and of all buckets
+        together what is packed."""
         first = self.buckets[0]
-        part = torch.cat([bucket.flat.to(first.compute_dtype) for bucket in self.buckets])
-        size = first.parts * self.numel
-        self._output = torch.empty(size, dtype=part.dtype, device=part.device)
-        return self._output, part
+        outputs, inputs, packed = [], [], []
+        for bucket in self.buckets:
+            if bucket.in_place:
+                allocate(bucket.unsharded)
+            mine = bucket.members(bucket.flat.to(first.compute_dtype))
+            inputs += mine[: bucket.in_place]
+            packed += mine[bucket.in_place :]
+            outputs += bucket.gather_outputs[: bucket.in_place]
+        if packed:
+            part = torch.cat(packed)
+            self._output = part.new_empty(first.parts * self.packed)
+            inputs.append(part)
+            outputs.append(self._output)
+        return outputs, inputs
 
     def copy_out(self) -> None:
         """The gathered rows into the parameters' places."""
-        assert self._output is not None
+        if self._output is None:
+            return
         with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
-            columns = self._output.view(-1, self.numel).split([b.numel for b in self.buckets], 1)
+            sizes = [bucket.packed for bucket in self.buckets]
+            columns = self._output.view(-1, self.packed).split(sizes, dim=1)
         for bucket, held in zip(self.buckets, columns, strict=True):
-            allocate(bucket.unsharded)
-            pairs = bucket.copy_pairs(held)
-            foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
+            if not bucket.in_place:
+                allocate(bucket.unsharded)
+            if bucket.packed:
+                pairs = bucket.copy_pairs(held, since=bucket.in_place)
+                foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
 
     def free_gathered(self) -> None:
         """After ``copy_out``."""

@@ -188,7 +188,7 @@ class JointReduce:
             flat.div_(before)
             if self.replicate_groups:  # see ``GradientSlots``
                 scale, rest = rest, scale
-        return ReduceJob(self, flat, [], scale, all_reduce, None, (), rest)  # type: ignore[arg-type]
+        return ReduceJob(self, [flat], [], scale, all_reduce, None, (), rest)  # type: ignore[arg-type]
 
     def _span(self, flat: torch.Tensor) -> torch.Tensor:
         there = [place for place, used in enumerate(self.used) if used is not None]

@@ -27,9 +27,11 @@ def make_buckets(
     """
     grouped: dict[tuple[type[Bucket], *tuple[object, ...]], list[ShardedParam]] = {}
     policies: dict[object, MixedPrecisionPolicy] = {}
+    # By ranks: two equal meshes in one process have groups of other names.
+    meshes = {id(param.tp_mesh): param.tp_mesh for param in params}
+    ranks = {i: None if m is None else tuple(m.mesh.tolist()) for i, m in meshes.items()}
     for param in params:
-        # By ranks: two equal meshes in one process have groups of other names.
-        tp = None if param.tp_mesh is None else tuple(param.tp_mesh.mesh.tolist())
+        tp = ranks[id(param.tp_mesh)]
         assert param.initial is not None
         meta = param.initial.is_meta
         kind = HybridBucket if param.axes.over_replicate else Bucket

@@ -22,7 +22,9 @@ class ReduceJob:
     """One reduction under way.
 
     Attributes:
-        tensor: the reduce input (n * S), later its result (S,), in reduce dtype. With HFSDP (R * S,) in
+        inputs: of the reduce-scatter: of each parameter reduced in place its gradient (n * slots), and of the
+            others one row of slots per shard rank; in reduce dtype. Empty once they have been read.
+        tensor: its result (S,); before, where nothing is scattered, the input. With HFSDP (R * S,) in
             between.
         used: indices of the parameters that got a gradient.
         scale: what the sum over ranks is multiplied by.
@@ -34,13 +36,16 @@ class ReduceJob:
     """
 
     bucket: Bucket
-    tensor: torch.Tensor
+    inputs: list[torch.Tensor]
     used: list[int]
     scale: float
     all_reduce: bool
     earlier: torch.Tensor | None
     over_tp: Collection[int] = ()
     rest: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.tensor = self.inputs[0]
 
     @property
     def final(self) -> bool:
@@ -55,10 +60,13 @@ class ReduceJob:
         return tensor
 
     def finish_scatter(self, work: ScatterWork | None) -> None:
-        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
+        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums. Once."""
+        if not self.inputs:
+            return
         bucket = self.bucket
         if work is not None:
             self.tensor = work.wait()
+        self.inputs = []
         if self.scale != 1.0:
             self.tensor.mul_(self.scale)
         if bucket.tp_group is not None:

@@ -46,22 +46,30 @@ def _make_small_mesh(mesh: DeviceMesh, shard: int, ranks: int) -> DeviceMesh:
 class SmallWorld:
     """What a bucket's rank keeps of the unsharded parameters, and with whom it shares them.
 
+    It lies as the next all-gather sends it: of each parameter in place its n/k rows, then rows of the others.
+
     Attributes:
+        in_rows: whether it lies in rows of all parameters instead, as custom all-gathers send it.
         group: the k ranks that hold the parameters once together.
         rank: this rank's place among them.
         buffer: (n/k * S,) in compute dtype; has storage while it is kept.
     """
 
-    def __init__(self, bucket: Bucket, ranks: int) -> None:
+    def __init__(self, bucket: Bucket, ranks: int, *, in_rows: bool = False) -> None:
         mesh = small_mesh(bucket.axes, ranks)
         self.ranks = ranks
+        self.in_rows = in_rows
         self.group = mesh.get_group(_WITHIN)
         self.rank = mesh.get_local_rank(_WITHIN)
         rows = bucket.parts // ranks
         self.buffer = torch.empty(
             rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
         )
-        pairs = bucket.copy_pairs(self.buffer.view(rows, -1), self.rank * rows)
+        first = self.rank * rows
+        if in_rows:
+            pairs = bucket.copy_pairs(self.buffer.view(rows, -1), first)
+        else:
+            pairs = bucket.member_pairs(bucket.members(self.buffer), first)
         self._sources, self._targets = map(list, zip(*pairs, strict=True))
         release(self.buffer)
 

@@ -46,11 +46,11 @@ class CpuComm:
             return
         if bucket.gathering is not None:  # left behind by an exception; it writes to our buffer
             _wait_quietly(bucket.gathering[0])
-        output, part = bucket.gather_buffers()
+        outputs, parts = bucket.gather_buffers()
         work = all_gather(
-            output, part, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
+            outputs, parts, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
         )
-        bucket.gathering = (work, part)  # gloo reads ``part`` until it is done
+        bucket.gathering = (work, parts)  # gloo reads ``parts`` until it is done
 
     def finish_gather(self, bucket: Bucket | JointGather) -> None:
         """See ``Comm``."""
@@ -85,9 +85,11 @@ class CpuComm:
         work = None
         if bucket.scatter_group is not None:
             memory = bucket.grads.result_memory(job)
-            work = _scatter(bucket, job.tensor, bucket.scatter_group, bucket.scatter_comm, memory)
+            work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm, memory)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
+        if work is None and len(self.scattering) == 1:
+            self._advance()  # nothing is scattered, so there is nothing to let run first
         if bucket.guard is not None:
             self._complete_early()
 
@@ -108,7 +110,7 @@ class CpuComm:
         job.finish_scatter(work)
         if bucket.second_group is not None:
             if job.final:
-                works.append(_scatter(bucket, job.tensor, bucket.second_group))
+                works.append(_scatter(bucket, [job.tensor], bucket.second_group))
             return
         if job.all_reduce:
             reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
@@ -134,6 +136,16 @@ class CpuComm:
             bucket.all_reduce_hook(job.tensor)
         bucket.grads.finish(job)
 
+    @property
+    def holds_inputs(self) -> bool:
+        """See ``Comm``."""
+        return bool(self.scattering)
+
+    def free_inputs(self) -> None:
+        """See ``Comm``. All-reduces are issued later: on one link they would delay the next gather."""
+        for job, work in self.scattering:
+            job.finish_scatter(work)
+
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""
         while any(job.bucket is bucket for job, _ in self.scattering):
@@ -145,6 +157,10 @@ class CpuComm:
     def finish(self) -> None:
         """See ``Comm``."""
         while self.scattering:
+            # What has come is put away while the last reductions communicate: nobody computes any more. The
+            # newest all-reduce may still run, and the next one must not wait for it.
+            while self.reducing and not (self.reducing[0][1] and len(self.reducing) == 1):
+                self._complete(*self.reducing.popleft())
             self._advance()
         while self.reducing:
             self._complete(*self.reducing.popleft())
@@ -168,15 +184,17 @@ class CpuComm:
 
 def _scatter(
     bucket: Bucket,
-    tensor: torch.Tensor,
+    inputs: list[torch.Tensor],
     group: ProcessGroup,
     comm: Any = None,
-    memory: torch.Tensor | None = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
-        return bucket.comm_hook.reduce_scatter(tensor, group, unit=bucket.unit)
-    return reduce_scatter(tensor, group, unit=bucket.unit, device_type="cpu", comm=comm, result=memory)
+        return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
+    return reduce_scatter(
+        inputs, group, unit=bucket.unit, device_type="cpu", comm=comm, result=result
+    )
 
 
 def _wait_quietly(work: Any) -> None:

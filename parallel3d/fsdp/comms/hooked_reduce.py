@@ -41,7 +41,7 @@ class HookedReduce:
         """(n * S,) of every rank -> (S,) of what the hook makes of it."""
         size = whole.numel() // group.size()
         output = torch.empty(size, dtype=whole.dtype, device=whole.device)
-        return ScatterWork(self._call(group, unit, whole, output), output, rows_to_sum=False)
+        return ScatterWork(self._call(group, unit, whole, output), output)
 
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> Any:
         """In place; returns what there is to wait for, if anything."""

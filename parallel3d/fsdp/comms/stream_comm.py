@@ -23,7 +23,7 @@ __all__ = ["StreamComm"]
 @dataclass(eq=False)
 class _InFlight:
     job: ReduceJob
-    source: torch.Tensor | None  # the reduce-scatter's input, allocated on the compute stream
+    source: list[torch.Tensor]  # the reduce-scatter's inputs, allocated on the compute stream
     scattered: Any  # event: the input has been read
     done: Any  # event: the result is final
     on_device: torch.Tensor | None = None  # what the result was copied home from
@@ -79,20 +79,20 @@ class StreamComm:
             self.copy_in.wait_event(self.post_optim_event)
             self.post_optim_event = None
         with self.device.stream(self.copy_in):
-            output, part = bucket.gather_buffers()
+            outputs, parts = bucket.gather_buffers()
             if bucket.shard_group is None:
-                output.copy_(part)
+                outputs[0].copy_(parts[0])
         self.gather.wait_stream(self.copy_in)  # the cast shards must be there
         with self.device.stream(self.gather):
             if bucket.shard_group is not None:
                 work = all_gather(
-                    output, part, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
+                    outputs, parts, bucket.gather_group, unit=bucket.unit, comm=bucket.gather_comm
                 )
                 if work is not None:
                     work.wait()  # the backend's own stream -> ours; does not block the CPU
             event = self.gather.record_event()
-        # ``part`` stays alive until compute has waited for the gather that reads it.
-        bucket.gathering = (event, part)
+        # ``parts`` stay alive until compute has waited for the gather that reads it.
+        bucket.gathering = (event, parts)
         if bucket.offloaded:
             self.host_read = event
 
@@ -134,12 +134,9 @@ class StreamComm:
         """See ``Comm``."""
         compute = self.device.current_stream()
         while len(self.holding) >= self.max_inputs:
-            # The input may be freed once compute has waited for its reader.
-            oldest = self.holding.popleft()
-            compute.wait_event(oldest.scattered)
-            oldest.source = None
+            self._free_oldest_input()
         job = bucket.grads.start(all_reduce=all_reduce)
-        source = job.tensor
+        source = job.inputs
         self.scatter.wait_stream(compute)  # the gradients were copied in on compute
         with self.device.stream(self.scatter):
             work = None
@@ -164,7 +161,7 @@ class StreamComm:
             if flight.job.bucket.guard is not None and flight is not newest:
                 self.in_flight.remove(flight)
                 self._complete(flight)
-        self.holding = deque(flight for flight in self.holding if flight.source is not None)
+        self.holding = deque(flight for flight in self.holding if flight.source)
 
     def _all_reduce(self, flight: _InFlight) -> Any:
         """What follows the reduce-scatter; returns the stream of its last step."""
@@ -200,7 +197,7 @@ class StreamComm:
         stream.wait_event(flight.scattered)  # it sums the first one's result
         flight.between = between = job.tensor
         with self.device.stream(stream):
-            job.tensor = _scatter(job.bucket, between, group).wait()
+            job.tensor = _scatter(job.bucket, [between], group).wait()
             job.finish_sum()
             flight.done = stream.record_event()
         return stream
@@ -223,14 +220,30 @@ class StreamComm:
         compute = self.device.current_stream()
         compute.wait_event(flight.scattered)
         compute.wait_event(flight.done)
-        flight.source = flight.between = None
+        flight.source, flight.between = [], None
+
+    def _free_oldest_input(self) -> None:
+        """The input may be freed once compute has waited for its reader."""
+        oldest = self.holding.popleft()
+        self.device.current_stream().wait_event(oldest.scattered)
+        oldest.source = []
+
+    @property
+    def holds_inputs(self) -> bool:
+        """See ``Comm``."""
+        return bool(self.holding)
+
+    def free_inputs(self) -> None:
+        """See ``Comm``."""
+        while self.holding:
+            self._free_oldest_input()
 
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""
         for flight in [flight for flight in self.in_flight if flight.job.bucket is bucket]:
             self.in_flight.remove(flight)
             self._complete(flight)
-        self.holding = deque(flight for flight in self.holding if flight.source is not None)
+        self.holding = deque(flight for flight in self.holding if flight.source)
 
     def finish(self) -> None:
         """See ``Comm``."""
@@ -260,19 +273,19 @@ class StreamComm:
 
 def _scatter(
     bucket: Bucket,
-    tensor: torch.Tensor,
+    inputs: list[torch.Tensor],
     group: ProcessGroup,
     comm: Any = None,
-    memory: torch.Tensor | None = None,
+    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
-        return bucket.comm_hook.reduce_scatter(tensor, group, unit=bucket.unit)
+        return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
     return reduce_scatter(
-        tensor,
+        inputs,
         group,
         unit=bucket.unit,
-        device_type=tensor.device.type,
+        device_type=inputs[0].device.type,
         comm=comm,
-        result=memory,
+        result=result,
     )

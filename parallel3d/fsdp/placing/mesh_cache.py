@@ -1,13 +1,13 @@
-"""Process groups and meshes that the engine makes for a mesh, made once and kept with it."""
+"""Process groups and meshes that the engine makes for a mesh or cuts out of it, once, and keeps with it."""
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from torch.distributed import DeviceMesh
 
-from parallel3d._compat import root_mesh
+from parallel3d._compat import concatenate_meshes, root_mesh
 
-__all__ = ["kept_with"]
+__all__ = ["axis_of", "joined", "kept_with"]
 
 _ATTRIBUTE = "_parallel3d_cache"
 T = TypeVar("T")
@@ -29,3 +29,15 @@ def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
     if key not in cache:
         cache[key] = make()
     return cache[key]
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """``mesh[name]``: cutting an axis out takes half a millisecond, and every parameter asks for it."""
+    return kept_with(mesh, ("axis", mesh, name), lambda: mesh[name])
+
+
+def joined(data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of both, which must be slices of one root mesh."""
+    if root_mesh(own) is not root_mesh(data):
+        return concatenate_meshes([data, own])  # raises
+    return kept_with(data, ("joined", data, own), lambda: concatenate_meshes([data, own]))

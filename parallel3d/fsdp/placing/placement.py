@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from parallel3d._compat import StridedShard, concatenate_meshes
+from parallel3d._compat import StridedShard
 from parallel3d._layout import local_chunk
 from parallel3d._packed import PackedShard
 from parallel3d._packing import Packing
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.placing.axes import DataAxes
+from parallel3d.fsdp.placing.mesh_cache import axis_of, joined
 
 __all__ = ["ParamAxes", "ceil_div", "chunk_length", "is_exact"]
 
@@ -60,7 +61,7 @@ class ParamAxes:
         self.mesh, self._at_rest = self.data.mesh, {}
         self.compute_mesh, self.compute_placements = None, ()
         if self.data.tp is not None:
-            self.compute_mesh = self.mesh[(self.mesh.mesh_dim_names or ())[self.data.tp]]
+            self.compute_mesh = axis_of(self.mesh, (self.mesh.mesh_dim_names or ())[self.data.tp])
             self.compute_placements = (Replicate(),)
             self._at_rest = {self.data.tp: 0}
 
@@ -283,7 +284,7 @@ def _check_own(name: str, placement: Placement) -> None:
 
 def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
     try:
-        return concatenate_meshes([data, own])
+        return joined(data, own)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise MeshError(
             f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: the "

@@ -12,6 +12,7 @@ from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.precision.eval_precision import follow_mode
+from parallel3d.fsdp.running.half_way import HalfWay, bucket_to_count
 from parallel3d.fsdp.running.members import unit_of
 from parallel3d.fsdp.running.resident import Residents
 from parallel3d.fsdp.running.schedule import check_inner_schedules
@@ -35,6 +36,7 @@ class RunContext:
         running: whether one is under way.
         residents: those of the units that the root shows.
         schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
+        half_way: the next gather of the backward, where it was put off.
     """
 
     def __init__(self, root: Unit, comm: Comm) -> None:
@@ -50,6 +52,7 @@ class RunContext:
         self.running = False
         self.schedule = root.schedule
         self.residents = Residents()
+        self.half_way: HalfWay | None = None
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
@@ -158,6 +161,16 @@ class RunContext:
         if self.schedule is not None:
             self.schedule.begin_backward(unit, position, self)
             return
+        if self.half_way is not None:
+            self.half_way.drop()  # the unit it would have gathered begins by itself
+        bucket = bucket_to_count(unit) if self.comm.holds_inputs else None
+        if bucket is None:
+            self.gather_before(unit, position)
+        else:
+            self.half_way = HalfWay(bucket, unit, position, self)
+
+    def gather_before(self, unit: Unit, position: int) -> None:
+        """Issues the all-gathers of what comes after ``unit`` in backward."""
         for following in self.next_in_backward(unit, position):
             following.group.issue_unshard(self.comm)
 
@@ -203,6 +216,8 @@ class RunContext:
         """Settles what the backward has left, in the same order on every rank."""
         units = self.units
         self.residents.reduce(self.comm)
+        if self.half_way is not None:
+            self.half_way.drop()
         for unit in reversed(units):
             unit.reduce(self.comm)
         self.comm.finish()
@@ -217,6 +232,8 @@ class RunContext:
     def leave_broken_backward(self) -> None:
         """After a backward that an exception ended: autograd has dropped the callback with it."""
         self.comm.abandon()
+        if self.half_way is not None:
+            self.half_way.drop()
         for unit in self.units:
             unit.depth = 0
             unit.end_backward()
@@ -228,6 +245,8 @@ class RunContext:
     def reset(self) -> None:
         """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
         self.comm.abandon()
+        if self.half_way is not None:
+            self.half_way.drop()
         self.running = self.in_backward = self.creates_graph = False
         self.order.clear()
         self.residents.end_backward(keep=False)

@@ -75,28 +75,31 @@ def unit_around(unit: Unit) -> Unit | None:
 
 
 class Members:
-    """The modules of one unit, which hold it, and are referred to weakly.
-
-    Attributes:
-        tops: ids of the modules that are not inside another of them.
-    """
+    """The modules of one unit, which hold it, and are referred to weakly."""
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._handles: dict[int, list[RemovableHandle]] = {}
-        self.tops: set[int] = set()
+        self._tops: set[int] | None = None
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules given to ``fully_shard``."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
+    @property
+    def tops(self) -> set[int]:
+        """Ids of the modules that are not inside another of them."""
+        if self._tops is None:  # found in the first forward: looked for with each, many take long
+            modules = self.modules
+            inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
+            self._tops = {id(m) for m in modules} - inside
+        return self._tops
+
     def attach(self, module: nn.Module, unit: Unit) -> None:
         """Makes ``module`` one of them, with the hooks of ``unit``."""
         self._modules.append(weakref.ref(module))
-        modules = self.modules
-        inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
-        self.tops = {id(m) for m in modules} - inside
+        self._tops = None
         setattr(module, UNIT_ATTRIBUTE, unit)
         self._handles[id(module)] = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),

@@ -24,7 +24,7 @@ from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.gate import Gate
 from parallel3d.fsdp.buckets.joint_reduce import JointReduce, plan_reductions
 from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.param import OwnSetattr
+from parallel3d.fsdp.slots import OwnSetattr
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm

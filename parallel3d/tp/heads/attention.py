@@ -101,7 +101,7 @@ def find_attention(
         modules: all of the model's, by path.
     """
     parents: dict[str, list[Projection]] = {}
-    rowwise: list[Projection] = []
+    rowwise: dict[str, list[Projection]] = {}  # parent -> those in it
     for key, found in ruled.items():
         parent, _, name = found.name.rpartition(".")
         try:
@@ -113,7 +113,7 @@ def find_attention(
             parents.setdefault(parent, []).append(made)
         elif isinstance(found.style, Rowwise) and found.style.input == "shard":
             made = Projection(key, found, "other", kind.in_features, kind.in_dim)
-            rowwise.append(made)
+            rowwise.setdefault(parent, []).append(made)
     for parent, inputs in parents.items():
         roles = {p.role for p in inputs}
         # Gemma 3n: some layers have queries only, and attend to the keys of an earlier layer.
@@ -122,12 +122,12 @@ def find_attention(
         if "fused" not in roles and not ("query" in roles and has_keys):
             continue
         # Beside the others, or as BERT has it, in a module beside theirs.
-        outputs = [p for p in rowwise if p.ruled.name.rpartition(".")[0] == parent]
-        if not outputs:
-            outer = parent.rpartition(".")[0]
-            near = [p for p in rowwise if outer and p.ruled.name.startswith(f"{outer}.")]
+        outputs = rowwise.get(parent, [])
+        if not outputs and (outer := parent.rpartition(".")[0]):
             # Not one with a column-parallel linear beside it, such as an MLP's.
-            outputs = [p for p in near if p.ruled.name.rpartition(".")[0] not in parents]
+            free = [where for where in rowwise if where not in parents]
+            near = [where for where in free if f"{where}.".startswith(f"{outer}.")]
+            outputs = [p for where in near for p in rowwise[where]]
         layer = Attention(parent, modules[parent], tuple(inputs), tuple(outputs))
         yield _with_heads(layer)
 

@@ -1,0 +1,150 @@
+"""AdamW's step through ``optim.local`` on a sharded model, beside the same class on plain tensors.
+
+    python benchmarks/optim_local.py [--quick] [--json PATH]
+
+100 parameters of 64 x 512 on this rank, one of 8 ranks of a fake group; nothing is communicated in a step.
+CPU time of the step, in turns. ``on DTensors`` is torch's AdamW on the same Parameters.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from measure import Claim, alternate, command_line, print_table, range_of
+from torch import nn
+from torch.distributed import DeviceMesh
+
+import parallel3d as p3d
+from parallel3d.fsdp import fully_shard
+from parallel3d.testing import fake_world
+
+WORLD, PARAMS, ROWS, WIDTH = 8, 100, 64, 512
+
+CASES = {
+    "units of 10": {"in_unit": 10},
+    "one unit of 100": {"in_unit": 100},
+    "units of 10, uneven": {"in_unit": 10, "lacking": 3},
+    "one unit of 100, uneven": {"in_unit": 100, "lacking": 3},
+    "units of 10, one gradient missing in each": {"in_unit": 10, "missing": True},
+    "one unit of 100, ten gradients missing": {"in_unit": 100, "missing": True},
+    "units of 10, gradients of the user's": {"in_unit": 10, "own": True},
+}
+
+
+class Unit(nn.Module):
+    """Parameters whose gradients cost nothing."""
+
+    def __init__(self, number: int, rows: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(rows, WIDTH) for _ in range(number))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([weight.square().sum() for weight in self.weights]).sum()
+
+
+def sharded(mesh: DeviceMesh, in_unit: int, rows: int) -> nn.ModuleList:
+    """Units under the engine."""
+    units = nn.ModuleList(Unit(in_unit, rows) for _ in range(PARAMS // in_unit))
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+    return units
+
+
+def timed(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    """Seconds of CPU time of one step."""
+
+    def step() -> float:
+        start = time.process_time()
+        optimizer.step()
+        return time.process_time() - start
+
+    return step
+
+
+def case(
+    name: str,
+    kind: str,
+    rounds: int,
+    *,
+    in_unit: int,
+    lacking: int = 0,
+    missing: bool = False,
+    own: bool = False,
+) -> dict[str, Any]:
+    """One row.
+
+    Args:
+        lacking: how many rows the last rank has less.
+        missing: every tenth parameter is without a gradient.
+        own: gradients are tensors of the user's, not views of the reduced buffer.
+    """
+    mesh = p3d.build_mesh(p3d.MeshLayout(shard=WORLD), device_type="cpu")
+    models = [sharded(mesh, in_unit, ROWS * WORLD - lacking) for _ in range(2)]
+    for units in models:
+        for unit in units:
+            unit().backward()
+        for number, param in enumerate(units.parameters()):
+            if missing and number % 10 == 3:
+                param.grad = None
+            elif own:
+                param.grad = param.grad * 1.5
+    plain = []
+    for param in models[0].parameters():
+        shard = nn.Parameter(param.to_local().clone())
+        assert shard.shape == (ROWS, WIDTH)
+        shard.grad = None if param.grad is None else param.grad.to_local().clone()
+        plain.append(shard)
+    options: dict[str, Any] = {"lr": 1e-4, kind: True}
+    optimizers = {
+        "plain": torch.optim.AdamW(plain, **options),
+        "ours": p3d.optim.local(torch.optim.AdamW, models[0], **options),
+        "dtensor": torch.optim.AdamW(models[1].parameters(), **options),
+    }
+    steps = {key: timed(each) for key, each in optimizers.items()}
+    taken = alternate(steps, rounds=rounds, steps_per_round=4, warmup=2)
+    ratios = taken.ratios("ours", "plain")
+    return {
+        "case": f"{name}, {kind}",
+        **{f"{key}_ms": taken.median(key) * 1e3 for key in steps},
+        "ratio": statistics.median(ratios),
+        "ratio_range": range_of(ratios),
+    }
+
+
+def run(quick: bool) -> tuple[list[Claim], Mapping[str, Any]]:
+    """All cases, foreach and fused."""
+    with fake_world(0, WORLD):
+        rows = [
+            case(name, kind, 3 if quick else 15, **options)
+            for name, options in CASES.items()
+            for kind in ("foreach", "fused")
+        ]
+    print_table(
+        f"AdamW step on {PARAMS} parameters of {ROWS} x {WIDTH} local elements, milliseconds",
+        ["case", "plain", "optim.local", "on DTensors", "ratio", "middle half"],
+        [
+            [r["case"], r["plain_ms"], r["ours_ms"], r["dtensor_ms"], r["ratio"], r["ratio_range"]]
+            for r in rows
+        ],
+    )
+    claims = [
+        Claim(
+            f"AdamW through optim.local, {r['case']}",
+            r["ours_ms"],
+            r["plain_ms"],
+            "ms",
+            "plain tensors",
+            bar=1.1,
+            aim=1.0,
+            ratio=r["ratio"],
+            spread=r["ratio_range"],
+        )
+        for r in rows
+    ]
+    return claims, {"optim_local": rows}
+
+
+if __name__ == "__main__":
+    command_line(__doc__, run)

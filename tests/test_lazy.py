@@ -1,0 +1,122 @@
+"""Importing the library loads nothing but itself; its public names are there all the same."""
+
+import ast
+import importlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parallel3d
+
+PACKAGE = Path(parallel3d.__file__).parent
+PACKAGES = ("parallel3d", *(f"parallel3d.{p}" for p in ("fsdp", "mesh", "optim", "testing", "tp")))
+
+
+def in_fresh_process(code: str) -> list[list[str]]:
+    """The lines that ``code`` prints, as words."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_an_import_loads_nothing_beyond_torch_but_the_package() -> None:
+    code = f"""
+import sys
+import torch
+before = set(sys.modules)
+import {", ".join(PACKAGES)}
+print(*sorted(set(sys.modules) - before))
+parallel3d.MeshLayout(shard=-1, tp=2).resolve(world_size=8)
+print(*sorted(set(sys.modules) - before))
+print(parallel3d.mesh.layout.__name__, parallel3d.fsdp.settings.__name__)
+"""
+    loaded, for_sizes, modules = in_fresh_process(code)
+    assert set(loaded) == {"parallel3d._lazy", *PACKAGES}
+    # Nor does what needs no tensor.
+    assert not {"sympy", "torch.distributed.tensor", "transformers", "einops"} & set(for_sizes)
+    # Modules are there without imports of their own.
+    assert modules == ["parallel3d.mesh.layout", "parallel3d.fsdp.settings"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_type_checkers_read_is_what_python_finds(package: str) -> None:
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    read = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(read) == set(module.__all__)
+    for name, where in read.items():
+        found = getattr(module, name)
+        assert found is getattr(importlib.import_module(where), name)
+    told = {name: read[name] for name in module._exports}
+    assert told == module._exports
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_dir_and_star_have_every_public_name(package: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from {package} import *", names)
+    module = importlib.import_module(package)
+    assert set(module.__all__) <= names.keys()
+    assert set(module.__all__) <= set(dir(module))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_objects_are_pickled_by_reference(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        public = getattr(module, name)
+        if callable(public):
+            assert pickle.loads(pickle.dumps(public)) is public
+
+
+def test_functions_named_like_their_modules_stay_functions() -> None:
+    """Whether the module or the name of the package is asked for first."""
+    code = """
+import parallel3d.fsdp.fully_shard
+import parallel3d.optim.local
+from parallel3d.fsdp.full_params import full_params
+import parallel3d.parallelize
+from parallel3d import optim, fsdp
+for each in (
+    fsdp.fully_shard, fsdp.full_params, optim.local, optim.accumulate, optim.global_mean,
+    optim.step_in_backward, parallel3d.parallelize,
+):
+    print(type(each).__name__)
+"""
+    assert in_fresh_process(code) == 7 * [["function"]]
+
+
+@pytest.mark.parametrize(
+    ("package", "misspelt", "meant"),
+    [
+        ("parallel3d", "fully_shar", "fully_shard"),
+        ("parallel3d", "fdsp", "fsdp"),
+        ("parallel3d.tp", "Colwize", "Colwise"),
+        ("parallel3d.optim", "clip_grad_norm", "clip_grad_norm_"),
+        ("parallel3d.mesh", "zzz", "MeshLayout"),
+    ],
+)
+def test_a_misspelt_name_is_told_the_nearest(package: str, misspelt: str, meant: str) -> None:
+    module = importlib.import_module(package)
+    with pytest.raises(AttributeError, match=f"'{package}' has no '{misspelt}'.*{meant}"):
+        getattr(module, misspelt)
+    assert not hasattr(module, f"__{misspelt}__")
+    with pytest.raises(ImportError, match=f"cannot import name '{misspelt}' from '{package}'"):
+        exec(f"from {package} import {misspelt}")
+
+
+def test_what_a_module_fails_to_import_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error inside a module is no missing name."""
+    monkeypatch.setitem(sys.modules, "parallel3d.init", None)
+    monkeypatch.delitem(vars(parallel3d), "materialize", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"parallel3d\.init"):
+        _ = parallel3d.materialize
