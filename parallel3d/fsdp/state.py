@@ -29,6 +29,7 @@ from parallel3d.fsdp.precision.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.running.call import Call, watch_output
 from parallel3d.fsdp.running.context import RunContext
 from parallel3d.fsdp.running.members import Members, unit_around
+from parallel3d.fsdp.running.resident import hook_outputs
 from parallel3d.fsdp.running.step_guard import StepGuard
 from parallel3d.fsdp.settings import Settings
 
@@ -125,9 +126,22 @@ class Unit(Settings):
 
     # -- forward -------------------------------------------------------------------------------------
 
+    @property
+    def is_shown_by_root(self) -> bool:
+        """Whether there is nothing to do for the unit itself now; see ``Residents``."""
+        group, context = self.group, self.context
+        if not (group.gated and group.shown) or self.depth or context is None:
+            return False
+        return context.residents.shown
+
     @untraced
-    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def pre_forward(
+        self, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
         """Hook before each module's forward."""
+        if self.is_shown_by_root:
+            issuing.unit = self.label
+            return None
         context = self.ready_context()
         if self.guard is not None:
             self.guard.begin_forward()
@@ -194,7 +208,7 @@ class Unit(Settings):
                 # counter tells (fused and foreach optimizers don't touch a DTensor's).
                 group.drop_stale(context.comm, training=torch.is_grad_enabled())
             self.gathered_in = context.iteration
-            if group.state is GroupState.SHARDED:
+            if group.state is GroupState.SHARDED and not (group.gated and group.shown):
                 group.adopt()
                 group.count_trainable()
                 if group.hybrids:
@@ -207,6 +221,10 @@ class Unit(Settings):
         context = self.context
         if context is None:  # something before ``pre_forward`` has raised
             return output
+        if self.is_shown_by_root:
+            if torch.is_grad_enabled() and not context.in_backward:
+                hook_outputs(self, output)
+            return None
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         failed = output is None and sys.exc_info()[0] is not None
@@ -279,6 +297,17 @@ class Unit(Settings):
         """Hook on every gradient's arrival."""
         grad, param.grad = param.grad, None
         assert grad is not None
+        self.take_gradient(bucket, index, grad)
+
+    @untraced
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """Hook on outputs of a unit that its root shows."""
+        assert self.context is not None
+        self.context.enter_backward()
+        issuing.unit = self.label
+
+    def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
+        """Takes what a backward has brought for parameter ``index`` of ``bucket``."""
         context = self.context
         if context is not None and not context.in_backward:
             context.enter_backward()  # the parameter was used outside a forward of ours
@@ -327,6 +356,8 @@ class Unit(Settings):
         if self.depth:  # a forward around this backward goes on, maybe after an optimizer's step
             self.group.stamp()
             return
+        if self.group.gated:
+            return  # to the root
         # What the user keeps gathered may be differentiated again by what a graph was made for.
         wanted = context.creates_graph and self.group.kept
         if self.reshard_after_backward and not wanted:
@@ -352,6 +383,10 @@ class Unit(Settings):
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
+        general = self.backward_begun or self.begun or self.arrived
+        if self.group.gated and not (general or any(b.grads.arrived for b in self.group.buckets)):
+            self.reduced = False
+            return  # nothing has come but to the gates
         if self.order_check is not None and self.is_root:
             self.order_check.at("end of the backward", self)
         self.to_run.clear()
@@ -375,7 +410,8 @@ class Unit(Settings):
     def show_shards(self) -> None:
         """The sharded parameters for whoever saves or loads, unless a forward is using the others."""
         self.come_to_rest()
-        if self.group.shown and not self.depth and not self.backward_begun:
+        busy = self.depth or self.backward_begun or self.is_shown_by_root
+        if self.group.shown and not busy:
             self.group.hide()
             self.group.reshard(self.ready_context().comm)
 

@@ -10,6 +10,7 @@ next gradients are new ones. At rest the memory is freed when the next forward b
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ def make_gradients(
     return grads
 
 
+Make = Callable[[Any, torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
+
+
 class GradPool:
     """Of one bucket.
 
@@ -49,7 +53,8 @@ class GradPool:
         released: whether ``flat`` has no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Make = make_gradients) -> None:
+        self._make_gradients = make
         self.flat: torch.Tensor | None = None
         self.parts: list[torch.Tensor] = []
         self.grads: list[torch.Tensor] = []
@@ -78,7 +83,7 @@ class GradPool:
         self.flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.home)
         with torch.inference_mode(False), torch.no_grad():
             self.parts = bucket.local_parts(self.flat)
-            self.grads = make_gradients(bucket, self.flat, self.parts)
+            self.grads = self._make_gradients(bucket, self.flat, self.parts)
         self._storage = self.flat.untyped_storage()
         self.released = False
         self._unused = self._uses()
