@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from measure import Claim, alternate, command_line, no_gc, print_table, range_of
-from models import PLAN, SmallBlock, Stack
+from models import PLAN, SmallBlock, Stack, local_gradients, local_parameters
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh, fsdp
@@ -34,7 +34,7 @@ LAYOUTS = {
     "HSDP": p3d.MeshLayout(replicate=2, shard=WORLD // 2),
     "FSDP + TP 2": p3d.MeshLayout(shard=WORLD // 2, tp=2),
 }
-UNITS = {
+UNITS: dict[str, dict[str, Any]] = {
     "16 units of 10 small parameters": {"blocks": 16, "width": 64},
     "one unit of 100 larger ones": {"blocks": 10, "width": 1024, "as_one": True},
 }
@@ -123,14 +123,16 @@ def case(
     for model in models.values():
         model(x).sum().backward()
     plain = []
-    for param in models["ours"].parameters():
-        local, grad = (t.to_local() for t in (param, param.grad))
+    both = zip(local_parameters(models["ours"]), local_gradients(models["ours"]), strict=True)
+    for local, grad in both:
+        assert grad is not None
         plain.append(nn.Parameter(local.detach().clone()))
         plain[-1].grad = grad.clone()
+    lists = {key: list(model.parameters()) for key, model in models.items()}
     clips: dict[str, Clip] = {
         "plain": lambda: nn.utils.clip_grad_norm_(plain, 1.0),
-        "ours": lambda: p3d.optim.clip_grad_norm_(models["ours"].parameters(), 1.0),
-        "fsdp2": lambda: nn.utils.clip_grad_norm_(models["fsdp2"].parameters(), 1.0),
+        "ours": lambda: p3d.optim.clip_grad_norm_(lists["ours"], 1.0),
+        "fsdp2": lambda: nn.utils.clip_grad_norm_(lists["fsdp2"], 1.0),
     }
     try:
         clips["fsdp2"]()

@@ -1,4 +1,4 @@
-"""What the engine costs the CPU beside torch's FSDP2 and ``parallelize_module``, in one process, taking turns.
+"""What the engine costs the CPU beside torch's FSDP2 and ``parallelize_module``, in turns in one process.
 
     python benchmarks/host_time.py [--quick] [--json PATH]
 

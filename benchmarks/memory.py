@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from measure import Claim, command_line, print_table
-from models import MlpBlock, Stack, ours, torchs
+from models import MlpBlock, Stack, local_gradients, local_parameters, ours, torchs
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,9 +96,9 @@ def _nbytes(storage: StorageWeakRef) -> int:
 def peak(model: nn.Module, x: torch.Tensor) -> tuple[PeakMemory, int]:
     """The peak of the last of several steps, the first of which have taught each side its order; in bytes,
     less the gradients of the step, which are sharded state too."""
-    at_rest = [p.to_local() for p in model.parameters()]
+    at_rest = local_parameters(model)
     model(x).sum().backward()
-    grads = [p.grad.to_local() for p in model.parameters()]
+    grads = [grad for grad in local_gradients(model) if grad is not None]
     with PeakMemory([x, *at_rest]) as memory:
         for _ in range(STEPS):
             memory.reset()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh, fsdp
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import parallel3d as p3d
@@ -15,6 +16,8 @@ __all__ = [
     "MlpBlock",
     "SmallBlock",
     "Stack",
+    "local_gradients",
+    "local_parameters",
     "ours",
     "ours_tp",
     "torchs",
@@ -113,3 +116,18 @@ def ours_tp(model: Stack, mesh: DeviceMesh, *, mixed: bool = False) -> Stack:
     """The same in our one call, which shards each block and then the root."""
     policy = _policy(p3d.MixedPrecisionPolicy, mixed)
     return p3d.parallelize(model, mesh, tp_plan=PLAN, mp_policy=policy)
+
+
+def local_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """What this rank holds of each parameter."""
+    return [_local(param) for param in model.parameters()]
+
+
+def local_gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    """What it holds of each gradient."""
+    grads = [param.grad for param in model.parameters()]
+    return [None if grad is None else _local(grad) for grad in grads]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

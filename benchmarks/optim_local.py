@@ -3,7 +3,7 @@
     python benchmarks/optim_local.py [--quick] [--json PATH]
 
 100 parameters of 64 x 512 on this rank, one of 8 ranks of a fake group; nothing is communicated in a step.
-CPU time of the step, in turns. ``on DTensors`` is torch's AdamW on the same Parameters without ``optim.local``.
+CPU time of the step, in turns. ``on DTensors`` is torch's AdamW on the same Parameters.
 """
 
 import statistics
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from measure import Claim, alternate, command_line, print_table, range_of
+from models import local_gradients, local_parameters
 from torch import nn
 from torch.distributed import DeviceMesh
 
@@ -22,7 +23,7 @@ from parallel3d.testing import fake_world
 
 WORLD, PARAMS, ROWS, WIDTH = 8, 100, 64, 512
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "units of 10": {"in_unit": 10},
     "one unit of 100": {"in_unit": 100},
     "units of 10, uneven": {"in_unit": 10, "lacking": 3},
@@ -88,13 +89,13 @@ def case(
         for number, param in enumerate(units.parameters()):
             if missing and number % 10 == 3:
                 param.grad = None
-            elif own:
+            elif own and param.grad is not None:
                 param.grad = param.grad * 1.5
     plain = []
-    for param in models[0].parameters():
-        shard = nn.Parameter(param.to_local().clone())
+    for local, grad in zip(local_parameters(models[0]), local_gradients(models[0]), strict=True):
+        shard = nn.Parameter(local.detach().clone())
         assert shard.shape == (ROWS, WIDTH)
-        shard.grad = None if param.grad is None else param.grad.to_local().clone()
+        shard.grad = None if grad is None else grad.clone()
         plain.append(shard)
     options: dict[str, Any] = {"lr": 1e-4, kind: True}
     optimizers = {

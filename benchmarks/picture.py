@@ -14,11 +14,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from measure import no_gc
-from models import MlpBlock, Stack, ours, torchs
+from models import MlpBlock, Stack, local_parameters, ours, torchs
 from overlap import bytes_by_link
 from svg import Drawing
 from torch import nn
@@ -82,7 +82,7 @@ class MarkedBlock(MlpBlock):
 class MemoryOverTime(TorchDispatchMode):
     """Notes the bytes of the storages alive after each operation, in time that the clock doesn't count."""
 
-    def __init__(self, clock: VirtualClock, outside: list[torch.Tensor]) -> None:
+    def __init__(self, clock: Any, outside: list[torch.Tensor]) -> None:
         super().__init__()
         self.clock = clock
         self.outside = {StorageWeakRef(t.untyped_storage()).cdata for t in outside}
@@ -120,10 +120,10 @@ def watched(model: nn.Module, network: EmulatedNetwork, x: torch.Tensor) -> Step
 
         return note
 
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(cast(Any, model.blocks)):
         block.note = note_for(index)
     network.clear()
-    state = [x, *(p.to_local() for p in model.parameters())]
+    state = [x, *local_parameters(model)]
     with no_gc(), MemoryOverTime(clock, state) as memory:
         start = clock.now()
         model(x).sum().backward()
@@ -227,7 +227,7 @@ def _draw_memory(picture: Drawing, top: float, steps: dict[str, Step], scale: fl
     picture.line([(LEFT, bottom), (picture.width - RIGHT, bottom)], color="#999999")
     for name, step in steps.items():
         color, peak = LINES[name], max(size for _, size in step.memory)
-        points = [(LEFT, bottom)]
+        points: list[tuple[float, float]] = [(LEFT, bottom)]
         for when, size in step.memory:
             x, y = LEFT + when * scale, bottom - size / most * CURVE
             points += [(x, points[-1][1]), (x, y)]

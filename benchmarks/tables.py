@@ -50,7 +50,8 @@ def detailed(results: Results) -> str:
 def taken_on(result: Mapping[str, Any]) -> str:
     """One line on the machine, and whether it was a quick run."""
     machine = result["environment"]
-    text = f"torch {machine['torch']}, Python {machine['python']}, {machine['cores']} cores ({machine['machine']})"
+    text = f"torch {machine['torch']}, Python {machine['python']}, "
+    text += f"{machine['cores']} cores ({machine['machine']})"
     if machine.get("load_average"):
         text += f", load average {machine['load_average'][0]:.1f} at the end"
     return text + ("; a quick run: few rounds." if result.get("quick") else ".")

@@ -2,10 +2,11 @@
 
     python benchmarks/wrapping.py [--quick] [--json PATH]
 
-Llama-70B's shapes: 80 blocks of 9 parameters, 8192 wide. Every block is a unit, the embedding is one, the final
-norm and the head are one together, then the root; on both sides the same. With tensor parallelism 8:
-``parallelize`` beside torch's ``parallelize_module`` and ``fully_shard``. Each figure is of a fresh process on a
-fake process group (nothing is sent), the sides taking turns; the groups of the mesh exist before.
+Llama-70B's shapes: 80 blocks of 9 parameters, 8192 wide. Every block is a unit, the embedding is one, the
+final norm and the head are one together, then the root; on both sides the same. With tensor parallelism 8:
+``parallelize`` beside torch's ``parallelize_module`` and ``fully_shard``. Each figure is of a fresh process
+on a fake process group (nothing is sent), the sides taking turns; the mesh's groups exist before, and what is
+imported is.
 
 - wrap: CPU seconds of ``fully_shard`` over all units (or ``parallelize``), and how much the process grew.
 - first: what the first forward does once, before it computes; after ``to_empty``.
@@ -112,10 +113,8 @@ def _shard(fully: Callable[..., Any], model: Llama, mesh: DeviceMesh) -> None:
 
 def _first(side: str, model: Any) -> None:
     """What the root's first forward begins with."""
-    if side == "ours":
-        fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
-    else:
-        fsdp.fully_shard.state(model)._lazy_init()
+    fully: Any = fully_shard if side == "ours" else fsdp.fully_shard
+    fully.state(model)._lazy_init()
 
 
 # ---- one process ----
@@ -193,9 +192,7 @@ def run(quick: bool) -> tuple[list[Claim], Mapping[str, Any]]:
         }
         for side, values in middle.items():
             rows.append([f"{name} {side}", *(_shown(key, values[key]) for key in _KEYS)])
-        ratios = [
-            a["wrap"] / b["wrap"] for a, b in zip(sides["ours"], sides["torch"], strict=True)
-        ]
+        ratios = [a["wrap"] / b["wrap"] for a, b in zip(sides["ours"], sides["torch"], strict=True)]
         claims += [
             Claim(
                 f"wrapping 70B, {name}",

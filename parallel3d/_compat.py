@@ -46,9 +46,7 @@ __all__ = [
     "gradient_hooks",
     "grads_may_differ_in_dtype",
     "graph_is_kept",
-    "group_memory",
     "groups_members",
-    "has_group_memory",
     "has_tensor_hooks",
     "hook_gradient",
     "in_backward_pass",
@@ -58,7 +56,6 @@ __all__ = [
     "local_tensor_of",
     "make_dtensor",
     "make_spec",
-    "make_symmetric",
     "no_torch_function",
     "node_is_in_backward",
     "preserved_versions",
@@ -73,12 +70,10 @@ __all__ = [
     "set_local_tensor",
     "spec_of",
     "storage_uses",
-    "symmetric_memory",
     "tensor_uses",
     "torch_function_off",
     "unflatten_mesh",
     "untraced",
-    "use_symmetric_memory",
 ]
 
 from torch._ops import OpOverload
@@ -144,38 +139,6 @@ def default_store() -> dist.Store:
 def backend_name(group: ProcessGroup, device_type: str) -> str:
     """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``."""
     return group._get_backend(torch.device(device_type)).name()
-
-
-def has_group_memory(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend of ``group`` has an allocator of its own for ``device`` (NCCL has)."""
-    return group._get_backend(device).supports_tensor_alloc(device)
-
-
-def group_memory(
-    group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor from the allocator of ``group``'s backend."""
-    return group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
-
-
-def use_symmetric_memory(backend: str) -> None:
-    """Chooses what carries symmetric memory in this process."""
-    _symmetric_memory().set_backend(backend)
-
-
-def symmetric_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor from the pool of symmetric memory, which keeps and reuses what was freed."""
-    with torch.cuda.use_mem_pool(_symmetric_memory().get_mem_pool(device)):
-        return torch.empty(numel, dtype=dtype, device=device)
-
-
-def make_symmetric(tensor: torch.Tensor, group: ProcessGroup) -> None:
-    """Makes ``tensor``, from ``symmetric_memory``, known to the other ranks of ``group``. Collective."""
-    _symmetric_memory().rendezvous(tensor, group=group.group_name)
-
-
-def _symmetric_memory() -> Any:
-    return importlib.import_module("torch.distributed._symmetric_memory")  # takes a while
 
 
 def dtensor_shard_box(
@@ -397,7 +360,7 @@ def untraced(function: _FunctionT) -> _FunctionT:
 
 
 # How many references C++ has to a tensor, the one of its Python object among them.
-tensor_uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count
+tensor_uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["cast_floats", "map_tensors", "tensors_in", "to_device"]
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -56,3 +56,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def to_device(value: Any, device_type: str) -> Any:
+    """``value`` with its tensors on the current device of ``device_type``, but for those on meta."""
+    there = (device_type, "meta")
+    return map_tensors(
+        lambda t: t if t.device.type in there else t.to(device_type, non_blocking=True), value
+    )

@@ -15,34 +15,29 @@ PACKAGE = Path(parallel3d.__file__).parent
 PACKAGES = ("parallel3d", *(f"parallel3d.{p}" for p in ("fsdp", "mesh", "optim", "testing", "tp")))
 
 
-def in_fresh_process(code: str) -> list[str]:
-    """The lines that ``code`` prints."""
+def in_fresh_process(code: str) -> list[list[str]]:
+    """The lines that ``code`` prints, as words."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    return [line.split() for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_an_import_loads_nothing_beyond_torch_but_the_package(package: str) -> None:
+def test_an_import_loads_nothing_beyond_torch_but_the_package() -> None:
     code = f"""
 import sys
 import torch
 before = set(sys.modules)
-import {package}
+import {", ".join(PACKAGES)}
 print(*sorted(set(sys.modules) - before))
-"""
-    loaded = in_fresh_process(code)
-    assert set(loaded) == {"parallel3d", "parallel3d._lazy", package}
-
-
-def test_sizes_of_a_mesh_need_no_dtensor() -> None:
-    code = """
-import sys
-import parallel3d
 parallel3d.MeshLayout(shard=-1, tp=2).resolve(world_size=8)
-print(*sys.modules)
+print(*sorted(set(sys.modules) - before))
+print(parallel3d.mesh.layout.__name__, parallel3d.fsdp.settings.__name__)
 """
-    loaded = in_fresh_process(code)
-    assert not {"sympy", "torch.distributed.tensor", "transformers", "einops"} & set(loaded)
+    loaded, for_sizes, modules = in_fresh_process(code)
+    assert set(loaded) == {"parallel3d._lazy", *PACKAGES}
+    # Nor does what needs no tensor.
+    assert not {"sympy", "torch.distributed.tensor", "transformers", "einops"} & set(for_sizes)
+    # Modules are there without imports of their own.
+    assert modules == ["parallel3d.mesh.layout", "parallel3d.fsdp.settings"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -97,12 +92,7 @@ for each in (
 ):
     print(type(each).__name__)
 """
-    assert set(in_fresh_process(code)) == {"function"}
-
-
-def test_modules_are_there_without_imports_of_their_own() -> None:
-    code = "import parallel3d as p; print(p.mesh.layout.__name__, p.fsdp.state.__name__)"
-    assert in_fresh_process(code) == ["parallel3d.mesh.layout", "parallel3d.fsdp.state"]
+    assert in_fresh_process(code) == 7 * [["function"]]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.param import OwnSetattr, ShardedParam
+from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.running.members import UNIT_ATTRIBUTE, the_unit
+from parallel3d.fsdp.slots import OwnSetattr
 from parallel3d.fsdp.state import Unit
 
 if TYPE_CHECKING:

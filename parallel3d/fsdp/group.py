@@ -14,6 +14,7 @@ from parallel3d._compat import untraced
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
+from parallel3d.fsdp.buckets.gate import Gate, Take
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.buckets.joint_gather import JointGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
@@ -54,6 +55,7 @@ class ParamGroup:
         gathers: what the all-gathers under way are of.
         hybrids: the buckets whose shards are cut over replicate too.
         full: whether the buckets compute in the parameters' own dtype; see ``eval_precision``.
+        gated: whether forward sees outputs of the buckets' gates; see ``gate``.
         buffers: the unit's buffers, where they are cast.
         shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
             rest, also while an unsharded copy is held).
@@ -63,7 +65,7 @@ class ParamGroup:
         self.buckets = buckets
         self.state = GroupState.SHARDED
         self.shown = False
-        self.full = False
+        self.full = self.gated = False
         self.buffers: BufferCasts | None = None
         self.trainable = 0
         self.kept = False
@@ -85,7 +87,6 @@ class ParamGroup:
             ):  # its parameters are there after the first gather
                 bucket.made = weakref.WeakMethod(self.refresh)
         self._list_slots()
-        self.computing = {id(compute) for _, _, _, compute in self.slots}
         self.hybrids = [bucket for bucket in self.buckets if isinstance(bucket, HybridBucket)]
         if self._unit is not None:
             self.watch_gradients(self._unit)
@@ -102,7 +103,7 @@ class ParamGroup:
         self.slots = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
-            for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
+            for param, compute in zip(bucket.params, self._seen(bucket), strict=True)
             for holder, name in param.slots
             if holder.get(name) is not None  # the user may have removed one
         ]
@@ -118,6 +119,19 @@ class ParamGroup:
             _, at_rest, computing = by_holder.setdefault(id(holder), (holder, {}, {}))
             at_rest[name], computing[name] = sharded, compute
         self.holders = list(by_holder.values())
+        self.computing = {id(compute) for _, _, _, compute in self.slots}
+
+    def _seen(self, bucket: Bucket) -> Sequence[Any]:
+        gate = bucket.gate if self.gated else None
+        return bucket.compute_params if gate is None else gate.outputs
+
+    def use_gates(self, take: Take | None) -> None:
+        """Lets forward see outputs of gates, whose gradients ``take`` is given, or with None leaves again."""
+        assert not self.shown
+        self.gated = take is not None
+        for bucket in self.buckets:
+            bucket.gate = None if take is None else bucket.gate or Gate(bucket, take)
+        self._list_slots()
 
     def watch_gradients(self, unit: weakref.ref) -> None:
         """Calls ``unit().on_grad(bucket, index, parameter)`` whenever autograd has a gradient."""
@@ -146,6 +160,8 @@ class ParamGroup:
     def count_trainable(self) -> None:
         """Lets the computing parameters follow ``requires_grad`` of the sharded ones."""
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
+        if self.gated and any(bucket.gate is None for bucket in self.buckets):
+            self.use_gates(None)  # of what was trained before, or was elsewhere
 
     def adopt(self) -> None:
         """Takes back Parameters and values that ordinary calls have replaced or moved."""

@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import deprecated
 
 from parallel3d._arguments import as_bool, is_positive
-from parallel3d._compat import backend_name, has_group_memory
+from parallel3d._compat import backend_name
+from parallel3d._compat_memory import has_group_memory
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.comm import limit_inputs

@@ -28,10 +28,9 @@ from parallel3d._packed import packing_of
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.placing.axes import DataAxes
 from parallel3d.fsdp.placing.placement import ParamAxes, ceil_div, chunk_length
+from parallel3d.fsdp.slots import Slots, holder_of
 
-__all__ = ["OwnSetattr", "ShardedParam", "Slots", "holder_of", "mark_taken", "owner_of"]
-
-Slots = list[tuple[Any, str]]  # (a ``module._parameters`` or an ``OwnSetattr``, name)
+__all__ = ["ShardedParam", "mark_taken", "owner_of"]
 
 _TAKEN = "_parallel3d_taken_by"  # on a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
@@ -62,38 +61,6 @@ def owner_of(param: torch.Tensor) -> "ShardedParam | None":
 def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
     """Lets ``owner_of`` find ``owner`` from the user's Parameter that it has replaced."""
     setattr(param, _TAKEN, _TakenBy(owner))
-
-
-class OwnSetattr:
-    """Stands for the ``_parameters`` of a module whose class has a ``__setattr__`` of its own, which must see
-    each parameter that is put there: such modules keep lists of theirs (``nn.LSTM``)."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-
-    def get(self, name: str) -> Any:
-        """As ``dict.get``."""
-        module = self.module()
-        return None if module is None else module._parameters.get(name)
-
-    def __setitem__(self, name: str, value: nn.Parameter) -> None:
-        module = self.module()
-        if module is not None:
-            setattr(module, name, value)
-
-    def update(self, values: dict[str, nn.Parameter]) -> None:
-        """As ``dict.update``."""
-        for name, value in values.items():
-            self[name] = value
-
-
-def holder_of(module: nn.Module) -> Any:
-    """Where parameters of ``module`` are read and put."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        return module._parameters
-    return OwnSetattr(module)
 
 
 class ShardedParam:

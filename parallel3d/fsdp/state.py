@@ -17,7 +17,7 @@ from torch import nn
 
 from parallel3d._compat import in_backward_pass, untraced
 from parallel3d._trace import issuing
-from parallel3d._tree import map_tensors
+from parallel3d._tree import cast_floats, to_device
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.buckets.bucket import Bucket
@@ -29,6 +29,7 @@ from parallel3d.fsdp.precision.full_precision import cast_inputs, outside_full
 from parallel3d.fsdp.running.call import Call, watch_output
 from parallel3d.fsdp.running.context import RunContext
 from parallel3d.fsdp.running.members import Members, unit_around
+from parallel3d.fsdp.running.resident import hook_outputs
 from parallel3d.fsdp.running.step_guard import StepGuard
 from parallel3d.fsdp.settings import Settings
 
@@ -95,18 +96,6 @@ class Unit(Settings):
         """The modules given to ``fully_shard``."""
         return self.members.modules
 
-    def absorb(self, other: Unit) -> None:
-        """Becomes one unit with ``other``, as if both had been given in one list."""
-        for module in other.members.detach():
-            self.members.attach(module, self)
-        self.group.extend(other.group)
-        for bucket in self.group.buckets:
-            for param in bucket.params:
-                param.unit = self.ref
-        mine, others = self.reshard_after_forward, other.reshard_after_forward
-        if mine != others:
-            self.reshard_after_forward = None if None in (mine, others) else False
-
     # -- context -------------------------------------------------------------------------------------
 
     def ready_context(self) -> RunContext:
@@ -137,9 +126,22 @@ class Unit(Settings):
 
     # -- forward -------------------------------------------------------------------------------------
 
+    @property
+    def is_shown_by_root(self) -> bool:
+        """Whether there is nothing to do for the unit itself now; see ``Residents``."""
+        group, context = self.group, self.context
+        if not (group.gated and group.shown) or self.depth or context is None:
+            return False
+        return context.residents.shown
+
     @untraced
-    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def pre_forward(
+        self, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
         """Hook before each module's forward."""
+        if self.is_shown_by_root:
+            issuing.unit = self.label
+            return None
         context = self.ready_context()
         if self.guard is not None:
             self.guard.begin_forward()
@@ -149,17 +151,18 @@ class Unit(Settings):
         if self.depth == 1 and self._is_fresh(module):
             self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
-                args, kwargs = map_tensors(self._to_device, (args, kwargs))
+                args, kwargs = to_device((args, kwargs), self.device_type)
             self.call = None
             issuing.unit = self.label
             if len(self.members.tops) > 1:
                 self.to_run = set(self.members.tops)
         if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
-            self.call = call = Call(self, self.position)
+            call = self.call = Call(self, self.position)
             if self.guard is not None:
                 self.guard.note(call)
             args = call.alias(args)
-            kwargs = {key: call.alias(value) for key, value in kwargs.items()}
+            if kwargs:
+                kwargs = {key: call.alias(value) for key, value in kwargs.items()}
         if self.input_dtype is not None:
             args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
@@ -169,11 +172,6 @@ class Unit(Settings):
         if not self.to_run or not self.group.shown:
             return True
         return self.is_root and id(module) not in self.to_run
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type in (self.device_type, "meta"):
-            return tensor
-        return tensor.to(self.device_type, non_blocking=True)
 
     def _begin_forward(self, context: RunContext) -> None:
         self.come_to_rest()
@@ -210,7 +208,7 @@ class Unit(Settings):
                 # counter tells (fused and foreach optimizers don't touch a DTensor's).
                 group.drop_stale(context.comm, training=torch.is_grad_enabled())
             self.gathered_in = context.iteration
-            if group.state is GroupState.SHARDED:
+            if group.state is GroupState.SHARDED and not (group.gated and group.shown):
                 group.adopt()
                 group.count_trainable()
                 if group.hybrids:
@@ -223,9 +221,12 @@ class Unit(Settings):
         context = self.context
         if context is None:  # something before ``pre_forward`` has raised
             return output
-        dtype = self.policy.output_dtype
-        if dtype is not None:
-            output = map_tensors(lambda t: _cast(t, dtype), output)
+        if self.is_shown_by_root:
+            if torch.is_grad_enabled() and not context.in_backward:
+                hook_outputs(self, output)
+            return None
+        if self.policy.output_dtype is not None:
+            output = cast_floats(output, self.policy.output_dtype)
         failed = output is None and sys.exc_info()[0] is not None
         grad = torch.is_grad_enabled() and not failed
         self.depth = max(self.depth - 1, 0)
@@ -296,8 +297,20 @@ class Unit(Settings):
         """Hook on every gradient's arrival."""
         grad, param.grad = param.grad, None
         assert grad is not None
-        if self.context is not None:  # also where the parameter was used outside a forward of ours
-            self.context.enter_backward()
+        self.take_gradient(bucket, index, grad)
+
+    @untraced
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """Hook on outputs of a unit that its root shows."""
+        assert self.context is not None
+        self.context.enter_backward()
+        issuing.unit = self.label
+
+    def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
+        """Takes what a backward has brought for parameter ``index`` of ``bucket``."""
+        context = self.context
+        if context is not None and not context.in_backward:
+            context.enter_backward()  # the parameter was used outside a forward of ours
         if self.guard is not None:
             self.guard.take_gradient()
         if grad.requires_grad:
@@ -311,7 +324,8 @@ class Unit(Settings):
         del grad  # what follows may free it
         if fresh:
             self.arrived += 1
-            self.maybe_end_backward()
+            if self.arrived >= self.group.trainable:
+                self.maybe_end_backward()
 
     def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
@@ -342,6 +356,8 @@ class Unit(Settings):
         if self.depth:  # a forward around this backward goes on, maybe after an optimizer's step
             self.group.stamp()
             return
+        if self.group.gated:
+            return  # to the root
         # What the user keeps gathered may be differentiated again by what a graph was made for.
         wanted = context.creates_graph and self.group.kept
         if self.reshard_after_backward and not wanted:
@@ -367,6 +383,10 @@ class Unit(Settings):
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
+        general = self.backward_begun or self.begun or self.arrived
+        if self.group.gated and not (general or any(b.grads.arrived for b in self.group.buckets)):
+            self.reduced = False
+            return  # nothing has come but to the gates
         if self.order_check is not None and self.is_root:
             self.order_check.at("end of the backward", self)
         self.to_run.clear()
@@ -390,7 +410,8 @@ class Unit(Settings):
     def show_shards(self) -> None:
         """The sharded parameters for whoever saves or loads, unless a forward is using the others."""
         self.come_to_rest()
-        if self.group.shown and not self.depth and not self.backward_begun:
+        busy = self.depth or self.backward_begun or self.is_shown_by_root
+        if self.group.shown and not busy:
             self.group.hide()
             self.group.reshard(self.ready_context().comm)
 
@@ -407,7 +428,3 @@ class Unit(Settings):
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
         if not self.group.shown and self.group.state is not GroupState.WHOLE:
             self.group.adopt()
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -13,7 +13,8 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.param import ShardedParam, holder_of
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.slots import holder_of
 from parallel3d.fsdp.state import Unit
 
 __all__ = ["Tie", "check_ties", "join"]
@@ -75,4 +76,16 @@ def join(unit: Unit, ties: Sequence[Tie]) -> None:
         if tie.unit is not unit and all(tie.unit is not older for older in olders):
             olders.append(tie.unit)
     for older in olders:
-        unit.absorb(older)
+        _absorb(unit, older)
+
+
+def _absorb(unit: Unit, older: Unit) -> None:
+    for module in older.members.detach():
+        unit.members.attach(module, unit)
+    unit.group.extend(older.group)
+    for bucket in unit.group.buckets:
+        for param in bucket.params:
+            param.unit = unit.ref
+    mine, others = unit.reshard_after_forward, older.reshard_after_forward
+    if mine != others:
+        unit.reshard_after_forward = None if None in (mine, others) else False

@@ -1,20 +1,24 @@
 """clip_grad_norm_: the global norm over any mix of sharded, replicated and plain gradients."""
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
 
-from parallel3d.errors import Parallel3dError, StateError
+from parallel3d._compat_foreach import foreach_mul_, foreach_norm
+from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.running.members import parameters_at_rest
-from parallel3d.optim.pieces import local_of
+from parallel3d.optim.clip_plan import Cut, Found, plan_for
 from parallel3d.optim.step_in_backward import refuse_stepped
 
 __all__ = ["clip_grad_norm_"]
+
+# Elements whose squares are summed one after another: of millions float32 would lose some digits, on the CPU.
+_ROW = 4096
 
 
 @torch.no_grad()
@@ -49,17 +53,17 @@ def clip_grad_norm_(
     _check_numbers(max_norm, norm_type)
     tensors = _tensors(parameters)
     refuse_stepped(tensors, "clip_grad_norm_")
-    grads = [p.grad for p in tensors if p.grad is not None]
-    if not grads:
+    found = plan_for(tensors).find(tensors)
+    if not found.flats and not found.others:
         return torch.zeros(())
-    norm = _total_norm(grads, norm_type)
+    norm = _total_norm(found, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise Parallel3dError(
             f"the {norm_type}-norm of the gradients is {norm.item()}; it must be finite to clip by"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for local in map(local_of, grads):
-        local.mul_(factor.to(local.dtype))
+    for (device, dtype), grads in _by_kind([*found.wholes, *(g for _, g in found.others)]).items():
+        foreach_mul_(grads, factor.to(device, dtype))
     return norm
 
 
@@ -74,7 +78,7 @@ def _check_numbers(max_norm: float, norm_type: float) -> None:
 
 def _tensors(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-) -> Iterable[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     if isinstance(parameters, nn.Module):
         return parameters_at_rest(parameters)
     if isinstance(parameters, torch.Tensor):
@@ -86,61 +90,60 @@ def _tensors(
     return list(parameters)
 
 
-def _cut_by(grad: torch.Tensor, groups: dict[str, ProcessGroup]) -> frozenset[str]:
-    """Names of the process groups over which ``grad``'s parts differ; adds them to ``groups``.
-
-    ``groups`` ends up innermost axis first, in the same order on every rank.
-    """
-    if not isinstance(grad, DTensor):
-        return frozenset()
-    names = set()
-    mesh = grad.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement = grad.placements[axis]
-        if placement.is_partial():
-            raise StateError(
-                f"a gradient of shape {tuple(grad.shape)} is {placement} on axis {axis} of {mesh}: it "
-                "waits for its reduction. Clip after the backward of the last micro-batch"
-            )
-        if isinstance(placement, Replicate) or mesh.size(axis) == 1:
-            continue
-        group = mesh.get_group(axis)
-        groups[group.group_name] = group
-        names.add(group.group_name)
-    return frozenset(names)
-
-
-def _total_norm(grads: list[torch.Tensor], p: float) -> torch.Tensor:
-    groups: dict[str, ProcessGroup] = {}
-    members: dict[frozenset[str], list[torch.Tensor]] = {}
-    for grad in grads:
-        members.setdefault(_cut_by(grad, groups), []).append(local_of(grad))
-    parts = {key: _power_sum(locals_, p) for key, locals_ in members.items()}
-    for name, group in groups.items():
+def _total_norm(found: Found, p: float) -> torch.Tensor:
+    members: dict[Cut, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for cut, flat in found.flats:
+        members.setdefault(cut, ([], []))[0].append(flat)
+    for cut, local in found.others:
+        members.setdefault(cut, ([], []))[1].append(local)
+    parts = {cut: _power_sum(*both, p) for cut, both in members.items()}
+    for name, group in found.groups.items():
         _reduce_over(name, group, parts, p)
     (total,) = parts.values()
     return total if math.isinf(p) else total ** (1.0 / p)
 
 
-def _power_sum(locals_: list[torch.Tensor], p: float) -> torch.Tensor:
-    """Sum of |x|^p over the tensors (largest |x| for p = inf), at least in float32."""
+def _power_sum(flats: list[torch.Tensor], others: list[torch.Tensor], p: float) -> torch.Tensor:
+    """Sum of |x|^p over all tensors (largest |x| for p = inf), at least in float32."""
+    whole = []
+    norms: list[torch.Tensor] = []
     if math.isinf(p):
         # A rank may hold no row of a tensor, and the maximum of nothing is an error: add a zero.
-        zero = locals_[0].new_zeros(1)
-        largest = [torch.cat([x.flatten().abs().to(zero.dtype), zero]).max() for x in locals_]
-        return torch.stack(largest).max().to(torch.promote_types(zero.dtype, torch.float32))
-    dtype = torch.promote_types(locals_[0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(x, p, dtype=_norm_dtype(x)).to(dtype) for x in locals_]
-    return torch.stack(norms).pow(p).sum()
+        others = [torch.cat([x.flatten().abs(), x.new_zeros(1)]) for x in others]
+    for x in flats:
+        rows = x.numel() // _ROW
+        if rows > 1:
+            norms.append(
+                torch.linalg.vector_norm(
+                    x[: rows * _ROW].view(rows, _ROW), p, 1, dtype=_norm_dtype(x.dtype)
+                )
+            )
+            x = x[rows * _ROW :]
+        if x.numel():
+            whole.append(x)
+    for (_, dtype), tensors in _by_kind([*whole, *others]).items():
+        norms.append(torch.stack(list(foreach_norm(tensors, p, _norm_dtype(dtype)))))
+    all_norms = norms[0]
+    if len(norms) > 1:
+        dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+        all_norms = torch.cat([norm.to(all_norms.device, dtype) for norm in norms])
+    return all_norms.max() if math.isinf(p) else all_norms.pow(p).sum()
 
 
-def _norm_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _by_kind(
+    tensors: list[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
 
 
-def _reduce_over(
-    name: str, group: ProcessGroup, parts: dict[frozenset[str], torch.Tensor], p: float
-) -> None:
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _reduce_over(name: str, group: ProcessGroup, parts: dict[Cut, torch.Tensor], p: float) -> None:
     """Sums the parts that ``group`` cuts over it, and merges them with those it doesn't cut."""
     keys = [key for key in parts if name in key]
     summed = torch.stack([parts[key] for key in keys])

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.param import owner_of
 
-if TYPE_CHECKING:
-    from parallel3d.fsdp.param import ShardedParam
-
-__all__ = ["by_bucket", "padding_in"]
+__all__ = ["by_bucket", "padding_in", "padding_of"]
 
 
 def by_bucket(params: Sequence[torch.Tensor]) -> list[Bucket | torch.Tensor]:
@@ -56,22 +51,17 @@ def _buckets_of(params: Iterable[torch.Tensor]) -> list[Bucket | None]:
     return result
 
 
+def padding_of(bucket: Bucket) -> list[tuple[int, int]]:
+    """(start, length) of what belongs to no parameter in a flat buffer (S,), and may hold anything."""
+    padding, end = [], 0
+    for param in bucket.params:
+        end += param.slot_numel
+        rest = 0 if param.even else param.slot_numel - math.prod(param.local_shape)
+        if not isinstance(rest, int) or rest:  # of simulated ranks some may have it
+            padding.append((end - rest, rest))
+    return padding
+
+
 def padding_in(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of ``flat`` (S,) that belong to no parameter, and may hold anything: the ends of slots."""
-    if all(param.even for param in bucket.params):
-        return []
-    slots = flat.split(bucket.slot_sizes)
-    return [
-        slot.narrow(0, _used(param), param.slot_numel - _used(param))
-        for param, slot in zip(bucket.params, slots, strict=True)
-        if not param.even and _may_be_padded(param)
-    ]
-
-
-def _used(param: ShardedParam) -> int:
-    return math.prod(param.local_shape)
-
-
-def _may_be_padded(param: ShardedParam) -> bool:
-    used = _used(param)
-    return not isinstance(used, int) or used < param.slot_numel  # of simulated ranks some are
+    """The parts of ``flat`` that ``padding_of`` tells."""
+    return [flat.narrow(0, start, length) for start, length in padding_of(bucket)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -164,7 +164,7 @@ class ParamPiece(Piece):
         if isinstance(grad, DTensor):
             spec = spec_of(grad)
             if spec is not self._reduced:
-                self._reduced = spec_of(reduced(grad))
+                self._reduced = spec_of(cast(DTensor, reduced(grad)))
         local = local_of(grad)
         dtype = self.tensor.dtype
         return local if local.dtype is dtype else local.to(dtype)
@@ -271,7 +271,7 @@ def pieces_of(params: list[nn.Parameter]) -> list[Piece]:
     pieces: list[Piece] = []
     for each in by_bucket(params):
         if not isinstance(each, Bucket):
-            pieces.append(ParamPiece(each))
+            pieces.append(ParamPiece(cast(nn.Parameter, each)))
             continue
         piece = BucketPiece(each)
         if piece.is_one:

@@ -43,6 +43,7 @@ from parallel3d.fsdp.precision.eval_precision import in_own_dtype
 from parallel3d.fsdp.storage import allocate, release, with_own_storage
 
 if TYPE_CHECKING:
+    from parallel3d.fsdp.buckets.gate import Gate
     from parallel3d.fsdp.comms.hooked_reduce import HookedReduce
     from parallel3d.fsdp.running.half_way import HalfWay
     from parallel3d.fsdp.running.step_guard import StepGuard
@@ -77,9 +78,11 @@ class Bucket:
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
         guard: where the parameters are updated within the backward: see ``StepGuard``.
+        gate: what takes the gradients where the unsharded parameters are the shards; see ``gate``.
         half_way: what waits for half of the gradients.
     """
 
+    gate: Gate | None = None
     joinable = (
         True  # whether one all-gather may carry it together with others; see ``joint_gather``
     )
@@ -223,6 +226,7 @@ class Bucket:
     def build_unsharded(self) -> None:
         """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
         params, n = self.params, self.parts
+        self.gate = None
         self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.offloaded
         if self.has_own_unsharded:
             self.unsharded = torch.empty(
@@ -341,6 +345,7 @@ class Bucket:
         """Lets the computing parameters follow ``requires_grad_`` on the sharded ones; how many have it."""
         wanted = [param.sharded.requires_grad for param in self.params]
         if wanted != [compute.requires_grad for compute in self.compute_params]:
+            self.gate = None  # it is of those that have one
             for compute, requires_grad in zip(self.compute_params, wanted, strict=True):
                 compute.requires_grad_(requires_grad)
         return sum(wanted)
@@ -367,7 +372,7 @@ class Bucket:
         flat = self.flat
         if self.offloaded:  # cast over there: half the bytes would be cast by the CPU otherwise
             flat = flat.to(self.device, non_blocking=self.pin)
-        return flat.to(self.compute_dtype)
+        return flat if flat.dtype is self.compute_dtype else flat.to(self.compute_dtype)
 
     def _row_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """For a custom all-gather, of one row of S per rank: its memory, and the input in its place there."""

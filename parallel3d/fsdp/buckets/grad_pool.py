@@ -1,15 +1,16 @@
 """GradPool: a bucket's gradients, whose tensors the next backward uses again.
 
-The result of a reduction is one buffer, and each ``.grad`` a DTensor of its part of it. Making these anew costs
-more than the reduction's arithmetic (a view 1 us and a DTensor 2 us for each parameter), so they stay, and the
-next result is written where they look. That is done only if nobody can tell: every reference to them is
-counted, and as long as the user holds one, or a storage, or a view, or has put an attribute on one, the next
-gradients are new ones. At rest the memory is freed when the next forward begins, at the latest.
+The result of a reduction is one buffer, and each ``.grad`` a DTensor of its part of it. Making these anew
+costs more than the reduction's arithmetic (a view 1 us and a DTensor 2 us for each parameter), so they stay,
+and the next result is written where they look. That is done only if nobody can tell: every reference to them
+is counted, and as long as the user holds one, or a storage, or a view, or has put an attribute on one, the
+next gradients are new ones. At rest the memory is freed when the next forward begins, at the latest.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ def make_gradients(
     return grads
 
 
+Make = Callable[[Any, torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
+
+
 class GradPool:
     """Of one bucket.
 
@@ -49,7 +53,8 @@ class GradPool:
         released: whether ``flat`` has no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Make = make_gradients) -> None:
+        self._make_gradients = make
         self.flat: torch.Tensor | None = None
         self.parts: list[torch.Tensor] = []
         self.grads: list[torch.Tensor] = []
@@ -60,35 +65,38 @@ class GradPool:
 
     def lend(self, bucket: Bucket) -> torch.Tensor | None:
         """Memory for the result of a reduction, if the tensors are free to be used again."""
-        flat = self.flat
-        if flat is None or self.lent or flat.dtype != bucket.grad_dtype:
+        # No name for ``flat`` here: it would be counted.
+        if self.flat is None or self.lent or self.flat.dtype != bucket.grad_dtype:
             if type(bucket.flat) is not torch.Tensor:  # simulated ranks, fake tensors
                 return None
-            flat = self._make(bucket)
+            self._make(bucket)
         elif self.released:
-            self._storage.resize_(flat.nbytes)
+            self._storage.resize_(self.flat.nbytes)
             self.released = False
         elif not self._is_free():
             return None
         self.lent = True
-        return flat
+        return self.flat
 
-    def _make(self, bucket: Bucket) -> torch.Tensor:
+    def _make(self, bucket: Bucket) -> None:
         """New ones; an exception has left a reduction in the others, or the dtype is another."""
-        self.flat = flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.home)
+        self.flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.home)
         with torch.inference_mode(False), torch.no_grad():
-            self.parts = bucket.local_parts(flat)
-            self.grads = make_gradients(bucket, flat, self.parts)
-        self._storage = flat.untyped_storage()
+            self.parts = bucket.local_parts(self.flat)
+            self.grads = self._make_gradients(bucket, self.flat, self.parts)
+        self._storage = self.flat.untyped_storage()
         self.released = False
         self._unused = self._uses()
-        return flat
 
     def release(self) -> None:
         """Frees the memory, if nobody uses it."""
-        if self.flat is not None and not (self.released or self.lent) and self._is_free():
+        if self.flat is None or self.released or self.lent or not self._is_free():
+            return
+        if self._storage.resizable():
             self._storage.resize_(0)
             self.released = True
+        else:  # numpy has had it
+            self.flat, self.parts, self.grads = None, [], []
 
     def _is_free(self) -> bool:
         return self._uses() == self._unused

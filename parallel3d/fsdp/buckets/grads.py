@@ -323,15 +323,21 @@ class GradientSlots:
             self._hold_partial(flat if job.rest == 1.0 else flat.mul_(job.rest), job.used)
             return
         self._put(job.take(), job.used)
-        hooked = False
-        for index in job.used:
-            for hook in gradient_hooks(params[index].sharded):
-                hook(params[index].sharded)
-                hooked = True
+        hooked = self.run_hooks(job.used)
         if bucket.guard is not None:
             bucket.guard.update(bucket, job.used)
         if hooked or bucket.guard is not None:  # the gradients may have served
             self.pool.release()
+
+    def run_hooks(self, used: list[int]) -> bool:
+        """Calls the users' hooks on gradients that are complete; whether there are any."""
+        hooked = False
+        for index in used:
+            param = self.bucket.params[index].sharded
+            for hook in gradient_hooks(param):
+                hook(param)
+                hooked = True
+        return hooked
 
     def result_memory(self, job: ReduceJob) -> torch.Tensor | None:
         """Where the reduce-scatter of ``job`` may write its result; None: to memory of its own."""
@@ -363,17 +369,38 @@ class GradientSlots:
         if result.dtype != bucket.grad_dtype:
             memory = None if bucket.offloaded else self.pool.lend(bucket)
             flat = result.to(bucket.grad_dtype) if memory is None else memory.copy_(result)
-        pool, params = self.pool, self.sharded
+        pool = self.pool
         if flat is pool.flat:
             pool.lent = False
-        present = [param.grad for param in params]
-        if len(used) == len(params) and (before := flat_gradient(present)) is not None:
-            before.add_(flat)  # one kernel for the bucket
+        present = [param.grad for param in self.sharded]
+        if self._add_whole(flat, present, used):
             return
         parts, grads = pool.parts, pool.grads
         if flat is not pool.flat:
             parts = bucket.local_parts(flat)
             grads = make_gradients(bucket, flat, parts)
+        self._place(parts, grads, present, used)
+
+    def put_piece(
+        self,
+        flat: torch.Tensor,
+        parts: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        used: list[int],
+    ) -> None:
+        """The same with a piece of a larger result, in ``grad_dtype``, whose gradients are made already."""
+        present = [param.grad for param in self.sharded]
+        if not self._add_whole(flat, present, used):
+            self._place(parts, grads, present, used)
+
+    def _add_whole(self, flat: torch.Tensor, present: list, used: list[int]) -> bool:
+        if len(used) < len(present) or (before := flat_gradient(present)) is None:
+            return False
+        before.add_(flat)  # one kernel for the bucket
+        return True
+
+    def _place(self, parts: list, grads: list, present: list, used: list[int]) -> None:
+        bucket, params = self.bucket, self.sharded
         keep = bucket.policy.keep_low_precision_grads
         for index in used:
             param, grad = params[index], present[index]

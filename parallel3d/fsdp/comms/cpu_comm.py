@@ -88,6 +88,8 @@ class CpuComm:
             work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm, memory)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
+        if work is None and len(self.scattering) == 1:
+            self._advance()  # nothing is scattered, so there is nothing to let run first
         if bucket.guard is not None:
             self._complete_early()
 

@@ -15,11 +15,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import (
-    all_gather_single,
+from parallel3d._compat import all_gather_single, reduce_scatter_single
+from parallel3d._compat_memory import (
     group_memory,
     make_symmetric,
-    reduce_scatter_single,
     symmetric_memory,
     use_symmetric_memory,
 )

@@ -62,7 +62,7 @@ class Call:
 
         A leaf outlives the graph. Its hook must not keep this call, and goes with it.
         """
-        if not tensor.is_leaf:
+        if not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
             hook_gradient(tensor, method)
             return
         weak = weakref.WeakMethod(method)

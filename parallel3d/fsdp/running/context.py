@@ -14,6 +14,7 @@ from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.precision.eval_precision import follow_mode
 from parallel3d.fsdp.running.half_way import HalfWay, bucket_to_count
 from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.running.resident import Residents
 from parallel3d.fsdp.running.schedule import check_inner_schedules
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RunContext:
         creates_graph: whether it is a backward with ``create_graph=True``.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
+        residents: those of the units that the root shows.
         schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
         half_way: the next gather of the backward, where it was put off.
     """
@@ -49,6 +51,7 @@ class RunContext:
         self.iteration = 0
         self.running = False
         self.schedule = root.schedule
+        self.residents = Residents()
         self.half_way: HalfWay | None = None
 
     @classmethod
@@ -110,6 +113,7 @@ class RunContext:
                 follow_mode(unit, self)
             if group.hybrids:
                 group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
+        self.residents.begin_forward(self.units, self.comm)
         root = self.root
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
@@ -136,7 +140,10 @@ class RunContext:
     def end_forward(self, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
         self.running = False
+        self.residents.hide()
         for unit in self.units:
+            if unit.group.gated and not unit.group.shown:
+                continue
             unit.to_run.clear()
             if unit.group.held is not None:
                 continue
@@ -185,6 +192,8 @@ class RunContext:
             if self.schedule is not None:
                 self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
+            if not self.residents.shown:
+                self.residents.show()  # for what is recomputed
 
     def reduce(self, unit: Unit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended.
@@ -206,6 +215,7 @@ class RunContext:
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
         units = self.units
+        self.residents.reduce(self.comm)
         if self.half_way is not None:
             self.half_way.drop()
         for unit in reversed(units):
@@ -213,6 +223,7 @@ class RunContext:
         self.comm.finish()
         for unit in units:
             unit.end_backward()
+        self.residents.end_backward(keep=self.running)
         self.in_backward = self.creates_graph = False
         issuing.unit = ""
 
@@ -228,6 +239,7 @@ class RunContext:
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
+        self.residents.end_backward(keep=False)
         self.in_backward = self.creates_graph = False
 
     def reset(self) -> None:
@@ -237,6 +249,7 @@ class RunContext:
             self.half_way.drop()
         self.running = self.in_backward = self.creates_graph = False
         self.order.clear()
+        self.residents.end_backward(keep=False)
         for unit in self.units:
             unit.reset()
             unit.group.abandon(self.comm)

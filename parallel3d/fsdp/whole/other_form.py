@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import GroupState
-from parallel3d.fsdp.param import OwnSetattr
+from parallel3d.fsdp.slots import OwnSetattr
 from parallel3d.fsdp.whole.gathering import check_has_values, whole_tensors
 
 if TYPE_CHECKING:

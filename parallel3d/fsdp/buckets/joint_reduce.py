@@ -1,0 +1,231 @@
+"""JointReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
+
+A call costs the same however little it sends, so small buckets go together, in the order in which backward
+comes to them: up to 1 MiB first, so that communication begins early, then up to 25 MiB (the defaults of torch's
+``DistributedDataParallel``: ``_DEFAULT_FIRST_BUCKET_BYTES``, ``bucket_cap_mb``). What goes together follows
+from the order of the units alone, and is the same on every rank. It has the side of a ``Bucket`` that a
+comm's reduction deals with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel3d._compat import foreach_copy_
+from parallel3d.fsdp.buckets.grad_pool import GradPool, make_gradients
+from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.buckets.bucket import Bucket
+    from parallel3d.fsdp.comm import Comm
+
+__all__ = ["JointReduce", "plan_reductions"]
+
+FIRST_BYTES = 2**20
+MOST_BYTES = 25 * 2**20
+
+
+def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
+    """Which of ``buckets``, in the order of their backwards, are reduced together.
+
+    A bucket that is larger than the limit is by itself. Only neighbours go together, of one dtype, summed over
+    the same ranks and divided by the same number.
+    """
+    plan: list[list[Bucket]] = []
+    size, before = 0, None
+    for bucket in buckets:
+        groups = [group.group_name for group in bucket.replicate_groups]
+        kind = (bucket.dtype, bucket.home, groups, bucket.divisor)
+        limit = FIRST_BYTES if len(plan) == 1 else MOST_BYTES
+        if kind != before or size + bucket.flat.nbytes > limit:
+            plan.append([])
+            size = 0
+        plan[-1].append(bucket)
+        size += bucket.flat.nbytes
+        before = kind
+    return [JointReduce(together) for together in plan]
+
+
+class JointReduce:
+    """See the module's docstring. Shapes: S, the slots of all parameters of all buckets.
+
+    Attributes:
+        arrived: (S,), the gradients that have arrived in this backward; None before the first.
+        used: by bucket the indices of the parameters that got one; None before the bucket's have arrived.
+        launched: whether this backward's reduction is under way.
+    """
+
+    shard_group = scatter_group = second_group = tp_group = None
+    scatter_comm = comm_hook = all_reduce_hook = guard = None
+    offloaded = False
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        first = buckets[0]
+        self.buckets = list(buckets)
+        self.unit = first.unit
+        self.replicate_groups = first.replicate_groups
+        self.divisor = first.divisor
+        self.dtype, self.grad_dtype, self.home = first.dtype, first.grad_dtype, first.home
+        sizes = [bucket.numel for bucket in buckets]
+        self.sizes = sizes
+        self.numel = sum(sizes)
+        counts = [len(bucket.params) for bucket in buckets]
+        self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
+        self.pool = GradPool(_gradients)
+        self.grads = self  # as of a bucket: what a comm starts and finishes
+        self.in_flight: Any = None
+        self._comm: Any = None
+        self.forget()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Shards of the kind whose gradients these are."""
+        return self.buckets[0].flat
+
+    def forget(self) -> None:
+        """Drops what a backward has brought."""
+        self.arrived: torch.Tensor | None = None
+        self._parts: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []
+        self.used: list[list[int] | None] = [None] * len(self.buckets)
+        self.missing = len(self.buckets)
+        self.launched = False
+        self.in_flight = None
+        for bucket in self.buckets:
+            bucket.grads.in_flight = None
+
+    # -- arrival -----------------------------------------------------------------------------------
+
+    def accept(
+        self, place: int, indices: list[int], grads: Sequence[torch.Tensor], comm: Comm
+    ) -> bool:
+        """Takes the gradients of parameters ``indices`` of bucket ``place``; issues the reduction with the last.
+
+        Returns:
+            False if they are not taken, as the bucket's have been already in this backward.
+        """
+        if self.used[place] is not None:
+            return False
+        if self.arrived is None:
+            self._begin()
+        start, end = self._starts[place], self._ends[place]
+        parts = self._parts[start:end]
+        if len(indices) < end - start:
+            for index in set(range(end - start)).difference(indices):
+                parts[index].zero_()
+            parts = [parts[index] for index in indices]
+        foreach_copy_(parts, grads)
+        self.used[place] = indices
+        self.missing -= 1
+        if not self.missing:
+            self.launch(comm)
+        return True
+
+    def _begin(self) -> None:
+        pool = self.pool
+        flat = pool.lend(self)  # type: ignore[arg-type]
+        if flat is not None:
+            self._parts, self._grads = pool.parts, pool.grads
+        else:
+            flat = torch.empty(self.numel, dtype=self.dtype, device=self.home)
+            self._parts = self.local_parts(flat)
+        self.arrived = flat
+
+    def slices(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each bucket's part of ``flat``."""
+        return flat.split(self.sizes)
+
+    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of ``flat``."""
+        return [
+            part
+            for bucket, piece in zip(self.buckets, self.slices(flat), strict=True)
+            for part in bucket.local_parts(piece)
+        ]
+
+    def gradients(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What ``.grad`` of the parameters is."""
+        return [
+            grad
+            for bucket, piece, start, end in zip(
+                self.buckets, self.slices(flat), self._starts, self._ends, strict=True
+            )
+            for grad in make_gradients(bucket, piece, parts[start:end])
+        ]
+
+    # -- reduction ---------------------------------------------------------------------------------
+
+    def launch(self, comm: Comm) -> None:
+        """Issues the reduction of what has arrived, if anything has."""
+        if self.arrived is None or self.launched:
+            return
+        self.launched = True
+        self._comm = comm
+        comm.reduce(self, all_reduce=True)  # type: ignore[arg-type]
+        itself = weakref.ref(self)
+        for bucket in self.buckets:
+            bucket.grads.in_flight = itself
+
+    def drain(self, _: Bucket) -> None:
+        """Completes the reduction, before one of the buckets is reduced again by itself."""
+        if self.launched and self.arrived is not None:
+            self._comm.drain(self)
+
+    def start(self, *, all_reduce: bool) -> ReduceJob:
+        """Hands over what has arrived: from the first bucket that has gradients to the last."""
+        flat = self.arrived
+        assert flat is not None and all_reduce
+        if self.missing:
+            flat = self._span(flat)
+        before = divisor_before_sum(self.divisor, self.dtype)
+        scale, rest = before / self.divisor, 1.0
+        if before != 1:
+            flat.div_(before)
+            if self.replicate_groups:  # see ``GradientSlots``
+                scale, rest = rest, scale
+        return ReduceJob(self, [flat], [], scale, all_reduce, None, (), rest)  # type: ignore[arg-type]
+
+    def _span(self, flat: torch.Tensor) -> torch.Tensor:
+        there = [place for place, used in enumerate(self.used) if used is not None]
+        pieces = self.slices(flat)
+        for place in range(there[0], there[-1]):
+            if self.used[place] is None:
+                pieces[place].zero_()
+        start = sum(self.sizes[: there[0]])
+        return flat[start : sum(self.sizes[: there[-1] + 1])]
+
+    def finish(self, job: ReduceJob) -> None:
+        """Puts the result into ``.grad``, adding to what is there."""
+        job.take()
+        flat, parts, grads = self.arrived, self._parts, self._grads
+        assert flat is not None
+        if not grads:
+            grads = self.gradients(flat, parts)
+        pieces = self.slices(flat)
+        used = list(enumerate(self.used))
+        launched = self.launched
+        self.forget()
+        self.launched = launched  # what comes now is of another reduction
+        self.used = [[]] * len(self.buckets)
+        self.pool.lent = False
+        hooked = False
+        for place, indices in used:
+            if indices is not None:
+                start, end = self._starts[place], self._ends[place]
+                slots = self.buckets[place].grads
+                slots.put_piece(pieces[place], parts[start:end], grads[start:end], indices)
+                hooked |= slots.run_hooks(indices)
+        del flat, parts, grads, pieces
+        if hooked:
+            self.pool.release()
+
+
+def _gradients(
+    joint: JointReduce, flat: torch.Tensor, parts: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    return joint.gradients(flat, parts)

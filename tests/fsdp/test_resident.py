@@ -1,0 +1,211 @@
+"""Units whose unsharded parameters are the shards: shown by the root, gradients together, few all-reduces."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d.errors import StateError
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.running.members import the_unit
+from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Recomputes a submodule, which is no unit, in backward; notes its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.seen = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x + torch.tanh(checkpoint(self.up, self.norm(x), use_reentrant=False))
+        return self.seen
+
+
+class Model(nn.Module):
+    """``skip``: leaves the second block out; ``twice``: runs the first one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, *, skip: bool = False, twice: bool = False) -> torch.Tensor:
+        for block in (self.blocks[0], *self.blocks[1 + skip :]):
+            x = block(x)
+        return self.head(self.blocks[0](x) if twice else x)
+
+
+def plain() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def wrapped(ranks: int, model: Model | None = None) -> Model:
+    mesh = build_mesh(MeshLayout(replicate=ranks, shard=1), device_type="cpu")
+    model = plain() if model is None else model
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def batch(rank: int = 0) -> torch.Tensor:
+    return torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def check(model: nn.Module, expected: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if param.grad is not None:
+            for _, _, local in shards_of(param.grad):
+                torch.testing.assert_close(local, other.grad, rtol=0, atol=1e-12, msg=name)
+
+
+def is_lean(model: nn.Module) -> bool:
+    return all(the_unit(block).group.gated for block in model.blocks)
+
+
+USES = {
+    "all": lambda model, x: model(x).sum(),
+    "a block left out": lambda model, x: model(x, skip=True).sum(),
+    "a block twice": lambda model, x: model(x, twice=True).sum(),
+    "noted only": lambda model, x: (model(x), model.blocks[1].seen.sum())[1],
+    "a block alone": lambda model, x: model.blocks[1](x).sum(),
+    "two forwards": lambda model, x: model(x).sum() + model(2 * x).sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients(use: str) -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for again in range(3):
+            for each in (expected, model):
+                USES[use](each, batch(again)).backward()
+                names = {type(p).__name__ for p in model.parameters()}
+                assert names == {"DTensor"} and not the_unit(model).group.shown
+            check(model, expected)
+            if again != 1:  # then it adds to what is there
+                expected.zero_grad()
+                model.zero_grad()
+        assert use == "a block alone" or is_lean(model)
+
+
+@pytest.mark.parametrize("use", ["all", "a block left out", "a block twice"])
+def test_average_over_ranks(use: str) -> None:
+    with local_world(4) as world:
+        with world.paused():
+            expected = plain()
+            for rank in range(4):
+                (USES[use](expected, batch(rank)) / 4).backward()
+            batches = [batch(rank) for rank in range(4)]
+        model = wrapped(4)
+        for _ in range(2):
+            model.zero_grad()
+            USES[use](model, world.map(lambda r: batches[r])).backward()
+        check(model, expected)
+        assert is_lean(model)
+
+
+def test_one_all_reduce_for_small_units() -> None:
+    with fake_world(0, 4):
+        model = wrapped(4)
+        for _ in range(2):
+            with record_collectives() as record:
+                model(batch()).sum().backward()
+            assert record.count() == record.count("all_reduce") == 1
+
+
+def test_accumulation_and_settings_go_the_general_way() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for each in (expected, model):
+            each(batch(0)).sum().backward()
+        with model.no_sync():
+            model(batch(1)).sum().backward()
+        assert not is_lean(model)
+        loss = model(batch(2)).sum()
+        with model.no_sync():
+            loss.backward()
+        model(batch(3)).sum().backward()
+        for sample in (1, 2, 3):
+            expected(batch(sample)).sum().backward()
+        check(model, expected)
+
+
+def test_frozen_and_thawed() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for wanted in (False, True):
+            for each in (expected, model):
+                each.zero_grad()
+                each.blocks[1].up.weight.requires_grad_(wanted)
+                each(batch()).sum().backward()
+            check(model, expected)
+
+
+def test_after_exceptions() -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("here")
+
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        handle = model.blocks[1].up.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="here"):
+            model(batch())
+        handle.remove()
+        assert not the_unit(model.blocks[0]).group.shown
+        loss = model(batch())
+        model.blocks[1].seen.register_hook(fail)
+        with pytest.raises(ValueError, match="here"):
+            loss.sum().backward()
+        model.reset_iter_state()
+        model.zero_grad()
+        for each in (expected, model):
+            each(batch()).sum().backward()
+        check(model, expected)
+
+
+def test_a_gradient_with_a_graph_is_an_error() -> None:
+    with fake_world(0, 1):
+        model = wrapped(1)
+        with pytest.raises(StateError, match="create_graph"):
+            model(batch()).square().sum().backward(create_graph=True)
+
+
+def test_copies_and_held_gradients() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        model(batch(0)).sum().backward()
+        kept = [param.grad for param in model.parameters()]
+        values = [grad.to_local().clone() for grad in kept]
+        model.zero_grad()
+        for block in model.blocks:
+            block.seen = None
+        twin = copy.deepcopy(model)
+        for each in (expected, model, twin):
+            each(batch(1)).sum().backward()
+        check(model, expected)
+        check(twin, expected)
+        for grad, value in zip(kept, values, strict=True):
+            assert torch.equal(grad.to_local(), value)  # a step later it is what it was
+
+
+def test_memory_of_gradients_is_freed_when_the_next_forward_begins() -> None:
+    with fake_world(0, 1):
+        model = wrapped(1)
+        for _ in range(2):
+            model(batch()).sum().backward()
+            (joint,) = the_unit(model).context.residents.joints
+            assert not joint.pool.released
+            model.zero_grad()
+            with torch.no_grad():
+                model(batch())
+            assert joint.pool.released

@@ -1,0 +1,158 @@
+"""Whole buckets as one tensor, in steps and norms: with padding, and once gradients don't fit any more."""
+
+import copy
+import functools
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from local_sides import Sides, everything
+from models import LM_PLAN, Lm, lm_loss, tokens
+from torch import nn, optim
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d._compat import get_local_tensor
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.buckets.grads import flat_gradient
+from parallel3d.fsdp.running.members import units_of
+from parallel3d.optim import clip_grad_norm_, local
+from parallel3d.optim.flat import padding_in
+from parallel3d.testing import fake_world, local_world
+
+
+class Drifting(optim.SGD):
+    """Moves where there is no gradient, and takes none that is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(0.01)
+            assert p.grad is None or p.grad.isfinite().all()
+        return super().step(closure)
+
+
+def buckets(model: nn.Module) -> list:
+    return [b for unit in units_of(model, recurse=True) for b in unit.group.buckets]
+
+
+def spoil_padding(model: nn.Module) -> None:
+    """What pads gradients may hold anything."""
+    for bucket in buckets(model):
+        flat = flat_gradient([p.sharded.grad for p in bucket.params])
+        for padding in padding_in(bucket, flat):
+            padding.fill_(math.nan)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 3, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("cls", [optim.AdamW, Drifting])
+def test_padded_buckets_are_one_tensor(sizes, cls) -> None:
+    """Padding changes neither a step nor a norm, and stays zero in the weights."""
+    layout = MeshLayout(*sizes)
+    with local_world(layout.world_size) as world:
+        sides = Sides(world, layout)
+        sides.optimizers(
+            everything, functools.partial(cls, lr=1e-2), functools.partial(local, cls, lr=1e-2)
+        )
+        assert any(padding_in(bucket, bucket.flat) for bucket in buckets(sides.model))
+        for step in range(2):
+            sides.backward(step)
+            spoil_padding(sides.model)
+            with world.paused():
+                want = nn.utils.clip_grad_norm_(sides.plain.parameters(), 0.5)
+            for value in world.per_rank(clip_grad_norm_(sides.model, 0.5)):
+                torch.testing.assert_close(value, want)
+            spoil_padding(sides.model)
+            sides.step()
+            sides.zero_grad()
+        sides.check()
+        assert len(sides.optimizer._local.by_group[0]) == len(buckets(sides.model))
+        for bucket in buckets(sides.model):
+            for padding in padding_in(bucket, bucket.flat):
+                assert all((p == 0).all() for p in world.per_rank(padding))
+
+
+def test_a_bucket_is_taken_apart_in_place() -> None:
+    """A gradient that is missing, or the user's, costs no copy of the state, and no other bucket."""
+    with fake_world(0, 2):
+        torch.manual_seed(0)
+        model = parallelize(
+            Lm(vocab=20, layers=2), build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        )
+        optimizer = local(optim.AdamW, model, lr=1e-2)
+        lm_loss(model, tokens(0)).backward()
+        optimizer.step()
+        before = [len(optimizer._local.by_group[0]), optimizer._local]
+        moments = {p: get_local_tensor(optimizer.state[p]["exp_avg"]) for p in model.parameters()}
+        addresses = {p: m.data_ptr() for p, m in moments.items()}
+        model.layers[0].up.bias.grad = None
+        optimizer.step()
+        inside = len(list(model.layers[0].parameters()))
+        assert len(optimizer._local.by_group[0]) == before[0] - 1 + inside
+        assert optimizer._local is before[1]
+        lm_loss(model, tokens(1)).backward()
+        optimizer.step()
+        for p in model.parameters():
+            assert get_local_tensor(optimizer.state[p]["exp_avg"]).data_ptr() == addresses[p]
+            late = p is model.layers[0].up.bias
+            assert optimizer.state[p]["step"] == (2 if late else 3)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_norm_of_flat_missing_and_own_gradients(norm_type) -> None:
+    """Each is taken in another way; the norm is the plain model's."""
+    torch.manual_seed(0)
+    plain = Lm(layers=2).double()
+    model = copy.deepcopy(plain)
+    lm_loss(plain, tokens(0)).backward()
+    with local_world(4) as world:
+        parallelize(model, build_mesh(MeshLayout(1, 2, 2), device_type="cpu"), LM_PLAN)
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        for each in (plain, model):
+            each.layers[0].norm.bias.grad = None
+            each.layers[1].up.weight.grad = each.layers[1].up.weight.grad * 2
+        for _ in range(2):  # found, and remembered
+            with world.paused():
+                want = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+            for value in world.per_rank(clip_grad_norm_(model.parameters(), 0.1, norm_type)):
+                torch.testing.assert_close(value, want)
+
+
+def test_norm_loses_no_digits_over_a_long_buffer() -> None:
+    """Squares summed one after another in float32 would: 2e-3 of three million equal ones."""
+    with fake_world(0, 2):
+        model = nn.Linear(3000, 2000)
+        fully_shard(model, mesh=build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+        model(torch.ones(1, 3000)).sum().backward()
+        for p in model.parameters():
+            get_local_tensor(p.grad).fill_(0.01)
+        (bucket,) = buckets(model)
+        flat = flat_gradient([p.sharded.grad for p in bucket.params])
+        want = flat.double().norm()
+        assert abs(clip_grad_norm_(model, 1.0) - want) <= 2e-5 * want
+        torch.testing.assert_close(flat.double().norm(), want.new_ones(()), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows(value, norm_type) -> None:
+    with fake_world(0, 2):
+        model = nn.Linear(100, 200)
+        fully_shard(model, mesh=build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+        model(torch.ones(1, 100)).sum().backward()
+        get_local_tensor(model.weight.grad)[50, 3] = value
+        got = clip_grad_norm_(model, 1.0, norm_type)
+        assert got.isnan() if math.isnan(value) else got.isinf()
+
+
+def test_a_plan_keeps_no_model_alive() -> None:
+    with fake_world(0, 2):
+        model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+        lm_loss(model, tokens(0)).backward()
+        clip_grad_norm_(model, 1.0)
+
+        dead = [weakref.ref(p) for p in model.parameters()]
+        del model
+        gc.collect()
+        assert all(ref() is None for ref in dead)
