@@ -7,6 +7,7 @@ freed. What a cast makes larger is cast at the end too, when the unsharded param
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,15 +31,22 @@ class ReduceInput:
         written: indices of those that ``packed`` holds.
     """
 
-    __slots__ = ("bucket", "in_place", "kept", "packed", "views", "written")
+    __slots__ = ("_bucket", "in_place", "kept", "packed", "views", "written")
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+        self._bucket = weakref.ref(bucket)  # whose gradients hold this: no cycle
         self.in_place = bucket.reduced_in_place
         self.kept: dict[int, torch.Tensor] = {}
         self.packed: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.written: set[int] = set()
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket whose gradients these are."""
+        bucket = self._bucket()
+        assert bucket is not None
+        return bucket
 
     # -- arrival -----------------------------------------------------------------------------------
 
