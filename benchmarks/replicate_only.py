@@ -2,13 +2,13 @@
 
     python benchmarks/replicate_only.py [--quick] [--json PATH]
 
-host:   CPU time per unit and step above the plain model, on a fake group of 8 ranks, 16 units of 10 parameters.
+host:   CPU time per unit and step above the plain model, on a fake group of 8, 16 units of 10 parameters.
         Works of the fake group have no future, which DDP's own all-reduce waits for: its reducer is given a
         communication hook that all-reduces the same buffer.
 memory: the largest sum of live tensors' storages over a step, 8 blocks of width 512.
 step:   forward, backward and AdamW on 4 gloo processes, 8 blocks of width 512.
 
-DDP is measured by default and with ``gradient_as_bucket_view=True``; claims are against the better of the two.
+DDP is measured by default and with ``gradient_as_bucket_view=True``; claims are against the better one.
 """
 
 import copy
