@@ -1,10 +1,10 @@
 """Gate: one node of autograd's graph that the gradients of a bucket's parameters arrive at together.
 
-Where the unsharded parameters are the shards themselves, nothing comes and goes, and the tensors that forward
-sees can be made once: outputs of one function, each the memory of a parameter. Autograd counts their uses. When
-all that a backward has are in, it calls the function's backward once, with a gradient for each parameter that
-was used: a call for each bucket where a hook on leaves is one for each parameter, and no node that
-accumulates. The function saves nothing, so that every step's graph can end in the same one.
+Where the unsharded parameters are the shards themselves, nothing comes and goes, and the tensors that
+forward sees can be made once: outputs of one function, each the memory of a parameter. Autograd counts
+their uses. When all that a backward has are in, it calls the function's backward once, with a gradient for
+each parameter that was used: a call for each bucket where a hook on leaves is one for each parameter, and
+no node that accumulates. The function saves nothing, so that every step's graph can end in the same one.
 """
 
 from __future__ import annotations

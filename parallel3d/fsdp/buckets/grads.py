@@ -317,7 +317,6 @@ class GradientSlots:
         """Puts the result of a reduction into ``.grad``, adding to what is there."""
         self.in_flight = None
         bucket = job.bucket
-        params = bucket.params
         if not job.final:
             flat = job.tensor.to(bucket.sum_dtype)
             self._hold_partial(flat if job.rest == 1.0 else flat.mul_(job.rest), job.used)

@@ -1,10 +1,10 @@
 """JointReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
 
 A call costs the same however little it sends, so small buckets go together, in the order in which backward
-comes to them: up to 1 MiB first, so that communication begins early, then up to 25 MiB (the defaults of torch's
-``DistributedDataParallel``: ``_DEFAULT_FIRST_BUCKET_BYTES``, ``bucket_cap_mb``). What goes together follows
-from the order of the units alone, and is the same on every rank. It has the side of a ``Bucket`` that a
-comm's reduction deals with.
+comes to them: up to 1 MiB first, so that communication begins early, then up to 25 MiB (the defaults of
+torch's ``DistributedDataParallel``: ``_DEFAULT_FIRST_BUCKET_BYTES``, ``bucket_cap_mb``). What goes together
+follows from the order of the units alone, and is the same on every rank. It has the side of a ``Bucket``
+that a comm's reduction deals with.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MOST_BYTES = 25 * 2**20
 def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
     """Which of ``buckets``, in the order of their backwards, are reduced together.
 
-    A bucket that is larger than the limit is by itself. Only neighbours go together, of one dtype, summed over
-    the same ranks and divided by the same number.
+    A bucket that is larger than the limit is by itself. Only neighbours go together, of one dtype, summed
+    over the same ranks and divided by the same number.
     """
     plan: list[list[Bucket]] = []
     size, before = 0, None
@@ -104,7 +104,7 @@ class JointReduce:
     def accept(
         self, place: int, indices: list[int], grads: Sequence[torch.Tensor], comm: Comm
     ) -> bool:
-        """Takes the gradients of parameters ``indices`` of bucket ``place``; issues the reduction with the last.
+        """Takes gradients of parameters ``indices`` of bucket ``place``; with the last, issues the reduction.
 
         Returns:
             False if they are not taken, as the bucket's have been already in this backward.

@@ -1,9 +1,9 @@
 """Residents: units whose unsharded parameters are the shards themselves, as on a replicate axis alone.
 
 Nothing of theirs is gathered or freed, so that no unit has anything to do before its forward or backward: the
-root shows all of them when its forward begins and hides them when it ends, and again around the backward (for
-what is recomputed there). Their gradients arrive at a ``Gate``, one call for each bucket, and are reduced by few
-calls, see ``JointReduce``. A unit's own hooks only look whether that is so.
+root shows all of them when its forward begins and hides them when it ends, and again around the backward
+(for what is recomputed there). Their gradients arrive at a ``Gate``, one call for each bucket, and are
+reduced by few calls, see ``JointReduce``. A unit's own hooks only look whether that is so.
 
 A unit that is called by itself goes the general way, as does one with a setting that asks for more; that is
 decided anew whenever the root's forward begins.
@@ -194,7 +194,9 @@ def _take(ref: weakref.ref[Unit], gate: Gate, grads: tuple[torch.Tensor | None, 
 
 def hook_outputs(unit: Unit, output: Any) -> None:
     """Lets the first gradient that reaches one of ``output`` begin the backward."""
-    if functorch_is_active():  # where hooks are of one level of its transforms; gradients arrive alike
+    if (
+        functorch_is_active()
+    ):  # where hooks are of one level of its transforms; gradients arrive alike
         return
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         # A parameter that is passed on outlives the graph.
