@@ -23,7 +23,9 @@ __all__ = ["StreamComm"]
 @dataclass(eq=False)
 class _InFlight:
     job: ReduceJob
-    source: list[torch.Tensor] | None  # the reduce-scatter's inputs, allocated on the compute stream
+    source: (
+        list[torch.Tensor] | None
+    )  # the reduce-scatter's inputs, allocated on the compute stream
     scattered: Any  # event: the input has been read
     done: Any  # event: the result is final
     on_device: torch.Tensor | None = None  # what the result was copied home from
