@@ -6,6 +6,7 @@ so that no rank closes a connection its peers still read from; then it answers `
 """
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -71,6 +72,7 @@ def serve(connection: Connection, threads: int) -> None:
     loopback = _loopback_interface()
     if loopback is not None:  # gloo would look up the host name, which may not resolve
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    gc.freeze()  # what is there stays: not to be looked through after each job
     _send(connection, "ready", None)
     while True:
         try:
@@ -167,6 +169,8 @@ def _clean_up() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     clear_dtensor_caches()
+    # Models and meshes in cycles keep their groups, whose threads wake up every few milliseconds.
+    gc.collect()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
 

@@ -108,6 +108,21 @@ def test_workers_live_on_and_runs_do_not_see_each_other(gloo_pool: GlooPool) -> 
     assert {r["backend"] for r in before} == {"gloo"}
 
 
+def threads_after_a_cycle() -> int:
+    """A group that garbage keeps, as a trained model's cycles do."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    dist.all_reduce(torch.ones(1), group=mesh.get_group("a"))
+    cycle = [mesh, dist.new_group([0, 1])]
+    cycle.append(cycle)
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_groups_end_with_their_run(gloo_pool: GlooPool) -> None:
+    first, *_ = [gloo_pool.run(threads_after_a_cycle, world_size=2) for _ in range(3)]
+    assert gloo_pool.run(threads_after_a_cycle, world_size=2) == first
+
+
 def test_values_are_copies(gloo_pool: GlooPool) -> None:
     value = torch.arange(3)
     (result,) = gloo_pool.run(echo, value, world_size=1)
