@@ -112,11 +112,11 @@ class _Whole:
         flat = flat_gradient(grads)
         if flat is None or flat.numel() != self._numel:
             return False
+        if not self._numel:  # on every rank
+            return True
         for cut, first, _ in self.runs:
             if cut not in cut_of.seen:  # else its groups are there
                 cut_of(grads[first], found.groups)
-        if not self._numel:
-            return True
         for start, length in self._padding:
             flat.narrow(0, start, length).zero_()  # may hold anything
         found.wholes.append(flat)

@@ -132,7 +132,10 @@ class ReduceInput:
         indices = range(first, len(bucket.params))
         if self.packed is None and len(self.kept) == len(indices) and bucket.packs_as_chunks:
             packed = bucket.reduce_input(first)
-            chunk_cat([self.kept[i] for i in indices], bucket.parts, packed.view(bucket.parts, -1))
+            grads = [self.kept[i] for i in indices]
+            if len({grad.dtype for grad in grads}) > 1:  # one was summed on its way here
+                grads = [grad.to(bucket.reduce_dtype) for grad in grads]
+            chunk_cat(grads, bucket.parts, packed.view(bucket.parts, -1))
             self.kept.clear()
             return packed
         for index in indices:
