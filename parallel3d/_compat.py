@@ -27,7 +27,6 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "TorchMixedPrecisionPolicy",
-    "all_gather_members",
     "all_gather_single",
     "assert_async",
     "backend_name",
@@ -46,7 +45,6 @@ __all__ = [
     "gradient_hooks",
     "grads_may_differ_in_dtype",
     "graph_is_kept",
-    "groups_members",
     "has_tensor_hooks",
     "hook_gradient",
     "in_backward_pass",
@@ -61,7 +59,6 @@ __all__ = [
     "preserved_versions",
     "process_group_of",
     "queue_backward_callback",
-    "reduce_scatter_members",
     "reduce_scatter_single",
     "root_mesh",
     "set_backward_order",
@@ -268,33 +265,6 @@ if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has
 else:
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
-
-
-# Of gloo, the call with several members copies all of them into one buffer and out of it.
-_GROUPING_BACKENDS = ("nccl", "fake")
-
-
-def groups_members(group: ProcessGroup, device_type: str) -> bool:
-    """Whether the backend launches several all-gathers or reduce-scatters as one, each in its own memory."""
-    return backend_name(group, device_type) in _GROUPING_BACKENDS
-
-
-def all_gather_members(
-    outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
-) -> dist.Work:
-    """Several all-gathers as one asynchronous call."""
-    options = dist.distributed_c10d.AllgatherOptions()
-    options.asyncOp = True
-    return group.allgather_into_tensor_coalesced(list(outputs), list(parts), options)
-
-
-def reduce_scatter_members(
-    outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group: ProcessGroup
-) -> dist.Work:
-    """Several reduce-scatters, which sum, as one asynchronous call."""
-    options = dist.distributed_c10d.ReduceScatterOptions()
-    options.asyncOp = True
-    return group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), options)
 
 
 def init_fake_group(rank: int, world_size: int) -> None:

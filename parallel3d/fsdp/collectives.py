@@ -11,13 +11,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import (
+from parallel3d._compat import all_gather_single, backend_name, reduce_scatter_single
+from parallel3d._compat_collectives import (
     all_gather_members,
-    all_gather_single,
-    backend_name,
     groups_members,
     reduce_scatter_members,
-    reduce_scatter_single,
 )
 from parallel3d._trace import issuing
 from parallel3d.fsdp.comms import from_peers

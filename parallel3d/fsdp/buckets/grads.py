@@ -15,7 +15,6 @@ A gradient that is there already is folded into the waiting sum, so ``.grad`` is
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, gradient_hooks, make_dtensor, set_grad
+from parallel3d._compat import get_local_tensor, gradient_hooks, set_grad
 from parallel3d.fsdp.buckets.grad_pool import PLACE, GradPool, make_gradients
 from parallel3d.fsdp.buckets.held_sum import HeldSum
 from parallel3d.fsdp.buckets.reduce_input import ReduceInput
 from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
+from parallel3d.fsdp.buckets.waiting_sums import WaitingSums
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
@@ -49,31 +49,17 @@ def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return flat
 
 
-class GradientSlots:
+class GradientSlots(WaitingSums):
     """See the module's docstring. Shapes: n = size of the shard axis, S = slots of all parameters."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
+        super().__init__(bucket)
         self.arrived: set[int] = set()
         self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
         self.input: ReduceInput | None = None
-        self.whole: HeldSum | None = None  # put off by set_requires_gradient_sync(False)
-        self.partial: HeldSum | None = None  # put off by set_requires_all_reduce(False)
         self.pool = GradPool()
         # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
         self.in_flight: weakref.ref[Any] | None = None
-
-    @property
-    def bucket(self) -> Bucket:
-        """The bucket whose gradients these are."""
-        bucket = self._bucket()
-        assert bucket is not None
-        return bucket
-
-    @property
-    def sharded(self) -> list[torch.nn.Parameter]:
-        """The bucket's sharded Parameters."""
-        return [p.sharded for p in self.bucket.params]
 
     # -- arrival -----------------------------------------------------------------------------------
 
@@ -88,6 +74,7 @@ class GradientSlots:
         if isinstance(grad, DTensor):
             grad, part = param.local_grad(grad, bucket.reduce_dtype)
         if not sync:
+            self.settle()
             self._hold_whole(index, param.grad_by_rank(grad), part)
         else:
             if self.input is None:
@@ -117,47 +104,6 @@ class GradientSlots:
             self.over_tp.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
         return ReduceInput(bucket)
 
-    def _hold_whole(self, index: int, by_rank: torch.Tensor, part: bool) -> None:
-        bucket = self.bucket
-        self.settle()
-        if self.whole is None:
-            self.whole = self._new_whole()
-        whole, param = self.whole, bucket.params[index]
-        before = whole.place(index, param.sharded)
-        if part != (index in whole.over_tp):
-            if part:
-                whole.becomes_part(index, param)
-            else:
-                by_rank = by_rank / param.tp_size
-        if before is not None:
-            self._fold_into_whole(index, before)
-        whole.parts[index].add_(by_rank.to(bucket.home) if bucket.offloaded else by_rank)
-
-    def _new_whole(self) -> HeldSum:
-        bucket = self.bucket
-        # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
-        dtype = bucket.sum_dtype
-        flat = torch.zeros(bucket.parts * bucket.numel, dtype=dtype, device=bucket.home)
-        regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
-        pairs = list(zip(bucket.params, regions, strict=True))
-        marks = [
-            make_dtensor(p.compute_view(r), p.unreduced_spec(dtype, over_shard=True))
-            for p, r in pairs
-        ]
-        return HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
-
-    def _new_partial(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> HeldSum:
-        marks = [
-            make_dtensor(part, p.unreduced_spec(flat.dtype, over_shard=False))
-            for p, part in zip(self.bucket.params, parts, strict=True)
-        ]
-        return HeldSum(flat, parts, marks)
-
-    def _zero_partial(self) -> HeldSum:
-        bucket = self.bucket
-        flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
-        return self._new_partial(flat, bucket.local_parts(flat))
-
     def carry_over(self, old: GradientSlots) -> None:
         """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
         self.in_flight = old.in_flight
@@ -169,80 +115,10 @@ class GradientSlots:
         if old.partial is not None:
             self.partial = self._continued(old.partial, self._zero_partial(), over_shard=False)
 
-    def _continued(self, old: HeldSum, new: HeldSum, *, over_shard: bool) -> HeldSum:
-        """``new`` with the sums of ``old`` that are still in ``.grad``, by now maybe as other objects."""
-        bucket = self.bucket
-        for index in old.placed:
-            param = bucket.params[index]
-            grad = param.sharded.grad
-            if not isinstance(grad, DTensor):
-                continue  # cleared
-            unreduced = param.unreduced_spec(
-                grad.dtype, over_shard=over_shard, over_tp=index in old.over_tp
-            )
-            if grad.placements == unreduced.placements:
-                get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
-                set_grad(param.sharded, new.marks[index])
-                new.placed.add(index)
-            elif grad is old.marks[index] or grad.placements != param.spec.placements:
-                # An operation that DTensor does not do on sums has summed it: it waits no longer.
-                scale = bucket.axes.data_size / bucket.divisor if over_shard else 1.0
-                reduced = grad.redistribute(placements=param.spec.placements)
-                param.sharded.grad = reduced.mul_(scale)
-        new.folded = old.folded & new.placed
-        return new
-
-    def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
-        """Adds a gradient that is reduced already (or reduce-scattered) to this rank's own sum.
-
-        What follows sums over the data axes and divides. A shard's owner alone adds it, in each of the
-        copies that replicate axes make, so it is multiplied by the divisor and divided by the number of
-        copies; unless it is partial there, so that each copy adds a part of its own. A hook is taken to
-        average over shard and over replicate, each by itself.
-        """
-        assert self.whole is not None
-        bucket, param = self.bucket, self.bucket.params[index]
-        factor = bucket.divisor * bucket.parts / bucket.axes.data_size
-        local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
-        if self.partial is not None and grad is self.partial.marks[index]:
-            factor = bucket.divisor if bucket.comm_hook is None else bucket.parts
-            self.partial.drop(index)
-        self.whole.folded.add(index)
-        if param.layout.tp_grad == "partial" or index in self.whole.over_tp:
-            factor /= param.tp_size  # it has been summed over tp, and will be again
-        slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
-        param.local_view(slot).copy_(local.mul_(factor))
-        index_of_part = bucket.axes.part_index if bucket.parts > 1 else 0
-        mine = param.slots_by_rank(slot.unsqueeze(0)).select(0, 0)
-        self.whole.parts[index].select(0, index_of_part).add_(mine)
-
     def forget(self) -> None:
         """Drops what a backward has brought."""
         self.arrived, self.over_tp = set(), set()
         self.input, self.in_flight = None, None
-
-    def drop_waiting(self) -> None:
-        """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
-        for held in (self.whole, self.partial):
-            if held is not None:
-                held.take(self.sharded)
-        self.whole = self.partial = None
-
-    @property
-    def holds_reduced(self) -> bool:
-        """Whether a sum that waits holds a reduced gradient, multiplied so that today's divisor undoes it."""
-        if self.whole is None:
-            return False
-        params, marks = self.bucket.params, self.whole.marks
-        return any(params[i].sharded.grad is marks[i] for i in self.whole.folded)
-
-    @property
-    def holds_scattered(self) -> bool:
-        """Whether a sum waits that has been reduce-scattered."""
-        if self.partial is None:
-            return False
-        params, marks = self.bucket.params, self.partial.marks
-        return any(params[i].sharded.grad is marks[i] for i in self.partial.placed)
 
     # -- reduction ---------------------------------------------------------------------------------
 
@@ -300,10 +176,6 @@ class GradientSlots:
         again = bucket.replicate_groups or bucket.second_group is not None
         return (before, 1.0, after) if again else (before, after, 1.0)
 
-    def _waiting(self, held: HeldSum) -> torch.Tensor:
-        """A partial sum as the reduce-scatter's result lies."""
-        return held.flat
-
     def _add_to_input(self, given: ReduceInput, whole: HeldSum) -> None:
         bucket = self.bucket
         for index in self.over_tp ^ whole.over_tp:  # only one of the two is a part
@@ -345,22 +217,6 @@ class GradientSlots:
         if others or bucket.second_group is not None or bucket.reduce_dtype != bucket.grad_dtype:
             return None
         return self.pool.lend(bucket) if job.final else None
-
-    def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
-        """Adds ``flat``, summed over shard, to what waits for the all-reduce."""
-        bucket = self.bucket
-        params, parts, held = bucket.params, bucket.local_parts(flat), self.partial
-        if held is None:
-            held = self.partial = self._new_partial(flat, parts)
-        # What the all-reduce to come makes of a value that every rank has: a sum, or a hook's mean.
-        copies = math.prod(group.size() for group in bucket.replicate_groups)
-        copies = copies if bucket.comm_hook is None else 1
-        for index in used:
-            before = held.place(index, params[index].sharded)
-            if before is not None:  # reduced: every rank of the all-reduce to come has it
-                held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)
-        if held.flat is not flat:
-            held.flat.add_(flat)
 
     def _put(self, result: torch.Tensor, used: list[int]) -> None:
         """Puts ``result``, as it was reduced, into ``.grad``, or adds it to what is there."""
