@@ -238,7 +238,7 @@ def has_tensor_hooks(param: torch.Tensor) -> bool:
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
     """``tensor.register_hook(hook)`` for a tensor with a node, without the handle (1 us, not 6)."""
-    if tensor._backward_hooks is not None:
+    if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
         return
     tensor._backward_hooks = OrderedDict({_FIRST: hook})
