@@ -59,14 +59,19 @@ class ReduceJob:
         del self.tensor
         return tensor
 
-    def finish_scatter(self, work: ScatterWork | None) -> None:
-        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums. Once."""
+    def free_inputs(self, work: ScatterWork | None) -> None:
+        """Waits for the reduce-scatter, if that is still to be done. No collective: when it is called depends
+        on sizes, which differ over tp."""
         if not self.inputs:
             return
-        bucket = self.bucket
         if work is not None:
             self.tensor = work.wait()
         self.inputs = []
+
+    def finish_scatter(self, work: ScatterWork | None) -> None:
+        """After the reduce-scatter: scale, sum partial gradients over tp, add earlier partial sums."""
+        bucket = self.bucket
+        self.free_inputs(work)
         if self.scale != 1.0:
             self.tensor.mul_(self.scale)
         if bucket.tp_group is not None:

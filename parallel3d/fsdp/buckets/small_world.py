@@ -19,7 +19,7 @@ from parallel3d.fsdp.placing.mesh_cache import kept_with
 from parallel3d.fsdp.storage import allocate, release
 
 if TYPE_CHECKING:
-    from parallel3d.fsdp.buckets.bucket import Bucket
+    from parallel3d.fsdp.buckets.gather_buffers import GatherBuffers
 
 __all__ = ["SmallWorld"]
 
@@ -55,7 +55,7 @@ class SmallWorld:
         buffer: (n/k * S,) in compute dtype; has storage while it is kept.
     """
 
-    def __init__(self, bucket: Bucket, ranks: int, *, in_rows: bool = False) -> None:
+    def __init__(self, bucket: GatherBuffers, ranks: int, *, in_rows: bool = False) -> None:
         mesh = small_mesh(bucket.axes, ranks)
         self.ranks = ranks
         self.in_rows = in_rows

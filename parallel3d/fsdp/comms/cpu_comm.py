@@ -144,7 +144,7 @@ class CpuComm:
     def free_inputs(self) -> None:
         """See ``Comm``. All-reduces are issued later: on one link they would delay the next gather."""
         for job, work in self.scattering:
-            job.finish_scatter(work)
+            job.free_inputs(work)
 
     def drain(self, bucket: Bucket) -> None:
         """See ``Comm``."""

@@ -38,7 +38,7 @@ class HalfWay:
     """
 
     def __init__(self, bucket: Bucket, unit: Unit, position: int, context: RunContext) -> None:
-        self.bucket = bucket
+        self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
         self.position = position
         self.context = weakref.ref(context)
@@ -47,7 +47,9 @@ class HalfWay:
 
     def count(self, index: int) -> None:
         """A large gradient has come."""
-        self.awaited -= self.bucket.slot_sizes[index]
+        bucket = self.bucket()
+        assert bucket is not None
+        self.awaited -= bucket.slot_sizes[index]
         if self.awaited <= 0:
             context = self.context()
             if context is not None:
@@ -63,7 +65,9 @@ class HalfWay:
 
     def drop(self) -> None:
         """Nobody waits for it any more."""
-        self.bucket.half_way = None
+        bucket = self.bucket()
+        if bucket is not None:
+            bucket.half_way = None
         context = self.context()
         if context is not None and context.half_way is self:
             context.half_way = None
