@@ -37,7 +37,7 @@ TOKENS = (4, 128)
 PEERS = ("DDP", "DDP, bucket views")
 
 
-def _hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     buffer.div_(dist.get_world_size())
     dist.all_reduce(buffer)

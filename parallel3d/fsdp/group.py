@@ -86,7 +86,7 @@ class ParamGroup:
                 bucket, ExtensionBucket
             ):  # its parameters are there after the first gather
                 bucket.made = weakref.WeakMethod(self.refresh)
-        self._list_slots()
+        self.list_slots()
         self.hybrids = [bucket for bucket in self.buckets if isinstance(bucket, HybridBucket)]
         if self._unit is not None:
             self.watch_gradients(self._unit)
@@ -99,7 +99,8 @@ class ParamGroup:
             self.buffers.extend(other.buffers)
         self.refresh()
 
-    def _list_slots(self) -> None:
+    def list_slots(self) -> None:
+        """Notes where the parameters are put."""
         self.slots = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
@@ -126,12 +127,15 @@ class ParamGroup:
         return bucket.compute_params if gate is None else gate.outputs
 
     def use_gates(self, take: Take | None) -> None:
-        """Lets forward see outputs of gates, whose gradients ``take`` is given, or with None leaves again."""
+        """Lets forward see outputs of gates, whose gradients ``take`` is given, or with None no longer.
+
+        Gates that are new are still to be opened.
+        """
         assert not self.shown
         self.gated = take is not None
         for bucket in self.buckets:
             bucket.gate = None if take is None else bucket.gate or Gate(bucket, take)
-        self._list_slots()
+        self.list_slots()
 
     def watch_gradients(self, unit: weakref.ref) -> None:
         """Calls ``unit().on_grad(bucket, index, parameter)`` whenever autograd has a gradient."""
@@ -190,7 +194,7 @@ class ParamGroup:
                             view.copy_(param.shard_of(current, tp_local=False))
                     param.sharded.requires_grad_(current.requires_grad)
                     holder[name] = param.sharded
-        self._list_slots()  # one may have been removed, or be there again
+        self.list_slots()  # one may have been removed, or be there again
 
     @property
     def is_mixed(self) -> bool:

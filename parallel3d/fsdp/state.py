@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d._compat import in_backward_pass, untraced
+from parallel3d._compat import untraced
 from parallel3d._trace import issuing
 from parallel3d._tree import cast_floats, to_device
 from parallel3d.errors import Parallel3dError, StateError
@@ -30,13 +30,13 @@ from parallel3d.fsdp.running.call import Call, watch_output
 from parallel3d.fsdp.running.context import RunContext
 from parallel3d.fsdp.running.members import Members, unit_around
 from parallel3d.fsdp.running.resident import hook_outputs
+from parallel3d.fsdp.running.rest import Rest
 from parallel3d.fsdp.running.step_guard import StepGuard
-from parallel3d.fsdp.settings import Settings
 
 __all__ = ["Unit"]
 
 
-class Unit(Settings):
+class Unit(Rest):
     """One module (or list of modules) given to ``fully_shard``.
 
     What methods set: see ``Settings``.
@@ -125,14 +125,6 @@ class Unit(Settings):
         return bool(buckets) and buckets[0].reduce_unused
 
     # -- forward -------------------------------------------------------------------------------------
-
-    @property
-    def is_shown_by_root(self) -> bool:
-        """Whether there is nothing to do for the unit itself now; see ``Residents``."""
-        group, context = self.group, self.context
-        if not (group.gated and group.shown) or self.depth or context is None:
-            return False
-        return context.residents.shown
 
     @untraced
     def pre_forward(
@@ -383,10 +375,6 @@ class Unit(Settings):
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
-        general = self.backward_begun or self.begun or self.arrived
-        if self.group.gated and not (general or any(b.grads.arrived for b in self.group.buckets)):
-            self.reduced = False
-            return  # nothing has come but to the gates
         if self.order_check is not None and self.is_root:
             self.order_check.at("end of the backward", self)
         self.to_run.clear()
@@ -396,35 +384,3 @@ class Unit(Settings):
         self.begun.clear()
         self.arrived = 0
         self.backward_begun = self.ended = self.reduced = False
-
-    def reset(self) -> None:
-        """After an exception, what ``reset_iter_state`` promises."""
-        self.call = None
-        if self.order_check is not None:
-            self.order_check.abandon()
-        self.to_run.clear()
-        self.begun.clear()
-        self.depth = self.arrived = 0
-        self.backward_begun = self.reached = self.ended = self.reduced = False
-
-    def show_shards(self) -> None:
-        """The sharded parameters for whoever saves or loads, unless a forward is using the others."""
-        self.come_to_rest()
-        busy = self.depth or self.backward_begun or self.is_shown_by_root
-        if self.group.shown and not busy:
-            self.group.hide()
-            self.group.reshard(self.ready_context().comm)
-
-    def come_to_rest(self) -> None:
-        """Shows the shards again where an exception has ended a backward half-way."""
-        context = self.context
-        if context is not None and context.in_backward and not in_backward_pass():
-            context.leave_broken_backward()
-
-    # -- state dict ----------------------------------------------------------------------------------
-
-    @untraced
-    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
-        if not self.group.shown and self.group.state is not GroupState.WHOLE:
-            self.group.adopt()

@@ -1,16 +1,17 @@
-"""Gate: one node of autograd's graph that the gradients of a bucket's parameters arrive at together.
+"""Gate: where the gradients of a bucket's parameters arrive together, at one node of autograd's graph.
 
 Where the unsharded parameters are the shards themselves, nothing comes and goes, and the tensors that
 forward sees can be made once: outputs of one function, each the memory of a parameter. Autograd counts
 their uses. When all that a backward has are in, it calls the function's backward once, with a gradient for
-each parameter that was used: a call for each bucket where a hook on leaves is one for each parameter, and
-no node that accumulates. The function saves nothing, so that every step's graph can end in the same one.
+each parameter that was used: a call where a hook on leaves is one for each parameter, and no node that
+accumulates. The function saves nothing, so that every step's graph can end in the same one. Small buckets
+share a node: their gradients wait for each other, as they do in a reduction that they share.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,66 +22,86 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
     from parallel3d.fsdp.buckets.joint_reduce import JointReduce
 
-__all__ = ["Gate"]
+__all__ = ["Arrivals", "Gate", "open_gates"]
 
 # Of all nodes that can run, backward runs the one of the highest number first; so do those of leaves.
 _AT_ONCE = 2**64 - 1
 
-Take = Callable[["Gate", tuple[torch.Tensor | None, ...]], None]
+Gradients = tuple[torch.Tensor | None, ...]
+Take = Callable[["Arrivals", Gradients], "JointReduce | None"]
+
+
+class Arrivals:
+    """The side of a gate that graphs hold, also those that were made before the bucket got another gate.
+
+    Attributes:
+        bucket: the bucket, weakly.
+        indices: the parameters that get a gradient.
+        joint: the reduction its gradients go to, weakly, and its place there; where it is gone or None, they
+            go the general way.
+        take: what is called with the gradients of ``indices``, in their order; None for those without. It
+            returns the reduction that has them, if one has.
+    """
+
+    __slots__ = ("bucket", "indices", "joint", "take")
+
+    def __init__(self, bucket: Bucket, take: Take) -> None:
+        self.bucket = weakref.ref(bucket)
+        self.indices = [i for i, p in enumerate(bucket.compute_params) if p.requires_grad]
+        self.joint: tuple[weakref.ref[JointReduce], int] | None = None
+        self.take = take
 
 
 class Gate:
-    """Of one bucket, which has it; it refers to the bucket weakly.
+    """Of one bucket, which has it.
 
     Attributes:
-        indices: the parameters that get a gradient.
+        arrivals: what graphs hold of it.
         outputs: what forward sees, for every parameter of the bucket.
-        joint: the reduction its gradients go to, and its place there; None until it is planned.
-        take: what is called with the gradients of ``indices``, in their order; None for those without.
     """
 
     def __init__(self, bucket: Bucket, take: Take) -> None:
-        self._bucket = weakref.ref(bucket)
-        self.take = take
-        self.joint: tuple[JointReduce, int] | None = None
-        self.indices = [i for i, p in enumerate(bucket.compute_params) if p.requires_grad]
+        self.arrivals = Arrivals(bucket, take)
         self.outputs: list[torch.Tensor] = list(bucket.compute_params)
-        if not self.indices:
-            return
-        with torch.inference_mode(False), torch.enable_grad():
-            anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
-            sources = [bucket.compute_params[i] for i in self.indices]
-            outputs = _Arrival.apply(anchor, weakref.ref(self), sources)
-        set_backward_order(outputs[0].grad_fn, _AT_ONCE)
-        for index, output in zip(self.indices, outputs, strict=True):
+
+
+def open_gates(gates: Sequence[Gate], sources: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Makes the outputs of ``gates``, which share a node. ``sources``: the parameters that they are of."""
+    arrivals = [gate.arrivals for gate in gates]
+    inputs = [each[i] for a, each in zip(arrivals, sources, strict=True) for i in a.indices]
+    with torch.inference_mode(False), torch.enable_grad():
+        anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
+        outputs = _Arrival.apply(anchor, arrivals, inputs)
+    set_backward_order(outputs[0].grad_fn, _AT_ONCE)
+    made = iter(outputs)
+    for gate in gates:
+        for index in gate.arrivals.indices:
+            gate.outputs[index] = output = next(made)
             output._is_param = True  # for isinstance(..., nn.Parameter)
-            self.outputs[index] = output
 
-    @property
-    def bucket(self) -> Bucket:
-        """The bucket."""
-        bucket = self._bucket()
-        assert bucket is not None
-        return bucket
 
-    @untraced
-    def arrive(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """The gradients of one backward."""
-        self.take(self, grads)
+@untraced
+def _arrive(gates: list[Arrivals], grads: Gradients) -> None:
+    """The gradients of one backward."""
+    joint, start = None, 0
+    for arrivals in gates:
+        end = start + len(arrivals.indices)
+        joint = arrivals.take(arrivals, grads[start:end]) or joint
+        start = end
+    if joint is not None:
+        joint.pack()
 
 
 class _Arrival(torch.autograd.Function):
     """Outputs of the same memory as ``sources``, each with a version counter of its own."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, gate: Any, sources: list[torch.Tensor]) -> Any:
-        ctx.gate = gate
+    def forward(ctx: Any, _: torch.Tensor, gates: Any, sources: list[torch.Tensor]) -> Any:
+        ctx.gates = gates
         ctx.set_materialize_grads(False)
         return tuple(source.data for source in sources)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        gate = ctx.gate()
-        if gate is not None:
-            gate.arrive(grads)
+        _arrive(ctx.gates, grads)
         return None, None, None

@@ -129,6 +129,12 @@ class GradientSlots(WaitingSums):
         waiting = self.input is not None or self.whole is not None
         return waiting or (all_reduce and self.partial is not None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything has come here, or waits."""
+        sums = self.input, self.whole, self.partial
+        return bool(self.arrived) or any(each is not None for each in sums)
+
     def settle(self) -> None:
         """Completes an earlier reduction of the same backward, before another one begins."""
         if self.in_flight is not None:

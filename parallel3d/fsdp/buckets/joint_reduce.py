@@ -27,6 +27,8 @@ __all__ = ["JointReduce", "plan_reductions"]
 
 FIRST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
+NODE_BYTES = 2**20
+"""Buckets whose gradients may wait for each other before they are copied together."""
 
 
 def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
@@ -77,10 +79,14 @@ class JointReduce:
         self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
         self.pool = GradPool(_gradients)
-        self.grads = self  # as of a bucket: what a comm starts and finishes
         self.in_flight: Any = None
         self._comm: Any = None
         self.forget()
+
+    @property
+    def grads(self) -> JointReduce:
+        """As of a bucket: what a comm starts and finishes. No attribute: it would keep itself alive."""
+        return self
 
     @property
     def flat(self) -> torch.Tensor:
@@ -92,6 +98,8 @@ class JointReduce:
         self.arrived: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []
         self._grads: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
         self.used: list[list[int] | None] = [None] * len(self.buckets)
         self.missing = len(self.buckets)
         self.launched = False
@@ -99,12 +107,24 @@ class JointReduce:
         for bucket in self.buckets:
             bucket.grads.in_flight = None
 
+    def share_nodes(self) -> list[list[Bucket]]:
+        """Which of the buckets have a node of the graph together; see ``gate``."""
+        nodes: list[list[Bucket]] = []
+        size = 0
+        for bucket in self.buckets:
+            if not nodes or size + bucket.flat.nbytes > NODE_BYTES:
+                nodes.append([])
+                size = 0
+            nodes[-1].append(bucket)
+            size += bucket.flat.nbytes
+        return nodes
+
     # -- arrival -----------------------------------------------------------------------------------
 
     def accept(
         self, place: int, indices: list[int], grads: Sequence[torch.Tensor], comm: Comm
     ) -> bool:
-        """Takes gradients of parameters ``indices`` of bucket ``place``; with the last, issues the reduction.
+        """Takes gradients of parameters ``indices`` of bucket ``place``, which ``pack`` copies.
 
         Returns:
             False if they are not taken, as the bucket's have been already in this backward.
@@ -119,12 +139,19 @@ class JointReduce:
             for index in set(range(end - start)).difference(indices):
                 parts[index].zero_()
             parts = [parts[index] for index in indices]
-        foreach_copy_(parts, grads)
+        self._targets += parts
+        self._sources += grads
+        self._comm = comm
         self.used[place] = indices
         self.missing -= 1
-        if not self.missing:
-            self.launch(comm)
         return True
+
+    def pack(self) -> None:
+        """Copies what was accepted; once all is there, issues the reduction."""
+        foreach_copy_(self._targets, self._sources)
+        self._targets, self._sources = [], []
+        if not self.missing:
+            self.launch(self._comm)
 
     def _begin(self) -> None:
         pool = self.pool

@@ -214,7 +214,7 @@ class RunContext:
     @untraced
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
-        units = self.units
+        units = [unit for unit in self.units if not unit.is_untouched]
         self.residents.reduce(self.comm)
         if self.half_way is not None:
             self.half_way.drop()

@@ -2,7 +2,7 @@
 
 Nothing of theirs is gathered or freed, so that no unit has anything to do before its forward or backward: the
 root shows all of them when its forward begins and hides them when it ends, and again around the backward
-(for what is recomputed there). Their gradients arrive at a ``Gate``, one call for each bucket, and are
+(for what is recomputed there). Their gradients arrive at a ``Gate``, one call for several buckets, and are
 reduced by few calls, see ``JointReduce``. A unit's own hooks only look whether that is so.
 
 A unit that is called by itself goes the general way, as does one with a setting that asks for more; that is
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from parallel3d._compat import functorch_is_active, hook_gradient
 from parallel3d._tree import tensors_in
 from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.buckets.gate import Gate
+from parallel3d.fsdp.buckets.gate import Arrivals, Gate, Gradients, open_gates
 from parallel3d.fsdp.buckets.joint_reduce import JointReduce, plan_reductions
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.slots import OwnSetattr
@@ -105,7 +106,7 @@ class Residents:
             (bucket.gate, bucket.divide_factor)
             for group in reversed(self.groups)
             for bucket in reversed(group.buckets)
-            if bucket.gate is not None and bucket.gate.indices
+            if bucket.gate is not None and bucket.gate.arrivals.indices
         ]
         if gates != self._planned:
             self._plan(gates)
@@ -131,11 +132,15 @@ class Residents:
 
     def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
         self._planned = gates
-        by_bucket = {id(gate.bucket): gate for gate, _ in gates}
-        self.joints = plan_reductions(gate.bucket for gate, _ in gates)
+        by_bucket = {gate.arrivals.bucket(): gate for gate, _ in gates}
+        self.joints = plan_reductions(bucket for bucket in by_bucket if bucket is not None)
         for joint in self.joints:
             for place, bucket in enumerate(joint.buckets):
-                by_bucket[id(bucket)].joint = joint, place
+                by_bucket[bucket].arrivals.joint = weakref.ref(joint), place
+            for node in joint.share_nodes():
+                open_gates([by_bucket[b] for b in node], [b.compute_params for b in node])
+        for group in self.groups:
+            group.list_slots()
 
     def show(self) -> None:
         """Puts their unsharded parameters into the modules."""
@@ -165,38 +170,35 @@ class Residents:
             self.hide()
 
 
-def _take(ref: weakref.ref[Unit], gate: Gate, grads: tuple[torch.Tensor | None, ...]) -> None:
-    """The gradients of one backward have arrived at ``gate``."""
-    unit = ref()
-    if unit is None or unit.context is None:
-        return
-    context, bucket = unit.context, gate.bucket
+def _take(ref: weakref.ref[Unit], arrivals: Arrivals, grads: Gradients) -> JointReduce | None:
+    """The gradients of one backward have arrived; returns the reduction that has them, if one has."""
+    unit, bucket = ref(), arrivals.bucket()
+    if unit is None or bucket is None or unit.context is None:
+        return None
+    context, params, indices = unit.context, bucket.params, arrivals.indices
     context.enter_backward()
-    params = bucket.params
-    indices = [
-        index
-        for index, grad in zip(gate.indices, grads, strict=True)
-        if grad is not None and params[index].sharded.requires_grad
+    wanted = [
+        grad is not None and params[index].sharded.requires_grad
+        for index, grad in zip(indices, grads, strict=True)
     ]
-    if len(indices) < len(grads):
-        by_index = dict(zip(gate.indices, grads, strict=True))
-        grads = tuple(by_index[index] for index in indices)
-    if not indices:
-        return
-    if gate.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
-        joint, place = gate.joint
-        if joint.accept(place, indices, grads, context.comm):  # type: ignore[arg-type]
-            return
+    if not all(wanted):
+        indices = list(compress(indices, wanted))
+        grads = tuple(compress(grads, wanted))
+        if not indices:
+            return None
+    if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
+        joint, place = arrivals.joint[0](), arrivals.joint[1]
+        if joint is not None and joint.accept(place, indices, grads, context.comm):  # type: ignore[arg-type]
+            return joint
     for index, grad in zip(indices, grads, strict=True):
         assert grad is not None
         unit.take_gradient(bucket, index, grad)
+    return None
 
 
 def hook_outputs(unit: Unit, output: Any) -> None:
     """Lets the first gradient that reaches one of ``output`` begin the backward."""
-    if (
-        functorch_is_active()
-    ):  # where hooks are of one level of its transforms; gradients arrive alike
+    if functorch_is_active():  # hooks are of one level of its transforms; gradients arrive alike
         return
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         # A parameter that is passed on outlives the graph.

@@ -1,0 +1,154 @@
+"""What users do with a model whose units the root shows; see ``test_resident``."""
+
+import weakref
+
+import torch
+from lifetimes import collector_off
+from test_resident import WIDTH, batch, check, is_lean, plain, wrapped
+from torch import nn
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.running.members import the_unit
+from parallel3d.optim import clip_grad_norm_
+from parallel3d.testing import GlooPool, fake_world, shards_of
+
+
+def test_a_graph_from_before_a_change_still_brings_gradients() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for each in (expected, model):
+            loss = each(batch(0)).sum()
+            each.blocks[1].up.bias.requires_grad_(False)
+            (loss + each(batch(1)).sum()).backward()
+            each(batch(2)).sum().backward()
+        check(model, expected)
+
+
+def test_small_units_share_a_node() -> None:
+    with fake_world(0, 1):
+        model = wrapped(1)
+        model(batch()).sum().backward()
+        (joint,) = the_unit(model).context.residents.joints
+        assert len(joint.share_nodes()) == 1
+        nodes = {
+            p.grad_fn
+            for block in model.blocks
+            for p in the_unit(block).group.buckets[0].gate.outputs
+        }
+        assert len(nodes) == 1
+
+
+def test_clip_grad_norm() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for each in (expected, model):
+            each(batch()).sum().backward()
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        other = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        torch.testing.assert_close(norm.to(other.dtype), other)
+        check(model, expected)
+
+
+def test_grad_scaler_with_fp16() -> None:
+    with fake_world(0, 1):
+        expected, model = plain().float(), wrapped(1, plain().float())
+        for each in (expected, model):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for index in range(2):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = each(batch(index).float()).float().sum()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert is_lean(model)
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            for _, _, local in shards_of(param):
+                torch.testing.assert_close(local, other, rtol=0, atol=2e-3)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_tied_parameters() -> None:
+    with fake_world(0, 1):
+        torch.manual_seed(0)
+        expected = Tied().double()
+        torch.manual_seed(0)
+        model = Tied().double()
+        mesh = build_mesh(MeshLayout(replicate=1, shard=1), device_type="cpu")
+        fully_shard([model.first, model.last], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            for each in (expected, model):
+                each(batch()).sum().backward()
+        check(model, expected)
+
+
+def test_compiled_units() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for block in model.blocks:
+            block.norm.compile(backend="eager")
+        for _ in range(2):
+            for each in (expected, model):
+                each(batch()).sum().backward()
+        check(model, expected)
+
+
+def test_a_unit_by_itself_between_steps() -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for each in (expected, model):
+            each(batch(0)).sum().backward()
+            each.blocks[1](batch(1)).sum().backward()
+            each(batch(2)).sum().backward()
+        check(model, expected)
+
+
+def test_freed_at_once() -> None:
+    with fake_world(0, 1), collector_off():
+        model = wrapped(1)
+        for index in range(2):
+            model(batch(index)).sum().backward()
+        for block in model.blocks:
+            block.seen = None
+        unit = weakref.ref(the_unit(model.blocks[1]))
+        bucket = weakref.ref(unit().group.buckets[0])
+        del model, block
+        assert unit() is None and bucket() is None
+
+
+def _on_gloo(steps: int) -> list[torch.Tensor]:
+    model = wrapped(torch.distributed.get_world_size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(batch(10 * step + torch.distributed.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert is_lean(model)
+    return [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def test_processes_beside_the_plain_model() -> None:
+    with GlooPool(2) as pool:
+        by_rank = pool.run(_on_gloo, 3)
+    expected = plain()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(2):
+            (expected(batch(10 * step + rank)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for params in by_rank:
+        for param, other in zip(params, expected.parameters(), strict=True):
+            torch.testing.assert_close(param, other.detach(), rtol=0, atol=1e-12)
