@@ -37,6 +37,7 @@ class RunContext:
         residents: those of the units that the root shows.
         schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
         half_way: the next gather of the backward, where it was put off.
+        may_put_off: whether one may be, in this backward.
     """
 
     def __init__(self, root: Unit, comm: Comm) -> None:
@@ -53,6 +54,7 @@ class RunContext:
         self.schedule = root.schedule
         self.residents = Residents()
         self.half_way: HalfWay | None = None
+        self.may_put_off = False
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
@@ -163,7 +165,7 @@ class RunContext:
             return
         if self.half_way is not None:
             self.half_way.drop()  # the unit it would have gathered begins by itself
-        bucket = bucket_to_count(unit) if self.comm.holds_inputs else None
+        bucket = bucket_to_count(unit) if self.may_put_off and self.comm.holds_inputs else None
         if bucket is None:
             self.gather_before(unit, position)
         else:
@@ -189,6 +191,8 @@ class RunContext:
         if not self.in_backward:
             self.in_backward = True
             self.backward_id = backward_id()
+            # Where ranks may use different parameters their gradients don't tell the same.
+            self.may_put_off = not any(unit.reduce_unused for unit in self.units)
             if self.schedule is not None:
                 self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
