@@ -52,7 +52,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(inner)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = the_unit(self)
-        args, kwargs = unit.pre_forward(self, args, kwargs)
+        args, kwargs = unit.pre_forward(self, args, kwargs) or (args, kwargs)
         try:
             output = inner(self, *args, **kwargs)
         except BaseException:

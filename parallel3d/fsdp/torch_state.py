@@ -101,7 +101,7 @@ class TorchState(_Answers):
     # -- torch's register_fsdp_forward_method and share_comm_ctx -------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return self._unit.pre_forward(module, args, kwargs)
+        return self._unit.pre_forward(module, args, kwargs) or (args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         return self._unit.post_forward(module, args, output)

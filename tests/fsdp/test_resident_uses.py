@@ -1,5 +1,6 @@
 """What users do with a model whose units the root shows; see ``test_resident``."""
 
+import copy
 import weakref
 
 import torch
@@ -8,7 +9,7 @@ from test_resident import WIDTH, batch, check, is_lean, plain, wrapped
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import GlooPool, fake_world, shards_of
@@ -152,3 +153,33 @@ def test_processes_beside_the_plain_model(gloo_pool: GlooPool) -> None:
     for params in by_rank:
         for param, other in zip(params, expected.parameters(), strict=True):
             torch.testing.assert_close(param, other.detach(), rtol=0, atol=1e-12)
+
+
+class Again(nn.Linear):
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Named(nn.Module):
+    """Runs its blocks by a method of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Again(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block.again(block(x))
+        return x
+
+
+def test_registered_forward_methods() -> None:
+    with fake_world(0, 1):
+        torch.manual_seed(0)
+        expected = Named().double()
+        model = wrapped(1, copy.deepcopy(expected))
+        for block in model.blocks:
+            register_fsdp_forward_method(block, "again")
+        for each in (expected, model):
+            each(batch()).sum().backward()
+        check(model, expected)
