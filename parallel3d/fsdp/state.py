@@ -216,7 +216,7 @@ class Unit(Rest):
         if self.is_shown_by_root:
             if torch.is_grad_enabled() and not context.in_backward:
                 hook_outputs(self, output)
-            return None
+            return output
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         failed = output is None and sys.exc_info()[0] is not None
