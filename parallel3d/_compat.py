@@ -45,6 +45,7 @@ __all__ = [
     "gradient_hooks",
     "grads_may_differ_in_dtype",
     "graph_is_kept",
+    "has_gradient_hooks",
     "has_tensor_hooks",
     "hook_gradient",
     "in_backward_pass",
@@ -229,6 +230,10 @@ def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """What ``register_post_accumulate_grad_hook`` has set on ``param``."""
     hooks = param._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+# What tells whether there may be any.
+has_gradient_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 
 def has_tensor_hooks(param: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, gradient_hooks, set_grad
+from parallel3d._compat import get_local_tensor, gradient_hooks, has_gradient_hooks, set_grad
 from parallel3d.fsdp.buckets.grad_pool import PLACE, GradPool, make_gradients
 from parallel3d.fsdp.buckets.held_sum import HeldSum
 from parallel3d.fsdp.buckets.reduce_input import ReduceInput
@@ -208,11 +208,13 @@ class GradientSlots(WaitingSums):
 
     def run_hooks(self, used: list[int]) -> bool:
         """Calls the users' hooks on gradients that are complete; whether there are any."""
+        params = self.sharded
+        if not any(map(has_gradient_hooks, params)):
+            return False
         hooked = False
         for index in used:
-            param = self.bucket.params[index].sharded
-            for hook in gradient_hooks(param):
-                hook(param)
+            for hook in gradient_hooks(params[index]):
+                hook(params[index])
                 hooked = True
         return hooked
 
@@ -250,8 +252,12 @@ class GradientSlots(WaitingSums):
         used: list[int],
     ) -> None:
         """The same with a piece of a larger result, in ``grad_dtype``, whose gradients are made already."""
-        present = [param.grad for param in self.sharded]
-        if not self._add_whole(flat, present, used):
+        params = self.sharded
+        present = [param.grad for param in params]
+        if len(used) == len(params) and all(grad is None for grad in present):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+        elif not self._add_whole(flat, present, used):
             self._place(parts, grads, present, used)
 
     def _add_whole(self, flat: torch.Tensor, present: list, used: list[int]) -> bool:
