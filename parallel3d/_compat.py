@@ -6,7 +6,7 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading.
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +81,7 @@ from torch.distributed._local_tensor import (
     LocalTensor,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -299,6 +300,15 @@ def clear_dtensor_caches() -> None:
     # What torch.distributed.tensor.debug does, whose import alone takes half a second.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+    caches = (
+        (_redistribute, "_gen_transform_infos.cache_clear"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (_collective_utils, "MeshTopoInfo.build_from_mesh.cache_clear"),
+        (_sharding_prop, "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+    )
+    for module, path in caches:
+        with suppress(AttributeError):  # of another version
+            attrgetter(path)(module)()
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class ClipPlan:
                 members = [grads[entry]]
             else:
                 members = [grads[i] for i in entry.indices]
-                if entry.find(members, found, cut_of):
+                if entry.find(members, tensors, found, cut_of):
                     continue
             for grad in members:
                 if grad is not None:
@@ -107,8 +107,14 @@ class _Whole:
             for members in [list(run)]
         ]
 
-    def find(self, grads: list[torch.Tensor | None], found: Found, cut_of: _Cuts) -> bool:
-        """Adds the flat gradient that ``grads`` are views of; False if they are not."""
+    def find(
+        self,
+        grads: list[torch.Tensor | None],
+        tensors: Sequence[torch.Tensor],
+        found: Found,
+        cut_of: _Cuts,
+    ) -> bool:
+        """Adds the flat gradient that ``grads``, of some of ``tensors``, are views of; False if none is."""
         flat = flat_gradient(grads)
         if flat is None or flat.numel() != self._numel:
             return False
@@ -116,7 +122,8 @@ class _Whole:
             return True
         for cut, first, _ in self.runs:
             if cut not in cut_of.seen:  # else its groups are there
-                cut_of(grads[first], found.groups)
+                # Not of the gradient: its mesh may be an equal one, with other groups of the same ranks.
+                cut_of(tensors[self.indices[first]], found.groups)
         for start, length in self._padding:
             flat.narrow(0, start, length).zero_()  # may hold anything
         found.wholes.append(flat)

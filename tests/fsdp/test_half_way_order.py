@@ -19,6 +19,7 @@ def test_an_input_that_is_freed_early_issues_nothing_over_tp(monkeypatch) -> Non
         second_group=None,
         replicate_groups=[],
         all_reduce_hook=None,
+        comm_hook=None,
         all_reduce=True,
     )
     job = ReduceJob(bucket, [torch.ones(4)], [0], 0.5, True, None)

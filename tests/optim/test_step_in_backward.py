@@ -216,33 +216,44 @@ class TestWeights:
 
 
 class Peak(TorchDispatchMode):
-    """Most bytes of storages that are made in its body and alive at once."""
+    """Most bytes of storages made in its body: by how much each is larger than at ``reset``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.alive: dict[int, StorageWeakRef] = {}
+        self.before: dict[int, int] = {}
         self.most = 0
+
+    def sizes(self) -> dict[int, int]:
+        self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
+        self.before = {key: size for key, size in self.before.items() if key in self.alive}
+        return {key: size_of(ref) for key, ref in self.alive.items()}
+
+    def reset(self) -> None:
+        self.most, self.before = 0, self.sizes()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        given = {ref.cdata for ref, _ in storages((args, kwargs))}
+        given = {ref.cdata for ref in storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        made = {ref.cdata: (ref, size) for ref, size in storages(result)}
-        self.alive = {
-            key: (ref, size)
-            for key, (ref, size) in self.alive.items()
-            if not ref.expired() and key not in made
-        } | {key: made[key] for key in made.keys() - given | made.keys() & self.alive.keys()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        made = {ref.cdata: ref for ref in storages(result)}
+        self.alive |= {
+            key: made[key] for key in made.keys() - given | made.keys() & self.alive.keys()
+        }
+        sizes = self.sizes().items()
+        more = (size - self.before.get(key, 0) for key, size in sizes)
+        self.most = max(self.most, sum(each for each in more if each > 0))
         return result
 
 
-def storages(value) -> list[tuple[StorageWeakRef, int]]:
-    """With their sizes in bytes."""
+def storages(value) -> list[StorageWeakRef]:
     leaves = torch.utils._pytree.tree_leaves(value)
-    found = [t.untyped_storage() for t in leaves if isinstance(t, torch.Tensor)]
-    return [(StorageWeakRef(storage), storage.nbytes()) for storage in found]
+    return [StorageWeakRef(t.untyped_storage()) for t in leaves if isinstance(t, torch.Tensor)]
+
+
+def size_of(ref: StorageWeakRef) -> int:
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
 
 
 class TestMemory:
@@ -253,10 +264,11 @@ class TestMemory:
             model = parallelize(Lm(dim=64, hidden=96, layers=layers), mesh)
             if in_backward:
                 optim.step_in_backward(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-            lm_loss(model, tokens(0)).backward()
-            model.zero_grad()
-            loss = lm_loss(model, tokens(0))
             with Peak() as peak:
+                lm_loss(model, tokens(0)).backward()
+                model.zero_grad()
+                loss = lm_loss(model, tokens(0))
+                peak.reset()
                 loss.backward()
             return peak.most
 
