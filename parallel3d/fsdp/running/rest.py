@@ -32,9 +32,9 @@ class Rest(Settings):
     ended: bool
     reduced: bool
 
-    def ready_context(self) -> RunContext:
-        """Of a unit."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def ready_context(self) -> RunContext: ...
 
     @property
     def is_shown_by_root(self) -> bool:
