@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "backend_name",
     "backward_id",
     "backward_order",
+    "checkpointed_calls",
     "chunk_cat",
     "clear_dtensor_caches",
     "concatenate_meshes",
@@ -87,6 +89,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
@@ -383,6 +386,15 @@ def functorch_is_active() -> bool:
 
 # A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def checkpointed_calls() -> int:
+    """How many calls of torch's ``checkpoint`` graphs hold, and some number that stays the same.
+
+    Each of them has an object of a class that is theirs.
+    """
+    kinds = (_checkpoint._CheckpointFrame, _checkpoint.CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
+    return sum(map(getrefcount, kinds))
 
 
 def torch_function_off() -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from parallel3d._compat import untraced
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.buckets.gate import Gate, Take
+from parallel3d.fsdp.buckets.gate import Gate
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.buckets.joint_gather import JointGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
@@ -126,15 +126,15 @@ class ParamGroup:
         gate = bucket.gate if self.gated else None
         return bucket.compute_params if gate is None else gate.outputs
 
-    def use_gates(self, take: Take | None) -> None:
-        """Lets forward see outputs of gates, whose gradients ``take`` is given, or with None no longer.
+    def use_gates(self, unit: weakref.ref | None) -> None:
+        """Lets forward see outputs of gates of ``unit``, or with None no longer.
 
         Gates that are new are still to be opened.
         """
         assert not self.shown
-        self.gated = take is not None
+        self.gated = unit is not None
         for bucket in self.buckets:
-            bucket.gate = None if take is None else bucket.gate or Gate(bucket, take)
+            bucket.gate = None if unit is None else bucket.gate or Gate(bucket, unit)
         self.list_slots()
 
     def watch_gradients(self, unit: weakref.ref) -> None:
@@ -204,8 +204,10 @@ class ParamGroup:
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def issue_unshard(self, comm: Comm) -> None:
-        """Starts the all-gathers if the group is sharded."""
+        """Starts the all-gathers if the group is sharded, and not shown by its root (see ``Residents``)."""
         if self.state is GroupState.SHARDED:
+            if self.gated and self.shown:
+                return
             buckets = self.buckets
             for hybrid in self.hybrids:
                 if hybrid.is_new:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import set_backward_order, untraced
+from parallel3d._compat import set_backward_order
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
     from parallel3d.fsdp.buckets.joint_reduce import JointReduce
+    from parallel3d.fsdp.state import Unit
 
 __all__ = ["Arrivals", "Gate", "open_gates"]
 
@@ -28,7 +29,7 @@ __all__ = ["Arrivals", "Gate", "open_gates"]
 _AT_ONCE = 2**64 - 1
 
 Gradients = tuple[torch.Tensor | None, ...]
-Take = Callable[["Arrivals", Gradients], "JointReduce | None"]
+Take = Callable[[list["Arrivals"], Gradients], None]
 
 
 class Arrivals:
@@ -36,20 +37,19 @@ class Arrivals:
 
     Attributes:
         bucket: the bucket, weakly.
+        unit: its unit, weakly.
         indices: the parameters that get a gradient.
         joint: the reduction its gradients go to, weakly, and its place there; where it is gone or None, they
             go the general way.
-        take: what is called with the gradients of ``indices``, in their order; None for those without. It
-            returns the reduction that has them, if one has.
     """
 
-    __slots__ = ("bucket", "indices", "joint", "take")
+    __slots__ = ("bucket", "indices", "joint", "unit")
 
-    def __init__(self, bucket: Bucket, take: Take) -> None:
+    def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
         self.bucket = weakref.ref(bucket)
+        self.unit = unit
         self.indices = [i for i, p in enumerate(bucket.compute_params) if p.requires_grad]
         self.joint: tuple[weakref.ref[JointReduce], int] | None = None
-        self.take = take
 
 
 class Gate:
@@ -60,18 +60,26 @@ class Gate:
         outputs: what forward sees, for every parameter of the bucket.
     """
 
-    def __init__(self, bucket: Bucket, take: Take) -> None:
-        self.arrivals = Arrivals(bucket, take)
+    def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
+        self.arrivals = Arrivals(bucket, unit)
         self.outputs: list[torch.Tensor] = list(bucket.compute_params)
 
 
-def open_gates(gates: Sequence[Gate], sources: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Makes the outputs of ``gates``, which share a node. ``sources``: the parameters that they are of."""
+def open_gates(
+    gates: Sequence[Gate], sources: Sequence[Sequence[torch.Tensor]], take: Take
+) -> None:
+    """Makes the outputs of ``gates``, which share a node, neighbours in one reduction.
+
+    Args:
+        sources: the parameters that they are of.
+        take: what is called with the gradients of one backward: all ``indices`` of all ``gates``, in their
+            order; None for those without one.
+    """
     arrivals = [gate.arrivals for gate in gates]
     inputs = [each[i] for a, each in zip(arrivals, sources, strict=True) for i in a.indices]
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
-        outputs = _Arrival.apply(anchor, arrivals, inputs)
+        outputs = _Arrival.apply(anchor, arrivals, inputs, take)
     set_backward_order(outputs[0].grad_fn, _AT_ONCE)
     made = iter(outputs)
     for gate in gates:
@@ -80,28 +88,18 @@ def open_gates(gates: Sequence[Gate], sources: Sequence[Sequence[torch.Tensor]])
             output._is_param = True  # for isinstance(..., nn.Parameter)
 
 
-@untraced
-def _arrive(gates: list[Arrivals], grads: Gradients) -> None:
-    """The gradients of one backward."""
-    joint, start = None, 0
-    for arrivals in gates:
-        end = start + len(arrivals.indices)
-        joint = arrivals.take(arrivals, grads[start:end]) or joint
-        start = end
-    if joint is not None:
-        joint.pack()
-
-
 class _Arrival(torch.autograd.Function):
     """Outputs of the same memory as ``sources``, each with a version counter of its own."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, gates: Any, sources: list[torch.Tensor]) -> Any:
-        ctx.gates = gates
+    def forward(
+        ctx: Any, _: torch.Tensor, gates: Any, sources: list[torch.Tensor], take: Take
+    ) -> Any:
+        ctx.gates, ctx.take = gates, take
         ctx.set_materialize_grads(False)
         return tuple(source.data for source in sources)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _arrive(ctx.gates, grads)
-        return None, None, None
+        ctx.take(ctx.gates, grads)
+        return None, None, None, None

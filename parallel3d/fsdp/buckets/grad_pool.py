@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import make_dtensor, storage_uses, tensor_uses
+from parallel3d._compat import make_dtensor, storage_uses, tensor_uses, torch_function_off
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
@@ -25,6 +26,8 @@ __all__ = ["GradPool", "make_gradients"]
 
 # On a gradient: the buffer (S,) that it and its bucket's others are views of, and its parameter's index.
 PLACE = "_parallel3d_place"
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def make_gradients(
@@ -99,7 +102,8 @@ class GradPool:
             self.flat, self.parts, self.grads = None, [], []
 
     def _is_free(self) -> bool:
-        return self._uses() == self._unused
+        with torch_function_off():
+            return self._uses() == self._unused
 
     def _uses(self) -> list[Any]:
         """Counts of every kind of reference to the tensors and their memory, and of what was put on them."""
@@ -112,7 +116,7 @@ class GradPool:
             *map(tensor_uses, grads),
             *map(weakref.getweakrefcount, grads),
             *map(len, map(vars, grads)),
-            *[grad.requires_grad for grad in grads],
+            *map(_REQUIRES_GRAD, grads),
             *map(getrefcount, parts),
             *map(tensor_uses, parts),
         ]

@@ -10,21 +10,26 @@ that a comm's reduction deals with.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import foreach_copy_
+from parallel3d._compat import foreach_copy_, has_gradient_hooks, torch_function_off
 from parallel3d.fsdp.buckets.grad_pool import GradPool, make_gradients
 from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
+    from parallel3d.fsdp.buckets.gate import Gradients
     from parallel3d.fsdp.comm import Comm
 
 __all__ = ["JointReduce", "plan_reductions"]
 
+_GRAD = attrgetter("grad")
 FIRST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
 NODE_BYTES = 2**20
@@ -121,9 +126,7 @@ class JointReduce:
 
     # -- arrival -----------------------------------------------------------------------------------
 
-    def accept(
-        self, place: int, indices: list[int], grads: Sequence[torch.Tensor], comm: Comm
-    ) -> bool:
+    def accept(self, place: int, indices: list[int], grads: Sequence[torch.Tensor]) -> bool:
         """Takes gradients of parameters ``indices`` of bucket ``place``, which ``pack`` copies.
 
         Returns:
@@ -141,17 +144,38 @@ class JointReduce:
             parts = [parts[index] for index in indices]
         self._targets += parts
         self._sources += grads
-        self._comm = comm
         self.used[place] = indices
         self.missing -= 1
         return True
 
-    def pack(self) -> None:
+    def accept_all(self, since: int, indices: list[list[int]], grads: Gradients) -> bool:
+        """The same with the gradients of all parameters of the buckets from ``since`` on.
+
+        Args:
+            indices: those that get one, by bucket. Where they are not all, or one of ``grads`` is None,
+                nothing is taken.
+        """
+        until = since + len(indices)
+        start, end = self._starts[since], self._ends[until - 1]
+        used = self.used[since:until]
+        if len(grads) < end - start or any(map(is_, grads, repeat(None))):
+            return False
+        if any(each is not None for each in used):
+            return False
+        if self.arrived is None:
+            self._begin()
+        self._targets += self._parts[start:end]
+        self._sources += grads
+        self.used[since:until] = indices
+        self.missing -= len(indices)
+        return True
+
+    def pack(self, comm: Comm) -> None:
         """Copies what was accepted; once all is there, issues the reduction."""
         foreach_copy_(self._targets, self._sources)
         self._targets, self._sources = [], []
         if not self.missing:
-            self.launch(self._comm)
+            self.launch(comm)
 
     def _begin(self) -> None:
         pool = self.pool
@@ -233,23 +257,62 @@ class JointReduce:
         assert flat is not None
         if not grads:
             grads = self.gradients(flat, parts)
-        pieces = self.slices(flat)
-        used = list(enumerate(self.used))
+        used = self.used
         launched = self.launched
         self.forget()
         self.launched = launched  # what comes now is of another reduction
         self.used = [[]] * len(self.buckets)
         self.pool.lent = False
+        if self._put_all(used, grads):
+            hooked = self._run_hooks(used)
+        else:
+            hooked = self._put_pieces(used, flat, parts, grads)
+        del flat, parts, grads
+        if hooked:
+            self.pool.release()
+
+    def _put_all(self, used: list[list[int] | None], grads: list[torch.Tensor]) -> bool:
+        """Puts ``grads`` where there are none, if every parameter gets one."""
+        count = sum(map(len, filter(None, used)))
+        params = self._sharded()
+        if count < len(params):
+            return False
+        with torch_function_off():
+            if any(map(is_not, map(_GRAD, params), repeat(None))):
+                return False
+            deque(map(setattr, params, repeat("grad"), grads), maxlen=0)
+        return True
+
+    def _run_hooks(self, used: list[list[int] | None]) -> bool:
+        if not any(map(has_gradient_hooks, self._sharded())):
+            return False
+        runs = [
+            bucket.grads.run_hooks(indices)
+            for bucket, indices in zip(self.buckets, used, strict=True)
+            if indices is not None
+        ]
+        return any(runs)
+
+    def _put_pieces(
+        self,
+        used: list[list[int] | None],
+        flat: torch.Tensor,
+        parts: list[torch.Tensor],
+        grads: list[torch.Tensor],
+    ) -> bool:
+        """Bucket by bucket; whether hooks of users have run."""
         hooked = False
-        for place, indices in used:
+        pieces = self.slices(flat)
+        for place, indices in enumerate(used):
             if indices is not None:
                 start, end = self._starts[place], self._ends[place]
                 slots = self.buckets[place].grads
                 slots.put_piece(pieces[place], parts[start:end], grads[start:end], indices)
                 hooked |= slots.run_hooks(indices)
-        del flat, parts, grads, pieces
-        if hooked:
-            self.pool.release()
+        return hooked
+
+    def _sharded(self) -> list[torch.nn.Parameter]:
+        return [param.sharded for bucket in self.buckets for param in bucket.params]
 
 
 def _gradients(

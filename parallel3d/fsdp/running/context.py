@@ -37,7 +37,7 @@ class RunContext:
         residents: those of the units that the root shows.
         schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
         half_way: the next gather of the backward, where it was put off.
-        may_put_off: whether one may be, in this backward.
+        may_put_off: whether one may be, in this backward; None before anything has asked.
     """
 
     def __init__(self, root: Unit, comm: Comm) -> None:
@@ -54,7 +54,7 @@ class RunContext:
         self.schedule = root.schedule
         self.residents = Residents()
         self.half_way: HalfWay | None = None
-        self.may_put_off = False
+        self.may_put_off: bool | None = None
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
@@ -106,7 +106,21 @@ class RunContext:
             self.schedule.begin_pass()
         if self.order:
             self.last_order, self.order = self.order, []
-        for unit in self.units:
+        units, residents = self.units, self.residents
+        if residents.are_as_before(units):
+            units = _alive(residents.others)
+            self._prepare(units)
+        else:
+            self._prepare(units)
+            residents.find(units, self.comm)
+        residents.begin_forward()
+        root = self.root
+        if root.post_optim_event is not None:
+            self.comm.post_optim_event = root.post_optim_event
+            root.post_optim_event = None
+
+    def _prepare(self, units: Sequence[Unit]) -> None:
+        for unit in units:
             group = unit.group
             if group.state is GroupState.GATHERING and not group.kept:
                 group.reshard(self.comm)  # the last forward did not get there
@@ -115,11 +129,6 @@ class RunContext:
                 follow_mode(unit, self)
             if group.hybrids:
                 group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
-        self.residents.begin_forward(self.units, self.comm)
-        root = self.root
-        if root.post_optim_event is not None:
-            self.comm.post_optim_event = root.post_optim_event
-            root.post_optim_event = None
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Issues the all-gathers of what comes after ``unit``, whose forward begins."""
@@ -142,10 +151,8 @@ class RunContext:
     def end_forward(self, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
         self.running = False
-        self.residents.hide()
-        for unit in self.units:
-            if unit.group.gated and not unit.group.shown:
-                continue
+        self.residents.end_forward(backward_to_come=backward_to_come)
+        for unit in _alive(self.residents.others):
             unit.to_run.clear()
             if unit.group.held is not None:
                 continue
@@ -165,11 +172,17 @@ class RunContext:
             return
         if self.half_way is not None:
             self.half_way.drop()  # the unit it would have gathered begins by itself
-        bucket = bucket_to_count(unit) if self.may_put_off and self.comm.holds_inputs else None
+        bucket = bucket_to_count(unit) if self._may_put_off() and self.comm.holds_inputs else None
         if bucket is None:
             self.gather_before(unit, position)
         else:
             self.half_way = HalfWay(bucket, unit, position, self)
+
+    def _may_put_off(self) -> bool:
+        """Not where ranks may use different parameters: their gradients don't tell the same."""
+        if self.may_put_off is None:
+            self.may_put_off = not any(unit.reduce_unused for unit in self.units)
+        return self.may_put_off
 
     def gather_before(self, unit: Unit, position: int) -> None:
         """Issues the all-gathers of what comes after ``unit`` in backward."""
@@ -191,13 +204,11 @@ class RunContext:
         if not self.in_backward:
             self.in_backward = True
             self.backward_id = backward_id()
-            # Where ranks may use different parameters their gradients don't tell the same.
-            self.may_put_off = not any(unit.reduce_unused for unit in self.units)
+            self.may_put_off = None
             if self.schedule is not None:
                 self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
-            if not self.residents.shown:
-                self.residents.show()  # for what is recomputed
+            self.residents.begin_backward(self.units)
 
     def reduce(self, unit: Unit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended.
@@ -218,8 +229,12 @@ class RunContext:
     @untraced
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
-        units = [unit for unit in self.units if not unit.is_untouched]
-        self.residents.reduce(self.comm)
+        residents = self.residents
+        if residents.are_untouched():
+            units = _alive(residents.others)
+        else:
+            units = [unit for unit in self.units if not unit.is_untouched]
+        residents.reduce(self.comm)
         if self.half_way is not None:
             self.half_way.drop()
         for unit in reversed(units):

@@ -111,9 +111,12 @@ class Members:
     def detach(self) -> list[nn.Module]:
         """Gives the modules up, and removes the hooks."""
         modules = self.modules
-        for handles in self._handles.values():
-            for handle in handles:
+        for module in modules:
+            for handle in self._handles[id(module)]:
                 handle.remove()
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in self.hook_ids(module):
+                    hooks.pop(key, None)  # type: ignore[call-overload]  # see ``HooksOff``
         self._modules, self._handles = [], {}
         return modules
 

@@ -11,27 +11,35 @@ decided anew whenever the root's forward begins.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
-from itertools import compress
+from itertools import chain, compress, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import functorch_is_active, hook_gradient
+from parallel3d._compat import functorch_is_active, hook_gradient, untraced
 from parallel3d._tree import tensors_in
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.gate import Arrivals, Gate, Gradients, open_gates
+from parallel3d.fsdp.buckets.grad_pool import GradPool
 from parallel3d.fsdp.buckets.joint_reduce import JointReduce, plan_reductions
 from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.running.hooks_off import HooksOff
+from parallel3d.fsdp.running.swap import Swap
+from parallel3d.fsdp.running.unchanged import Snapshot
 from parallel3d.fsdp.slots import OwnSetattr
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
+    from parallel3d.fsdp.running.context import RunContext
     from parallel3d.fsdp.state import Unit
 
 __all__ = ["Residents", "hook_outputs", "is_resident"]
+
+_BEGUN = attrgetter("backward_begun", "begun", "arrived", "reduced")
+_BUSY = attrgetter("grads.arrived", "grads.input", "grads.whole", "grads.partial", "reduce_unused")
 
 
 def is_resident(unit: Unit) -> bool:
@@ -63,6 +71,11 @@ def _is_plain(bucket: Bucket) -> bool:
     )
 
 
+def _has_no_tp(bucket: Bucket) -> bool:
+    """Whether the unit's name need not be noted for collectives in its forward."""
+    return all(param.tp_size == 1 for param in bucket.params)
+
+
 def _can_have_gate(bucket: Bucket) -> bool:
     dtypes = {bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.grad_dtype}
     return (
@@ -87,21 +100,38 @@ class Residents:
 
     Attributes:
         groups: theirs.
+        others: the other units, weakly.
         shown: whether they are: within the root's forward, and in backward.
         joints: the reductions of their gradients, in the order of the units' backwards.
+        accepts: whether those take gradients in this backward, which the forwards' settings decide.
     """
 
     def __init__(self) -> None:
         self.groups: list[ParamGroup] = []
+        self.others: list[weakref.ref[Unit]] = []
         self.shown = False
         self.joints: list[JointReduce] = []
+        self.accepts = False
+        self._units: list[weakref.ref[Unit]] = []
+        self._swap = Swap()
+        self._hooks_off = HooksOff()
         self._planned: list[tuple[Gate, float | None]] = []
+        self._before: Snapshot | None = None
 
     # -- forward -------------------------------------------------------------------------------------
 
-    def begin_forward(self, units: Sequence[Unit], comm: Comm) -> None:
-        """The root's forward begins: finds them, and shows them with what the user has changed."""
-        self.groups = [unit.group for unit in units if self._prepare(unit, comm)]
+    def are_as_before(self, units: Sequence[Unit]) -> bool:
+        """Whether the root's forward that begins finds everything as the last one has left it."""
+        return self._before is not None and self._before.is_of(units)
+
+    def find(self, units: Sequence[Unit], comm: Comm) -> None:
+        """Which of ``units`` they are now, with what the user has changed."""
+        self._hooks_off.end(backward_to_come=False)  # where an exception has left them off
+        resident = [unit for unit in units if self._prepare(unit, comm)]
+        ids = set(map(id, resident))
+        self.groups = [unit.group for unit in resident]
+        self._units = [unit.ref for unit in resident]
+        self.others = [unit.ref for unit in units if id(unit) not in ids]
         gates = [
             (bucket.gate, bucket.divide_factor)
             for group in reversed(self.groups)
@@ -110,9 +140,26 @@ class Residents:
         ]
         if gates != self._planned:
             self._plan(gates)
+        self._swap = Swap(self.groups)
+        self._hooks_off.modules = [
+            weakref.ref(module)
+            for unit in resident
+            if not unit.is_root and all(map(_has_no_tp, unit.group.buckets))
+            for module in unit.modules
+        ]
+        self._before = Snapshot(units, self.groups) if self.groups else None
+
+    def begin_forward(self) -> None:
+        """Shows them."""
         for joint in self.joints:
             joint.pool.release()
         self.show()
+        self._hooks_off.begin()
+
+    def end_forward(self, *, backward_to_come: bool) -> None:
+        """At rest again."""
+        self._hooks_off.end(backward_to_come=backward_to_come)
+        self.hide()
 
     def _prepare(self, unit: Unit, comm: Comm) -> bool:
         group = unit.group
@@ -127,7 +174,9 @@ class Residents:
         group.adopt()
         group.count_trainable()
         if not group.gated:
-            group.use_gates(functools.partial(_take, unit.ref))
+            group.use_gates(unit.ref)
+        for bucket in group.buckets:
+            bucket.grads.pool = GradPool()  # its gradients are the joints' now
         return True
 
     def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
@@ -138,24 +187,36 @@ class Residents:
             for place, bucket in enumerate(joint.buckets):
                 by_bucket[bucket].arrivals.joint = weakref.ref(joint), place
             for node in joint.share_nodes():
-                open_gates([by_bucket[b] for b in node], [b.compute_params for b in node])
+                sources = [bucket.compute_params for bucket in node]
+                open_gates([by_bucket[bucket] for bucket in node], sources, _arrive)
         for group in self.groups:
             group.list_slots()
 
     def show(self) -> None:
         """Puts their unsharded parameters into the modules."""
         self.shown = True
-        for group in self.groups:
-            group.show()
+        self._swap.show()
 
     def hide(self) -> None:
         """Puts the sharded ones back, but for what ``unshard()`` shows."""
         self.shown = False
-        for group in self.groups:
-            if not group.kept:
-                group.hide()
+        self._swap.hide()
 
     # -- backward ------------------------------------------------------------------------------------
+
+    def begin_backward(self, units: Sequence[Unit]) -> None:
+        """Shows them to what is recomputed."""
+        self.accepts = self._before is not None and self._before.has_settings_of(units)
+        if not self.shown:
+            self.show()
+
+    def are_untouched(self) -> bool:
+        """Whether a backward has brought something to the gates only; False if there are none."""
+        if self._before is None:
+            return False
+        begun = map(_BEGUN, (unit for ref in self._units if (unit := ref()) is not None))
+        busy = chain.from_iterable(map(_BUSY, group.buckets) for group in self.groups)
+        return not any(chain.from_iterable(chain(begun, busy)))
 
     def reduce(self, comm: Comm) -> None:
         """At the end of a backward: issues what has waited for gradients that did not come."""
@@ -164,15 +225,43 @@ class Residents:
 
     def end_backward(self, *, keep: bool) -> None:
         """After the reductions. ``keep``: a forward around this backward goes on."""
+        self.accepts = False
         for joint in self.joints:
             joint.forget()
         if not keep:
+            self._hooks_off.end(backward_to_come=False)
             self.hide()
 
 
-def _take(ref: weakref.ref[Unit], arrivals: Arrivals, grads: Gradients) -> JointReduce | None:
-    """The gradients of one backward have arrived; returns the reduction that has them, if one has."""
-    unit, bucket = ref(), arrivals.bucket()
+@untraced
+def _arrive(node: list[Arrivals], grads: Gradients) -> None:
+    """The gradients of one backward have arrived, for the buckets that share ``node``."""
+    unit = node[0].unit()
+    context = None if unit is None else unit.context
+    if context is not None and not torch.is_grad_enabled():
+        context.enter_backward()
+        place = node[0].joint
+        joint = None if place is None else place[0]()
+        if context.residents.accepts and joint is not None and place is not None:
+            indices = [arrivals.indices for arrivals in node]
+            if joint.accept_all(place[1], indices, grads):
+                joint.pack(context.comm)
+                return
+    _arrive_one_by_one(node, grads)
+
+
+def _arrive_one_by_one(node: list[Arrivals], grads: Gradients) -> None:
+    given = iter(grads)
+    taken = [_take(arrivals, list(islice(given, len(arrivals.indices)))) for arrivals in node]
+    for joint, context in dict.fromkeys(filter(None, taken)):
+        joint.pack(context.comm)
+
+
+def _take(
+    arrivals: Arrivals, grads: list[torch.Tensor | None]
+) -> tuple[JointReduce, RunContext] | None:
+    """The gradients of one bucket; returns the reduction that has them, if one has."""
+    unit, bucket = arrivals.unit(), arrivals.bucket()
     if unit is None or bucket is None or unit.context is None:
         return None
     context, params, indices = unit.context, bucket.params, arrivals.indices
@@ -183,13 +272,13 @@ def _take(ref: weakref.ref[Unit], arrivals: Arrivals, grads: Gradients) -> Joint
     ]
     if not all(wanted):
         indices = list(compress(indices, wanted))
-        grads = tuple(compress(grads, wanted))
+        grads = list(compress(grads, wanted))
         if not indices:
             return None
     if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
         joint, place = arrivals.joint[0](), arrivals.joint[1]
-        if joint is not None and joint.accept(place, indices, grads, context.comm):  # type: ignore[arg-type]
-            return joint
+        if joint is not None and joint.accept(place, indices, grads):  # type: ignore[arg-type]
+            return joint, context
     for index, grad in zip(indices, grads, strict=True):
         assert grad is not None
         unit.take_gradient(bucket, index, grad)

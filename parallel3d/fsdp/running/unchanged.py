@@ -1,0 +1,89 @@
+"""Snapshot: whether anything that ``Residents`` rest on is another than it was.
+
+What they show and reduce stays the same from step to step, unless the user changes a setting, a parameter or
+a module. Looking for that one unit after the other costs more than all else they do, so everything is read
+in a few passes that stay within C, and compared by identity: a False for a False, a list for the same list.
+What is equal and not the same only costs a look at the units themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
+from typing import TYPE_CHECKING, Any
+
+from parallel3d._compat import local_tensor_of, torch_function_off
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.group import ParamGroup
+    from parallel3d.fsdp.state import Unit
+
+__all__ = ["Snapshot"]
+
+_OF_UNIT = attrgetter(
+    "sync", "all_reduce", "order_check", "guard", "input_dtype", "policy", "follows_mode", "group"
+)
+_OF_GROUP = attrgetter("state", "kept", "gated", "buffers")
+_OF_BUCKET = attrgetter(
+    "gate", "policy", "comm_hook", "all_reduce_hook", "reduce_unused", "divide_factor", "grads"
+)
+_OF_GRADS = attrgetter("whole", "partial")
+_IS_TRAINABLE = attrgetter("requires_grad")
+_LISTED = attrgetter("holders", "shown")
+_POOLED = attrgetter("pool.flat")
+
+
+class Snapshot:
+    """Of the ``units`` of one root, some of which are ``resident``, as they are now, at rest."""
+
+    def __init__(self, units: Sequence[Unit], resident: Sequence[ParamGroup]) -> None:
+        buckets = [bucket for group in resident for bucket in group.buckets]
+        self._resident = resident
+        self._pooled = [bucket.grads for bucket in buckets]
+        self._groups = [unit.group for unit in units]
+        self._buckets = [bucket for group in self._groups for bucket in group.buckets]
+        self._grads = [bucket.grads for bucket in self._buckets]
+        self._sharded = [param.sharded for bucket in buckets for param in bucket.params]
+        self._views = [view for bucket in buckets for view in bucket.local_views]
+        self._settings = list(self._read_settings(units))
+        self._listed = list(self._read_lists())
+        self._dicts = [holder for group in resident for holder, _, _ in group.holders]
+        self._names = list(chain.from_iterable(self._dicts))
+        self._found = list(self._read_modules())
+
+    def _read_settings(self, units: Iterable[Unit]) -> Iterable[Any]:
+        return chain(
+            chain.from_iterable(map(_OF_UNIT, units)),
+            chain.from_iterable(map(_OF_GROUP, self._groups)),
+            chain.from_iterable(map(_OF_BUCKET, self._buckets)),
+            chain.from_iterable(map(_OF_GRADS, self._grads)),
+            map(_IS_TRAINABLE, self._sharded),
+        )
+
+    def _read_lists(self) -> Iterable[Any]:
+        return chain.from_iterable(map(_LISTED, self._resident))
+
+    def _read_modules(self) -> Iterable[Any]:
+        return chain.from_iterable(map(dict.values, self._dicts))
+
+    def has_settings_of(self, units: Sequence[Unit]) -> bool:
+        """Whether what has been set, also ``requires_grad``, is the same."""
+        with torch_function_off():  # a third of the time to read a parameter's ``requires_grad``
+            return _are_same(self._read_settings(units), self._settings)
+
+    def is_of(self, units: Sequence[Unit]) -> bool:
+        """Whether parameters and modules are too, and everything is at rest."""
+        return (
+            self.has_settings_of(units)
+            and _are_same(self._read_lists(), self._listed)
+            and not any(map(is_not, map(_POOLED, self._pooled), repeat(None)))
+            and _are_same(map(local_tensor_of, self._sharded), self._views)
+            and _are_same(chain.from_iterable(self._dicts), self._names)
+            and _are_same(self._read_modules(), self._found)
+        )
+
+
+def _are_same(values: Iterable[Any], before: list[Any]) -> bool:
+    now = list(values)
+    return len(now) == len(before) and all(map(is_, now, before))
