@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import untraced
+from parallel3d._compat import make_dtensor, untraced
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
@@ -192,6 +192,7 @@ class ParamGroup:
                             param.sharded.copy_(current)
                         else:
                             view.copy_(param.shard_of(current, tp_local=False))
+                        param.sharded.grad = _gradient_for(param, current)
                     param.sharded.requires_grad_(current.requires_grad)
                     holder[name] = param.sharded
         self.list_slots()  # one may have been removed, or be there again
@@ -361,6 +362,14 @@ class ParamGroup:
         if self.state is GroupState.GATHERING:
             self.state = GroupState.UNSHARDED
         self.reshard(comm)
+
+
+def _gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
+    """What ``.grad`` becomes when ``given`` replaces the Parameter: that of ``given``, which may have none."""
+    grad, dtype = given.grad, param.sharded.dtype
+    if grad is None or isinstance(grad, DTensor):
+        return None if grad is None else grad.to(dtype)
+    return make_dtensor(param.shard_of(grad, tp_local=False).to(dtype, copy=True), param.spec)
 
 
 def _check_replacement(param: ShardedParam, given: torch.Tensor) -> None:

@@ -277,8 +277,9 @@ def _take(
             return None
     if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
         joint, place = arrivals.joint[0](), arrivals.joint[1]
-        if joint is not None and joint.accept(place, indices, grads):  # type: ignore[arg-type]
-            return joint, context
+        fits = joint is not None and joint.divisor == bucket.divisor
+        if fits and joint.accept(place, indices, grads):  # type: ignore
+            return joint, context  # type: ignore[return-value]
     for index, grad in zip(indices, grads, strict=True):
         assert grad is not None
         unit.take_gradient(bucket, index, grad)

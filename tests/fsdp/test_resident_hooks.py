@@ -1,0 +1,153 @@
+"""Units whose root shows them: their hooks are off within its forward; see ``HooksOff``."""
+
+import pytest
+import torch
+from test_resident import USES, WIDTH, Model, batch, check, wrapped
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.fsdp.running.hooks_off import HooksOff
+from parallel3d.fsdp.running.members import the_unit
+from parallel3d.testing import fake_world
+
+
+class Simple(nn.Module):
+    """Recomputes only if told to; ``first`` is called before all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recomputes = False
+        self.first = lambda: None
+        self.seen = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first()
+        y = self.norm(x)
+        up = checkpoint(self.up, y, use_reentrant=False) if self.recomputes else self.up(y)
+        self.seen = x + torch.tanh(up)
+        return self.seen
+
+
+def plain() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    model.blocks = nn.ModuleList(Simple() for _ in range(3))
+    return model.double()
+
+
+def pair() -> tuple[Model, Model]:
+    return plain(), wrapped(1, plain())
+
+
+def hooks_within(model: Model) -> list[int]:
+    """How many forward hooks of either kind the second block has while the model runs."""
+    block, counts = model.blocks[1], []
+    block.first = lambda: counts.append(len(block._forward_hooks) + len(block._forward_pre_hooks))
+    model(batch()).sum().backward()
+    block.first = lambda: None
+    model.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_without_them(use: str) -> None:
+    with fake_world(0, 1):
+        expected, model = pair()
+        for again in range(4):
+            for each in (expected, model):
+                each.zero_grad()
+                USES[use](each, batch(again)).backward()
+            check(model, expected)
+            assert not the_unit(model.blocks[0]).group.shown
+        assert hooks_within(model) == [2 if use == "a block alone" else 0]
+        assert [len(block._forward_hooks) for block in model.blocks] == [1, 1, 1]
+
+
+def test_hooks_of_others_stay() -> None:
+    with fake_world(0, 1):
+        _, model = pair()
+        model(batch()).sum().backward()
+        seen = []
+        handle = model.blocks[1].register_forward_hook(lambda *_: seen.append("before"))
+        assert hooks_within(model) == [3] and seen == ["before"]
+        handle.remove()
+        assert hooks_within(model) == [0] and seen == ["before"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_comes_within_the_forward(before: bool) -> None:
+    with fake_world(0, 1):
+        expected, model = pair()
+        for each in (expected, model):
+            each(batch()).sum().backward()
+        seen, handles, target = [], [], model.blocks[2]
+        register = target.register_forward_pre_hook if before else target.register_forward_hook
+        model.blocks[0].first = lambda: handles.append(register(lambda *_: seen.append(1)))
+        model(batch(1)).sum().backward()
+        model.blocks[0].first = lambda: None
+        hooks = target._forward_pre_hooks if before else target._forward_hooks
+        ours, _ = the_unit(target).members.hook_ids(target)[:2]
+        assert seen == [1] and len(hooks) == 2
+        assert not before or next(iter(hooks)) == ours
+        target(batch(2)).sum().backward()
+        assert seen == [1, 1]
+        handles[0].remove()
+        assert len(hooks) == 1
+        for each in (expected, model):
+            each.zero_grad()
+            each(batch(3)).sum().backward()
+        check(model, expected)
+        assert seen == [1, 1] and hooks_within(model) == [0]
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_they_are_back_after_an_exception(kind: type[BaseException]) -> None:
+    def explode() -> None:
+        raise kind
+
+    with fake_world(0, 1):
+        expected, model = pair()
+        for each in (expected, model):
+            each(batch()).sum().backward()
+            each.blocks[1].first = explode
+            with pytest.raises(kind):
+                each(batch(1))
+            if kind is KeyboardInterrupt and each is model:  # no hook sees it
+                model.reset_iter_state()
+            each.blocks[1].first = lambda: None
+            each.zero_grad()
+            each(batch(2)).sum().backward()
+        check(model, expected)
+        assert [len(block._forward_hooks) for block in model.blocks] == [1, 1, 1]
+        for each in (expected, model):
+            each.blocks[0](batch(3)).sum().backward()
+        check(model, expected)
+
+
+def test_checkpoint_brings_them_back() -> None:
+    with fake_world(0, 1):
+        expected, model = pair()
+        for each in (expected, model):
+            each(batch()).sum().backward()
+            for block in each.blocks:
+                block.recomputes = True
+            each(batch(1)).sum().backward()
+            each.zero_grad()
+            each(batch(2))
+            each.blocks[1].seen.sum().backward()  # nothing reaches the root's outputs
+        check(model, expected)
+        assert hooks_within(model) == [2]
+
+
+def test_what_has_no_checkpoint_counts_none() -> None:
+    with fake_world(0, 1):
+        _, model = pair()
+        model(batch()).sum().backward()
+        hooks_off = the_unit(model).context.residents._hooks_off
+        assert hooks_off.may is True
+        linear, x = nn.Linear(2, 2), torch.randn(2, requires_grad=True)
+        held = [checkpoint(linear, x, use_reentrant=reentrant) for reentrant in (True, False)]
+        model(batch())
+        assert hooks_off.may is False and len(held) == 2
+        assert HooksOff.fewest_calls > 0
