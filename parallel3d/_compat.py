@@ -393,7 +393,7 @@ def checkpointed_calls() -> int:
 
     Each of them has an object of a class that is theirs.
     """
-    kinds = (_checkpoint._CheckpointFrame, _checkpoint.CheckpointFunction._backward_cls)  # type: ignore[attr-defined]
+    kinds = (_checkpoint._CheckpointFrame, _checkpoint.CheckpointFunction._backward_cls)
     return sum(map(getrefcount, kinds))
 
 

@@ -365,7 +365,7 @@ class ParamGroup:
 
 
 def _gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
-    """What ``.grad`` becomes when ``given`` replaces the Parameter: that of ``given``, which may have none."""
+    """What ``.grad`` becomes when ``given`` takes the Parameter's place: that of ``given``, or None."""
     grad, dtype = given.grad, param.sharded.dtype
     if grad is None or isinstance(grad, DTensor):
         return None if grad is None else grad.to(dtype)

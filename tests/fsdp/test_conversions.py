@@ -15,7 +15,7 @@ from parallel3d import (
 )
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.running.members import unit_of
-from parallel3d.testing import fake_world, local_world, record_collectives
+from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 
 class TestConversions:
@@ -148,3 +148,27 @@ class TestMixedPrecision:
             assert out["a"].dtype == out["b"][0].dtype == torch.float32 and out["b"][1] == 3
             (out["a"].sum() + out["b"][0].sum()).backward()
             assert at_rest(model)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_a_parameter_that_replaces_another_brings_its_gradient(with_gradient: bool) -> None:
+    with local_world(2):
+        model, _ = build()
+        lm_loss(model, tokens(0)).backward()
+        layer = model.layers[0]
+        name, old = next(iter(layer.named_parameters()))
+        new = nn.Parameter(torch.zeros(old.shape))
+        if with_gradient:
+            values = torch.arange(1.0, 1.0 + new.numel()).view(new.shape)
+            new.grad = values.clone()
+        holder, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(holder), last, new)
+        with torch.no_grad():
+            model(tokens(0))
+        grad = old.grad
+        assert dict(layer.named_parameters())[name] is old
+        if with_gradient:
+            for _, box, part in shards_of(grad):
+                assert torch.equal(part, values[box])
+        else:
+            assert grad is None

@@ -88,7 +88,10 @@ SETTINGS: dict[str, tuple[Callable[[Model], object], dict[int, float]]] = {
     # By block what its gradients are multiplied by.
     "the divisor": (lambda model: model.blocks[1].set_gradient_divide_factor(4.0), {1: 0.25}),
     "a hook": (_hook, {1: 2.0}),
-    "the sync": (lambda model: model.blocks[1].set_requires_gradient_sync(False, recurse=False), {}),
+    "the sync": (
+        lambda model: model.blocks[1].set_requires_gradient_sync(False, recurse=False),
+        {},
+    ),
     "gathered by the user": (lambda model: model.blocks[1].unshard(), {}),
 }
 

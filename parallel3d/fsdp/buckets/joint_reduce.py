@@ -165,7 +165,7 @@ class JointReduce:
         if self.arrived is None:
             self._begin()
         self._targets += self._parts[start:end]
-        self._sources += grads
+        self._sources += grads  # type: ignore[arg-type]
         self.used[since:until] = indices
         self.missing -= len(indices)
         return True

@@ -116,7 +116,7 @@ class Members:
                 handle.remove()
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in self.hook_ids(module):
-                    hooks.pop(key, None)  # type: ignore[call-overload]  # see ``HooksOff``
+                    hooks.pop(key, None)  # see ``HooksOff``
         self._modules, self._handles = [], {}
         return modules
 
