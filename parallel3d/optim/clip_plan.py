@@ -99,7 +99,7 @@ class _Whole:
         indices = [index[id(param.sharded)] for param in bucket.params]
         first, *rest = indices
         self.members = itemgetter(*indices) if rest else itemgetter(slice(first, first + 1))
-        self._numel = bucket.numel
+        self._slot_sizes = bucket.slot_sizes
         self._padding = padding_of(bucket)
         # By name of a group: one of the tensors that it has parts of, and on which axis.
         self._sources: dict[str, tuple[int, int]] = {}
@@ -124,10 +124,10 @@ class _Whole:
         found: Found,
     ) -> bool:
         """Adds the flat gradient that ``grads``, of some of ``tensors``, are views of; False if none is."""
-        flat = flat_gradient(grads)
-        if flat is None or flat.numel() != self._numel:
+        flat = flat_gradient(grads, self._slot_sizes)
+        if flat is None:
             return False
-        if not self._numel:  # on every rank
+        if not self._cuts:  # no elements, on every rank
             return True
         for name, (i, axis) in self._sources.items():
             if name not in found.groups:
