@@ -30,8 +30,9 @@ class LocalState:
         singles: those of one DTensor. ``others``: the other ones.
         state: what the optimizer sees as its state.
         published: parameter -> (its entry in the state that is shown, the values in it).
-        copies: (piece's tensor, key) -> (a single number of the piece's state, one copy of it for each
-            parameter, the version of these): each has a count of steps of its own, to be saved and loaded.
+        copies: (piece's tensor, key) -> (a number of the piece's state seen as a vector, one copy of it
+            for each parameter, the version of these): each has a count of steps of its own, to be saved and
+            loaded.
     """
 
     def __init__(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> None:
@@ -58,6 +59,7 @@ class LocalState:
         self.singles = Singles(pieces)
         alone = set(map(id, self.singles.pieces))
         self.others = [piece for piece in pieces if id(piece) not in alone]
+        self.tensors = [[piece.tensor for piece in mine] for mine in self.by_group]
         self.own = [piece.tensor for piece in pieces if piece.tensor is not piece.params[0]]
         self.padding = list(chain.from_iterable(piece.padding for piece in pieces))
 
@@ -95,15 +97,15 @@ class LocalState:
             and self.singles.is_current
             and all(piece.is_current for piece in self.others)
             and all(copies._version == version for _, copies, version in self.copies.values())
-            and (
-                (self.shown is not None and self.shown.shows(shown))
-                or all(
-                    self._is_as_published(param, shown)
-                    for params in self.params
-                    for param in params
-                )
-            )
+            and self._shows(shown)
         )
+
+    def _shows(self, shown: dict[Any, State]) -> bool:
+        """Whether ``shown`` has what was published."""
+        if self.shown is not None and self.shown.shows(shown):
+            return True
+        self.shown = None
+        return all(self._is_as_published(param, shown) for param in chain(*self.params))
 
     def _is_as_published(self, param: nn.Parameter, shown: dict[Any, State]) -> bool:
         entry = shown.get(param)
@@ -149,9 +151,10 @@ class LocalState:
         """Within it ``optimizer`` has the pieces, their gradients and their state."""
         groups, shown = optimizer.param_groups, optimizer.state
         try:
-            self._find_gradients(shown)
-            for group, mine in zip(groups, self.by_group, strict=True):
-                group["params"] = [piece.tensor for piece in mine]
+            with torch.no_grad():
+                self._find_gradients(shown)
+            for group, tensors in zip(groups, self.tensors, strict=True):
+                group["params"] = list(tensors)
             optimizer.state = self.state
             yield
         finally:
@@ -170,12 +173,13 @@ class LocalState:
             self._publish_all(shown)
             self.stepped = Snapshot(self.state)
             self.shown = None
-        if self.shown is None or not self.shown.shows(shown):
+        if (
+            self.shown is None
+        ):  # else it is as ``is_current`` has found it: a step sees another state
             self.shown = Snapshot(shown)
         if self.copies:
-            numbers, copies, _ = map(list, zip(*self.copies.values(), strict=True))
+            wide, copies, _ = map(list, zip(*self.copies.values(), strict=True))
             with torch.no_grad():
-                wide = [n.expand_as(c) for n, c in zip(numbers, copies, strict=True)]
                 foreach_copy_(copies, wide)
             for place, (number, mine, _) in self.copies.items():
                 self.copies[place] = number, mine, mine._version
@@ -207,8 +211,9 @@ class LocalState:
                 by_param = piece.shown(value)
             elif isinstance(value, torch.Tensor) and len(entries) > 1:
                 with torch.no_grad():
-                    copies = value.expand(len(entries)).clone()
-                self.copies[piece.tensor, key] = value, copies, copies._version
+                    wide = value.detach().expand(len(entries))
+                    copies = wide.clone()
+                self.copies[piece.tensor, key] = wide, copies, copies._version
                 by_param = list(copies.unbind())
             for entry, part in zip(entries, by_param, strict=True):
                 entry[key] = part

@@ -44,13 +44,10 @@ class RunPiece(Piece):
         self._padding = padding_of(bucket, first, self._end)
         self._flat = bucket.flat
         self.params = [param.sharded for param in self._members]
-        part = self._part_of(bucket.flat)
+        self._is_whole = self._numel == bucket.numel
+        part = bucket.flat.narrow(0, self._start, self._numel)
         self.padding = [bucket.flat.narrow(0, *place) for place in self._padding]
         self.tensor = nn.Parameter(part, requires_grad=self.params[0].requires_grad)
-
-    def _part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        whole = self._numel == self.bucket.numel
-        return flat if whole else flat.narrow(0, self._start, self._numel)
 
     def _parts(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``mine``, which is shaped as ``tensor``."""
@@ -81,8 +78,8 @@ class RunPiece(Piece):
             return None
         for place in self._padding:
             flat.narrow(0, *place).zero_()
-        mine = self._part_of(flat)
-        return mine if mine.dtype is self._flat.dtype else mine.to(self._flat.dtype)
+        mine = flat if self._is_whole else flat.narrow(0, self._start, self._numel)
+        return mine if mine.dtype is self.tensor.dtype else mine.to(self.tensor.dtype)
 
     def divided(self, states: list[State] | None = None) -> list[Piece]:
         """Pieces in its place, each with gradients, and ``states`` if given, that go together."""

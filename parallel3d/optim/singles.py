@@ -33,9 +33,10 @@ class Singles:
         self._params = [piece.params[0] for piece in self.pieces]
         self._locals = local_tensors(self._params)
         self._tensors = [piece.tensor for piece in self.pieces]
-        self._specs: list[
-            Any
-        ] = []  # of the last gradients, which were reduced and of the right dtype
+        # Of the last gradients, which were reduced: descriptions, which there were, and what dtypes they had.
+        self._specs: list[Any] = []
+        self._there: list[int] = []
+        self._dtypes: list[torch.dtype] = []
 
     @property
     def is_current(self) -> bool:
@@ -60,18 +61,22 @@ class Singles:
         """Local gradients, if all are described as the last ones, which were looked at."""
         if len(self._specs) != len(grads) or not all(map(is_, _specs(grads), self._specs)):
             return None
-        there = [grad for grad in grads if grad is not None]
-        locals_ = local_tensors(there)
-        wanted = [t for t, grad in zip(self._tensors, grads, strict=True) if grad is not None]
-        if not all(map(is_, map(_dtype_of, locals_), map(_dtype_of, wanted))):
+        every = len(self._there) == len(grads)
+        there: Any = grads if every else [grads[i] for i in self._there]
+        locals_: Any = local_tensors(there)
+        if not all(map(is_, map(_dtype_of, locals_), self._dtypes)):
             return None
-        if len(there) == len(grads):
-            return list(locals_)
-        following = iter(locals_)
-        return [None if grad is None else next(following) for grad in grads]
+        if every:
+            return locals_
+        found: list[torch.Tensor | None] = [None] * len(grads)
+        for i, local in zip(self._there, locals_, strict=True):
+            found[i] = local
+        return found
 
     def _remember(self, grads: list[torch.Tensor | None]) -> None:
         self._specs = _specs(grads)
+        self._there = [i for i, grad in enumerate(grads) if grad is not None]
+        self._dtypes = [self._tensors[i].dtype for i in self._there]
 
 
 def _specs(grads: list[torch.Tensor | None]) -> list[Any]:

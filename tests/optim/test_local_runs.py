@@ -119,7 +119,7 @@ def test_no_flat_gradient_in_wrong_places() -> None:
         model = Unit(6)
         fully_shard(model, mesh=build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
         model().backward()
-        (bucket,) = units_of(model, recurse=True)[0].group.buckets
+        ((bucket,),) = (unit.group.buckets for unit in units_of(model, recurse=True))
         grads, sizes = [p.sharded.grad for p in bucket.params], bucket.slot_sizes
         whole = flat_gradient(grads, sizes)
         assert whole is not None and whole.numel() == bucket.numel
