@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 __all__ = ["Snapshot"]
@@ -19,9 +18,11 @@ class Snapshot:
     def __init__(self, state: dict[Any, Any]) -> None:
         self._keys, self._entries = list(state), list(state.values())
         self._dicts = [entry for entry in self._entries if isinstance(entry, dict)]
-        self._names = list(chain.from_iterable(self._dicts))
-        self._only_strings = set(map(type, self._names)) <= {str}
-        self._values = list(self._values_now())
+        self._lengths = list(map(len, self._dicts))
+        alike: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
+        for entry in self._dicts:
+            alike.setdefault(tuple(entry), []).append(entry)
+        self._alike = [_Alike(names, entries) for names, entries in alike.items() if names]
 
     def shows(self, state: dict[Any, Any]) -> bool:
         """Whether ``state`` has the same keys and entries in the same order, with the same content."""
@@ -29,16 +30,24 @@ class Snapshot:
             len(state) == len(self._keys)
             and all(map(is_, state, self._keys))
             and all(map(is_, state.values(), self._entries))
-            and sum(map(len, self._dicts)) == len(self._names)
-            and self._same_names()
-            and all(map(is_, self._values_now(), self._values))
+            and list(map(len, self._dicts)) == self._lengths
+            and all(entries.are_same for entries in self._alike)
         )
 
-    def _same_names(self) -> bool:
-        now = chain.from_iterable(self._dicts)
-        if self._only_strings:  # twice as fast, and a comparison of others may be anything
-            return list(now) == self._names
-        return all(map(is_, now, self._names))
 
-    def _values_now(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._dicts))
+class _Alike:
+    """Entries with the same names: no Python code for each."""
+
+    def __init__(self, names: tuple[Any, ...], entries: list[dict[Any, Any]]) -> None:
+        # A second time, as one name alone would bring no tuple.
+        self._read, self._entries = itemgetter(*names, names[0]), entries
+        self._values = list(chain.from_iterable(map(self._read, entries)))
+
+    @property
+    def are_same(self) -> bool:
+        """Whether all names are there, with the same objects."""
+        try:
+            now = chain.from_iterable(map(self._read, self._entries))
+            return all(map(is_, now, self._values))
+        except KeyError:
+            return False
