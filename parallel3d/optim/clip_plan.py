@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, call, is_, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -105,7 +105,7 @@ class _Whole:
         self._sources: dict[str, tuple[int, int]] = {}
         cuts = []
         for i, param in zip(indices, bucket.params, strict=True):
-            cutting = _cutting(spec_of(param.sharded))
+            cutting = _cutting(spec_of(cast(DTensor, param.sharded)))
             for axis, group in cutting:
                 self._sources.setdefault(group.group_name, (i, axis))
             cuts.append(frozenset(group.group_name for _, group in cutting))
@@ -132,7 +132,7 @@ class _Whole:
         for name, (i, axis) in self._sources.items():
             if name not in found.groups:
                 # Not of the gradient: its mesh may be an equal one, with other groups of the same ranks.
-                found.groups[name] = spec_of(tensors[i]).mesh.get_group(axis)
+                found.groups[name] = spec_of(cast(DTensor, tensors[i])).mesh.get_group(axis)
         for start, length in self._padding:
             flat.narrow(0, start, length).zero_()  # may hold anything
         found.wholes.append(flat)
@@ -155,7 +155,9 @@ class _Cuts:
         spec = spec_of(grad)
         key = id(spec.mesh), spec.placements
         if key not in self._known:
-            cutting = {group.group_name: group for _, group in _cutting(spec)}
+            cutting: dict[str, ProcessGroup] = {
+                group.group_name: group for _, group in _cutting(spec)
+            }
             groups.update(cutting)
             self._known[key] = frozenset(cutting)
         return self._known[key]
