@@ -16,7 +16,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measure import Claim, alternate, command_line, no_gc, print_table, range_of
+from measure import (
+    Claim,
+    alternate,
+    command_line,
+    cpu_seconds,
+    no_gc,
+    plain_claim,
+    print_rows,
+    range_of,
+)
 from models import PLAN, SmallBlock, Stack, local_gradients, local_parameters
 from torch import distributed as dist
 from torch import nn
@@ -78,17 +87,6 @@ def torchs(model: Stack, mesh: DeviceMesh, *, as_one: bool) -> Stack:
     )
 
 
-def timed(clip: Clip) -> Callable[[], float]:
-    """Seconds of CPU time of one call."""
-
-    def call() -> float:
-        start = time.process_time()
-        clip()
-        return time.process_time() - start
-
-    return call
-
-
 def in_collectives(clip: Clip, calls: int = 20) -> float:
     """Median seconds of a call inside c10d's all-reduce."""
     spent = 0.0
@@ -138,7 +136,7 @@ def case(
         clips["fsdp2"]()
     except RuntimeError:
         del clips["fsdp2"]
-    steps = {key: timed(clip) for key, clip in clips.items()}
+    steps = {key: cpu_seconds(clip) for key, clip in clips.items()}
     taken = alternate(steps, rounds=rounds, steps_per_round=8, warmup=4)
     ratios = taken.ratios("ours", "plain")
     return {
@@ -159,29 +157,21 @@ def run(quick: bool) -> tuple[list[Claim], Mapping[str, Any]]:
             for units, options in UNITS.items():
                 name = f"{mesh_name} {layout.sizes}, {units}"
                 rows.append(case(name, mesh, 3 if quick else 25, **options))
-    print_table(
+    print_rows(
         "clip_grad_norm_: microseconds",
-        ["case", "plain", "ours", "FSDP2", "ratio to plain", "middle half", "in collectives"],
-        [
-            [r["case"], r["plain_us"], r["ours_us"], r.get("fsdp2_us", "raises"), r["ratio"]]
-            + [r["ratio_range"], r["in_collectives_us"]]
-            for r in rows
-        ],
+        {
+            "case": "case",
+            "plain": "plain_us",
+            "ours": "ours_us",
+            "FSDP2": "fsdp2_us",
+            "ratio to plain": "ratio",
+            "middle half": "ratio_range",
+            "in collectives": "in_collectives_us",
+        },
+        rows,
+        missing="raises",
     )
-    claims = [
-        Claim(
-            f"clip_grad_norm_, {r['case']}",
-            r["ours_us"],
-            r["plain_us"],
-            "us",
-            "plain tensors",
-            bar=1.2,
-            aim=1.0,
-            ratio=r["ratio"],
-            spread=r["ratio_range"],
-        )
-        for r in rows
-    ]
+    claims = [plain_claim("clip_grad_norm_", row, "us", bar=1.2) for row in rows]
     return claims, {"clip_norm": rows}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,14 +19,20 @@ __all__ = [
     "Claim",
     "Rounds",
     "alternate",
+    "bytes_claim",
     "command_line",
+    "cpu_seconds",
     "environment",
     "no_gc",
+    "plain_claim",
     "print_claims",
+    "print_rows",
     "print_table",
     "range_of",
     "write_json",
 ]
+
+MIB = 2**20
 
 
 @contextmanager
@@ -189,6 +196,54 @@ def print_claims(claims: Sequence[Claim]) -> None:
         for c in claims
     ]
     print_table("what was to be shown: ours / peer", head, rows)
+
+
+def print_rows(
+    title: str,
+    columns: Mapping[str, str],
+    rows: Sequence[Mapping[str, Any]],
+    missing: str = "",
+) -> None:
+    """``print_table`` of what was measured.
+
+    Args:
+        columns: heading -> the entry of a row.
+        rows: one for each case. Entries whose name ends in ``bytes`` are shown in MiB.
+        missing: what is shown for an entry that a row doesn't have.
+    """
+
+    def value(row: Mapping[str, Any], name: str) -> Any:
+        found = row.get(name, missing)
+        return found / MIB if name.endswith("bytes") else found
+
+    table = [[value(row, name) for name in columns.values()] for row in rows]
+    print_table(title, list(columns), table)
+
+
+def bytes_claim(what: str, row: Mapping[str, Any], bar: float, aim: float) -> Claim:
+    """Our bytes beside FSDP2's: a row's ``ours_bytes`` and ``torch_bytes``."""
+    ours, peer = row["ours_bytes"] / MIB, row["torch_bytes"] / MIB
+    return Claim(f"{what}, {row['policy']}", ours, peer, "MiB", "FSDP2", bar, aim)
+
+
+def plain_claim(what: str, row: Mapping[str, Any], unit: str, bar: float) -> Claim:
+    """Our time beside that of plain tensors: a row's ``case``, times in ``unit``, ``ratio`` and its range."""
+    ours, peer = row[f"ours_{unit}"], row[f"plain_{unit}"]
+    ratio, spread = row["ratio"], row["ratio_range"]
+    return Claim(
+        f"{what}, {row['case']}", ours, peer, unit, "plain tensors", bar, 1.0, ratio, spread
+    )
+
+
+def cpu_seconds(function: Callable[[], object]) -> Callable[[], float]:
+    """A step for ``alternate``: the seconds of CPU time that one call of ``function`` takes."""
+
+    def step() -> float:
+        start = time.process_time()
+        function()
+        return time.process_time() - start
+
+    return step
 
 
 def command_line(

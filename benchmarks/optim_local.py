@@ -7,12 +7,19 @@ CPU time of the step, in turns. ``on DTensors`` is torch's AdamW on the same Par
 """
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from measure import Claim, alternate, command_line, print_table, range_of
+from measure import (
+    Claim,
+    alternate,
+    command_line,
+    cpu_seconds,
+    plain_claim,
+    print_rows,
+    range_of,
+)
 from models import local_gradients, local_parameters
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -51,17 +58,6 @@ def sharded(mesh: DeviceMesh, in_unit: int, rows: int) -> nn.ModuleList:
     for unit in units:
         fully_shard(unit, mesh=mesh)
     return units
-
-
-def timed(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """Seconds of CPU time of one step."""
-
-    def step() -> float:
-        start = time.process_time()
-        optimizer.step()
-        return time.process_time() - start
-
-    return step
 
 
 def case(
@@ -103,7 +99,7 @@ def case(
         "ours": p3d.optim.local(torch.optim.AdamW, models[0], **options),
         "dtensor": torch.optim.AdamW(models[1].parameters(), **options),
     }
-    steps = {key: timed(each) for key, each in optimizers.items()}
+    steps = {key: cpu_seconds(each.step) for key, each in optimizers.items()}
     taken = alternate(steps, rounds=rounds, steps_per_round=4, warmup=2)
     ratios = taken.ratios("ours", "plain")
     return {
@@ -122,28 +118,19 @@ def run(quick: bool) -> tuple[list[Claim], Mapping[str, Any]]:
             for name, options in CASES.items()
             for kind in ("foreach", "fused")
         ]
-    print_table(
+    print_rows(
         f"AdamW step on {PARAMS} parameters of {ROWS} x {WIDTH} local elements, milliseconds",
-        ["case", "plain", "optim.local", "on DTensors", "ratio", "middle half"],
-        [
-            [r["case"], r["plain_ms"], r["ours_ms"], r["dtensor_ms"], r["ratio"], r["ratio_range"]]
-            for r in rows
-        ],
+        {
+            "case": "case",
+            "plain": "plain_ms",
+            "optim.local": "ours_ms",
+            "on DTensors": "dtensor_ms",
+            "ratio": "ratio",
+            "middle half": "ratio_range",
+        },
+        rows,
     )
-    claims = [
-        Claim(
-            f"AdamW through optim.local, {r['case']}",
-            r["ours_ms"],
-            r["plain_ms"],
-            "ms",
-            "plain tensors",
-            bar=1.1,
-            aim=1.0,
-            ratio=r["ratio"],
-            spread=r["ratio_range"],
-        )
-        for r in rows
-    ]
+    claims = [plain_claim("AdamW through optim.local", row, "ms", bar=1.1) for row in rows]
     return claims, {"optim_local": rows}
 
 

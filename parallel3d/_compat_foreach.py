@@ -8,12 +8,15 @@ from operator import attrgetter
 
 import torch
 
+from parallel3d._compat import DTensorSpec
+
 __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
     "local_tensors",
+    "specs_of",
     "unscale_",
 ]
 
@@ -23,6 +26,11 @@ _read_local = attrgetter("_local_tensor")
 def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """``get_local_tensor`` of each of ``tensors``, all DTensors, without a Python call for each."""
     return list(map(_read_local, tensors))
+
+
+def specs_of(tensors: Iterable[torch.Tensor | None]) -> list[DTensorSpec | None]:
+    """``spec_of`` of each of ``tensors``, None of None. AttributeError if one is no DTensor."""
+    return [None if tensor is None else tensor._spec for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def foreach_lerp_(targets: list[torch.Tensor], sources: list[torch.Tensor], weight: float) -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import distributed as dist
@@ -62,8 +63,9 @@ def clip_grad_norm_(
             f"the {norm_type}-norm of the gradients is {norm.item()}; it must be finite to clip by"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (device, dtype), grads in _by_kind([*found.wholes, *(g for _, g in found.others)]).items():
-        foreach_mul_(grads, factor.to(device, dtype))
+    grads = [*found.wholes, *chain.from_iterable(found.others.values())]
+    for (device, dtype), alike in _by_kind(grads).items():
+        foreach_mul_(alike, factor.to(device, dtype))
     return norm
 
 
@@ -91,38 +93,60 @@ def _tensors(
 
 
 def _total_norm(found: Found, p: float) -> torch.Tensor:
-    members: dict[Cut, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for cut, flat in found.flats:
-        members.setdefault(cut, ([], []))[0].append(flat)
-    for cut, local in found.others:
-        members.setdefault(cut, ([], []))[1].append(local)
-    parts = {cut: _power_sum(*both, p) for cut, both in members.items()}
+    parts = _power_sums(found, p)
     for name, group in found.groups.items():
         _reduce_over(name, group, parts, p)
     (total,) = parts.values()
     return total if math.isinf(p) else total ** (1.0 / p)
 
 
-def _power_sum(flats: list[torch.Tensor], others: list[torch.Tensor], p: float) -> torch.Tensor:
-    """Sum of |x|^p over all tensors (largest |x| for p = inf), at least in float32."""
-    whole = []
-    norms: list[torch.Tensor] = []
-    if math.isinf(p):
-        # A rank may hold no row of a tensor, and the maximum of nothing is an error: add a zero.
-        others = [torch.cat([x.flatten().abs(), x.new_zeros(1)]) for x in others]
-    for x in flats:
-        rows = x.numel() // _ROW
-        if rows > 1:
-            norms.append(
-                torch.linalg.vector_norm(
-                    x[: rows * _ROW].view(rows, _ROW), p, 1, dtype=_norm_dtype(x.dtype)
-                )
-            )
-            x = x[rows * _ROW :]
-        if x.numel():
-            whole.append(x)
-    for (_, dtype), tensors in _by_kind([*whole, *others]).items():
-        norms.append(torch.stack(list(foreach_norm(tensors, p, _norm_dtype(dtype)))))
+def _power_sums(found: Found, p: float) -> dict[Cut, torch.Tensor]:
+    """By cut, the sum of |x|^p over all tensors (largest |x| for p = inf), at least in float32."""
+    rows, rest = _rows_and_rest(found, p)
+    norms = {cut: [_row_norms(x, p) for x in rows.get(cut, ())] for cut in rest}
+    # All of a kind in one call, whichever groups have parts of them.
+    kinds: dict[tuple[torch.device, torch.dtype], dict[Cut, list[torch.Tensor]]] = {}
+    for cut, tensors in rest.items():
+        for kind, alike in _by_kind(tensors).items():
+            kinds.setdefault(kind, {})[cut] = alike
+    for (_, dtype), by_cut in kinds.items():
+        tensors = list(chain.from_iterable(by_cut.values()))
+        of_all = torch.stack(list(foreach_norm(tensors, p, _norm_dtype(dtype))))
+        for cut, mine in zip(by_cut, of_all.split([len(x) for x in by_cut.values()]), strict=True):
+            norms[cut].append(mine)
+    return {cut: _power_sum(each, p) for cut, each in norms.items()}
+
+
+def _rows_and_rest(
+    found: Found, p: float
+) -> tuple[dict[Cut, list[torch.Tensor]], dict[Cut, list[torch.Tensor]]]:
+    """By cut: long flat gradients as rows of ``_ROW`` elements, and what is left beside them."""
+    rows: dict[Cut, list[torch.Tensor]] = {}
+    rest: dict[Cut, list[torch.Tensor]] = {}
+    for cut, flats in found.flats.items():
+        left = rest[cut] = []
+        for x in flats:
+            number = x.numel() // _ROW
+            if number > 1:
+                whole = number * _ROW
+                rows.setdefault(cut, []).append(x[:whole].view(number, _ROW))
+                x = x[whole:]
+            if x.numel():
+                left.append(x)
+    for cut, others in found.others.items():
+        if math.isinf(p):
+            # A rank may hold no row of a tensor, and the maximum of nothing is an error: add a zero.
+            others = [torch.cat([x.flatten().abs(), x.new_zeros(1)]) for x in others]
+        rest.setdefault(cut, []).extend(others)
+    return rows, rest
+
+
+def _row_norms(rows: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(rows, p, 1, dtype=_norm_dtype(rows.dtype))
+
+
+def _power_sum(norms: list[torch.Tensor], p: float) -> torch.Tensor:
+    """Of the tensors that ``norms``, vectors, are the norms of."""
     all_norms = norms[0]
     if len(norms) > 1:
         dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))

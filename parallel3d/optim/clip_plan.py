@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import is_
-from typing import Any
+from operator import attrgetter, call, is_, itemgetter
+from typing import Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -29,6 +29,7 @@ __all__ = ["ClipPlan", "Cut", "Found", "plan_for"]
 Cut = frozenset[str]
 """Names of the process groups over which a gradient's parts differ."""
 
+_grad_of = attrgetter("grad")
 _MOST = 4  # plans kept: a model's, and those of a few parts of it
 
 
@@ -38,14 +39,14 @@ class Found:
 
     Attributes:
         groups: process groups by name, innermost axis first, in the same order on every rank.
-        flats: (cut, a part of a bucket's flat gradient, contiguous).
-        others: (cut, a local gradient).
+        flats: by cut, parts of buckets' flat gradients, contiguous.
+        others: by cut, local gradients.
         wholes: the flat gradients that ``flats`` are parts of.
     """
 
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    flats: list[tuple[Cut, torch.Tensor]] = field(default_factory=list)
-    others: list[tuple[Cut, torch.Tensor]] = field(default_factory=list)
+    flats: dict[Cut, list[torch.Tensor]] = field(default_factory=dict)
+    others: dict[Cut, list[torch.Tensor]] = field(default_factory=dict)
     wholes: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -63,7 +64,7 @@ class ClipPlan:
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it was made for these."""
         mine = self._tensors
-        return len(mine) == len(tensors) and all(map(is_, tensors, (ref() for ref in mine)))
+        return len(mine) == len(tensors) and all(map(is_, tensors, map(call, mine)))
 
     def find(self, tensors: Sequence[torch.Tensor]) -> Found:
         """The gradients that are there.
@@ -71,18 +72,19 @@ class ClipPlan:
         Raises:
             StateError: one waits for its reduction.
         """
-        grads = [tensor.grad for tensor in tensors]
+        grads = list(map(_grad_of, tensors))
         found, cut_of = Found(), _Cuts()
         for entry in self._entries:
             if isinstance(entry, int):
-                members = [grads[entry]]
+                members: Sequence[torch.Tensor | None] = [grads[entry]]
             else:
-                members = [grads[i] for i in entry.indices]
-                if entry.find(members, tensors, found, cut_of):
+                members = entry.members(grads)
+                if entry.find(members, tensors, found):
                     continue
             for grad in members:
                 if grad is not None:
-                    found.others.append((cut_of(grad, found.groups), local_of(grad)))
+                    cut = cut_of(grad, found.groups)
+                    found.others.setdefault(cut, []).append(local_of(grad))
         return found
 
 
@@ -90,46 +92,53 @@ class _Whole:
     """A bucket whose parameters are all among the tensors.
 
     Attributes:
-        indices: of its parameters.
-        runs: (cut, which parameter it begins with, its size): neighbours that the same groups have parts of.
+        members: takes what belongs to its parameters out of a list with an entry for each tensor.
     """
 
     def __init__(self, bucket: Bucket, index: dict[int, int]) -> None:
-        self.indices = [index[id(param.sharded)] for param in bucket.params]
-        self._numel = bucket.numel
+        indices = [index[id(param.sharded)] for param in bucket.params]
+        first, *rest = indices
+        self.members = itemgetter(*indices) if rest else itemgetter(slice(first, first + 1))
+        self._slot_sizes = bucket.slot_sizes
         self._padding = padding_of(bucket)
-        cut_of = _Cuts()
-        groups: dict[Any, Any] = {}
-        cuts = [cut_of(param.sharded, groups) for param in bucket.params]
-        self.runs = [
-            (cut, members[0], sum(bucket.slot_sizes[i] for i in members))
+        # By name of a group: one of the tensors that it has parts of, and on which axis.
+        self._sources: dict[str, tuple[int, int]] = {}
+        cuts = []
+        for i, param in zip(indices, bucket.params, strict=True):
+            cutting = _cutting(spec_of(cast(DTensor, param.sharded)))
+            for axis, group in cutting:
+                self._sources.setdefault(group.group_name, (i, axis))
+            cuts.append(frozenset(group.group_name for _, group in cutting))
+        # Neighbours that the same groups have parts of, and their sizes.
+        runs = [
+            (cut, size)
             for cut, run in groupby(range(len(cuts)), key=cuts.__getitem__)
-            for members in [list(run)]
+            if (size := sum(bucket.slot_sizes[i] for i in run))
         ]
+        self._cuts, self._sizes = [cut for cut, _ in runs], [size for _, size in runs]
 
     def find(
         self,
-        grads: list[torch.Tensor | None],
+        grads: Sequence[torch.Tensor | None],
         tensors: Sequence[torch.Tensor],
         found: Found,
-        cut_of: _Cuts,
     ) -> bool:
         """Adds the flat gradient that ``grads``, of some of ``tensors``, are views of; False if none is."""
-        flat = flat_gradient(grads)
-        if flat is None or flat.numel() != self._numel:
+        flat = flat_gradient(grads, self._slot_sizes)
+        if flat is None:
             return False
-        if not self._numel:  # on every rank
+        if not self._cuts:  # no elements, on every rank
             return True
-        for cut, first, _ in self.runs:
-            if cut not in cut_of.seen:  # else its groups are there
+        for name, (i, axis) in self._sources.items():
+            if name not in found.groups:
                 # Not of the gradient: its mesh may be an equal one, with other groups of the same ranks.
-                cut_of(tensors[self.indices[first]], found.groups)
+                found.groups[name] = spec_of(cast(DTensor, tensors[i])).mesh.get_group(axis)
         for start, length in self._padding:
             flat.narrow(0, start, length).zero_()  # may hold anything
         found.wholes.append(flat)
-        cuts = [cut for cut, _, _ in self.runs]
-        parts = [flat] if len(cuts) == 1 else flat.split([size for _, _, size in self.runs])
-        found.flats += zip(cuts, parts, strict=True)
+        parts = [flat] if len(self._cuts) == 1 else flat.split_with_sizes(self._sizes)
+        for cut, part in zip(self._cuts, parts, strict=True):
+            found.flats.setdefault(cut, []).append(part)
         return True
 
 
@@ -138,22 +147,29 @@ class _Cuts:
 
     def __init__(self) -> None:
         self._known: dict[Any, Cut] = {}
-        self.seen: set[Cut] = set()
 
-    def __call__(self, grad: torch.Tensor | None, groups: dict[str, ProcessGroup]) -> Cut:
+    def __call__(self, grad: torch.Tensor, groups: dict[str, ProcessGroup]) -> Cut:
         """Of ``grad``; adds the groups to ``groups``."""
         if not isinstance(grad, DTensor):
             return frozenset()
         spec = spec_of(grad)
         key = id(spec.mesh), spec.placements
         if key not in self._known:
-            self._known[key] = _cut_by(spec, groups)
-            self.seen.add(self._known[key])
+            cutting: dict[str, ProcessGroup] = {
+                group.group_name: group for _, group in _cutting(spec)
+            }
+            groups.update(cutting)
+            self._known[key] = frozenset(cutting)
         return self._known[key]
 
 
-def _cut_by(spec: DTensorSpec, groups: dict[str, ProcessGroup]) -> Cut:
-    names = set()
+def _cutting(spec: DTensorSpec) -> list[tuple[int, ProcessGroup]]:
+    """(axis, its group) where ranks have different parts of a tensor, innermost axis first.
+
+    Raises:
+        StateError: it waits for its reduction.
+    """
+    cutting = []
     for axis in reversed(range(spec.mesh.ndim)):
         placement = spec.placements[axis]
         if placement.is_partial():
@@ -161,12 +177,9 @@ def _cut_by(spec: DTensorSpec, groups: dict[str, ProcessGroup]) -> Cut:
                 f"a gradient of shape {tuple(spec.shape)} is {placement} on axis {axis} of {spec.mesh}: it "
                 "waits for its reduction. Clip after the backward of the last micro-batch"
             )
-        if isinstance(placement, Replicate) or spec.mesh.size(axis) == 1:
-            continue
-        group = spec.mesh.get_group(axis)
-        groups[group.group_name] = group
-        names.add(group.group_name)
-    return frozenset(names)
+        if not isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
+            cutting.append((axis, spec.mesh.get_group(axis)))
+    return cutting
 
 
 _plans: list[ClipPlan] = []

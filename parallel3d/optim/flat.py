@@ -51,14 +51,17 @@ def _buckets_of(params: Iterable[torch.Tensor]) -> list[Bucket | None]:
     return result
 
 
-def padding_of(bucket: Bucket) -> list[tuple[int, int]]:
-    """(start, length) of what belongs to no parameter in a flat buffer (S,), and may hold anything."""
-    padding, end = [], 0
-    for param in bucket.params:
-        end += param.slot_numel
+def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+    """(start, length) of what belongs to no parameter in a flat buffer (S,), and may hold anything.
+
+    In the slots of the parameters from index ``first`` to before ``end``.
+    """
+    padding, slot_end = [], sum(bucket.slot_sizes[:first])
+    for param in bucket.params[first:end]:
+        slot_end += param.slot_numel
         rest = 0 if param.even else param.slot_numel - math.prod(param.local_shape)
         if not isinstance(rest, int) or rest:  # of simulated ranks some may have it
-            padding.append((end - rest, rest))
+            padding.append((slot_end - rest, rest))
     return padding
 
 

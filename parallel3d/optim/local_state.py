@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 
 from parallel3d._compat import foreach_copy_
 from parallel3d._compat_foreach import foreach_zero_
-from parallel3d.optim.pieces import Apart, ParamPiece, Piece, State, pieces_of
+from parallel3d.optim.pieces import Apart, Piece, State
+from parallel3d.optim.run_piece import RunPiece, pieces_of
+from parallel3d.optim.singles import Singles
 from parallel3d.optim.snapshot import Snapshot
 
 __all__ = ["LocalState"]
@@ -24,10 +27,12 @@ class LocalState:
 
     Attributes:
         by_group: the groups' pieces.
+        singles: those of one DTensor. ``others``: the other ones.
         state: what the optimizer sees as its state.
         published: parameter -> (its entry in the state that is shown, the values in it).
-        copies: (piece's tensor, key) -> (a single number of the piece's state, one copy of it for each
-            parameter, the version of these): each has a count of steps of its own, to be saved and loaded.
+        copies: (piece's tensor, key) -> (a number of the piece's state seen as a vector, one copy of it
+            for each parameter, the version of these): each has a count of steps of its own, to be saved and
+            loaded.
     """
 
     def __init__(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> None:
@@ -45,20 +50,41 @@ class LocalState:
                 self.by_group[-1] += self._joined(piece, shown)
         params = {param for params in self.params for param in params}
         self.state.update({k: v for k, v in shown.items() if k not in params})
+        self._sort()
         self.publish(shown)
+
+    def _sort(self) -> None:
+        """By how they are looked at in each step."""
+        pieces = list(chain.from_iterable(self.by_group))
+        self.singles = Singles(pieces)
+        alone = set(map(id, self.singles.pieces))
+        self.others = [piece for piece in pieces if id(piece) not in alone]
+        self.tensors = [[piece.tensor for piece in mine] for mine in self.by_group]
+        self.own = [piece.tensor for piece in pieces if piece.tensor is not piece.params[0]]
+        self.padding = list(chain.from_iterable(piece.padding for piece in pieces))
 
     def _joined(self, piece: Piece, shown: dict[Any, State]) -> list[Piece]:
         """``piece`` with the state that is shown; in parts where its parameters' don't fit together."""
-        state = piece.join([shown.get(param, {}) for param in piece.params])
+        states = [shown.get(param, {}) for param in piece.params]
+        state = piece.join(states)
         if state is None:  # its parameters have been stepped on differently
-            return self._apart(piece, shown)
+            assert isinstance(piece, RunPiece)
+            return [part for p in piece.divided(states) for part in self._joined(p, shown)]
         if state:
             self.state[piece.tensor] = state
         return [piece]
 
-    def _apart(self, piece: Piece, shown: dict[Any, State]) -> list[Piece]:
-        """Its parameters, each by itself; the memory of the state stays."""
-        return [part for p in piece.params for part in self._joined(ParamPiece(p), shown)]
+    def _divided(self, piece: RunPiece, shown: dict[Any, State]) -> list[Piece]:
+        """Pieces in place of ``piece`` whose gradients go together; the memory of the state stays."""
+        state = self.state.get(piece.tensor, {})
+        self._forget(piece)
+        parts = piece.divided()
+        for part in parts:
+            if not isinstance(part, RunPiece):
+                self._joined(part, shown)
+            elif state:
+                self.state[part.tensor] = part.state_of(piece, state)
+        return parts
 
     def is_current(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> bool:
         """Whether neither groups nor parameters nor state were changed from outside."""
@@ -68,17 +94,18 @@ class LocalState:
                 len(group["params"]) == len(params) and all(map(is_, group["params"], params))
                 for group, params in zip(groups, self.params, strict=True)
             )
-            and all(piece.is_current for pieces in self.by_group for piece in pieces)
+            and self.singles.is_current
+            and all(piece.is_current for piece in self.others)
             and all(copies._version == version for _, copies, version in self.copies.values())
-            and (
-                (self.shown is not None and self.shown.shows(shown))
-                or all(
-                    self._is_as_published(param, shown)
-                    for params in self.params
-                    for param in params
-                )
-            )
+            and self._shows(shown)
         )
+
+    def _shows(self, shown: dict[Any, State]) -> bool:
+        """Whether ``shown`` has what was published."""
+        if self.shown is not None and self.shown.shows(shown):
+            return True
+        self.shown = None
+        return all(self._is_as_published(param, shown) for param in chain(*self.params))
 
     def _is_as_published(self, param: nn.Parameter, shown: dict[Any, State]) -> bool:
         entry = shown.get(param)
@@ -92,18 +119,23 @@ class LocalState:
         )
 
     def _find_gradients(self, shown: dict[Any, State]) -> None:
-        """Gives the pieces theirs; takes those apart whose parameters' don't fit together any more."""
-        for pieces in self.by_group:
-            for piece in list(pieces):
-                try:
-                    self._set_gradient(piece)
-                except Apart:
-                    at = pieces.index(piece)
-                    self._forget(piece)
-                    pieces[at : at + 1] = parts = self._apart(piece, shown)
-                    for part in parts:
-                        self._set_gradient(part)
-                    self.stepped = None
+        """Gives the pieces theirs; divides those whose parameters' don't fit together any more."""
+        divided = {}
+        for piece in self.others:
+            try:
+                self._set_gradient(piece)
+            except Apart:
+                assert isinstance(piece, RunPiece)
+                divided[id(piece)] = self._divided(piece, shown)
+        if divided:
+            for pieces in self.by_group:
+                pieces[:] = [part for p in pieces for part in divided.get(id(p), (p,))]
+            self._sort()
+            self.stepped = None
+            for part in chain.from_iterable(divided.values()):
+                if isinstance(part, RunPiece):
+                    self._set_gradient(part)
+        self.singles.set_gradients()
 
     def _set_gradient(self, piece: Piece) -> None:
         if piece.tensor is not piece.params[0]:
@@ -119,23 +151,21 @@ class LocalState:
         """Within it ``optimizer`` has the pieces, their gradients and their state."""
         groups, shown = optimizer.param_groups, optimizer.state
         try:
-            self._find_gradients(shown)
-            for group, mine in zip(groups, self.by_group, strict=True):
-                group["params"] = [piece.tensor for piece in mine]
+            with torch.no_grad():
+                self._find_gradients(shown)
+            for group, tensors in zip(groups, self.tensors, strict=True):
+                group["params"] = list(tensors)
             optimizer.state = self.state
             yield
         finally:
             optimizer.state = shown
-            padding = []
-            for group, params, mine in zip(groups, self.params, self.by_group, strict=True):
+            for group, params in zip(groups, self.params, strict=True):
                 group["params"] = list(params)
-                for piece in mine:
-                    padding += piece.padding
-                    if piece.tensor is not piece.params[0]:
-                        piece.tensor.grad = None
-            if padding:
+            for tensor in self.own:
+                tensor.grad = None
+            if self.padding:
                 with torch.no_grad():
-                    foreach_zero_(padding)
+                    foreach_zero_(self.padding)
 
     def publish(self, shown: dict[Any, State]) -> None:
         """Shows what is new in the state since the last time; the rest is the same memory."""
@@ -143,12 +173,13 @@ class LocalState:
             self._publish_all(shown)
             self.stepped = Snapshot(self.state)
             self.shown = None
-        if self.shown is None or not self.shown.shows(shown):
+        if (
+            self.shown is None
+        ):  # else it is as ``is_current`` has found it: a step sees another state
             self.shown = Snapshot(shown)
         if self.copies:
-            numbers, copies, _ = map(list, zip(*self.copies.values(), strict=True))
+            wide, copies, _ = map(list, zip(*self.copies.values(), strict=True))
             with torch.no_grad():
-                wide = [n.expand_as(c) for n, c in zip(numbers, copies, strict=True)]
                 foreach_copy_(copies, wide)
             for place, (number, mine, _) in self.copies.items():
                 self.copies[place] = number, mine, mine._version
@@ -180,8 +211,9 @@ class LocalState:
                 by_param = piece.shown(value)
             elif isinstance(value, torch.Tensor) and len(entries) > 1:
                 with torch.no_grad():
-                    copies = value.expand(len(entries)).clone()
-                self.copies[piece.tensor, key] = value, copies, copies._version
+                    wide = value.detach().expand(len(entries))
+                    copies = wide.clone()
+                self.copies[piece.tensor, key] = wide, copies, copies._version
                 by_param = list(copies.unbind())
             for entry, part in zip(entries, by_param, strict=True):
                 entry[key] = part

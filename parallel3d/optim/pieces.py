@@ -1,15 +1,13 @@
 """Pieces: the plain tensors that a local optimizer steps on, and what they show as DTensors.
 
-A piece is a bucket's whole flat buffer where one parameter group has all its parameters, and their gradients
-are the reduced buffer (or there are none); otherwise one parameter's local tensor. The state an optimizer
-makes for a piece is what ``optimizer.state`` shows under its parameters: DTensors, placed as they are, of the
-same memory.
+A piece is one parameter's local tensor, or part of a bucket's flat buffer; see ``run_piece``. The state an
+optimizer makes for a piece is what ``optimizer.state`` shows under its parameters: DTensors, placed as they
+are, of the same memory.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -19,31 +17,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from parallel3d._compat import (
     DTensorSpec,
     get_local_tensor,
-    inner_tensors,
     make_dtensor,
     make_spec,
     spec_of,
 )
-from parallel3d._compat_foreach import local_tensors
 from parallel3d._packed import packing_of
 from parallel3d.errors import StateError
-from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.buckets.grads import flat_gradient
 from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
 from parallel3d.fsdp.param import owner_of
-from parallel3d.fsdp.storage import with_own_storage
 from parallel3d.fsdp.whole.transforms import chunk
-from parallel3d.optim.flat import by_bucket, padding_in
 
 __all__ = [
     "Apart",
-    "BucketPiece",
     "ParamPiece",
     "Piece",
     "State",
     "local_of",
     "part_of",
-    "pieces_of",
     "placed_as",
     "reduced",
 ]
@@ -183,99 +173,3 @@ class ParamPiece(Piece):
             # Maybe a moment of the scalar parameter: of its own kind, also where ranks are simulated.
             return torch.empty_like(self._local, dtype=value.dtype).copy_(local_of(value))
         return value
-
-
-class BucketPiece(Piece):
-    """All parameters of a bucket: its flat buffer, with what pads it.
-
-    An elementwise optimizer may do to the padding what it does: of the weights it is cleared again, as
-    gathers and casts run over whole buffers; of the state nobody sees it.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.flat = bucket.flat
-        self.params = [param.sharded for param in bucket.params]
-        self.padding = padding_in(bucket, self.flat)
-        self.tensor = nn.Parameter(self.flat, requires_grad=self.params[0].requires_grad)
-
-    @property
-    def is_current(self) -> bool:
-        bucket = self.bucket
-        return bucket.flat is self.flat and all(
-            map(is_, local_tensors(self.params), bucket.local_views)
-        )
-
-    @property
-    def is_one(self) -> bool:
-        """Whether an optimizer can step on it as it is, and with the gradients that are there."""
-        try:
-            self.gradient()
-        except Apart:
-            return False
-        return self.is_current and any(param.dim() for param in self.params)
-
-    def gradient(self) -> torch.Tensor | None:
-        grads = [param.grad for param in self.params]
-        flat = flat_gradient(grads)
-        if flat is None:
-            if any(grad is not None for grad in grads):
-                raise Apart  # some are missing, not the engine's, or changed by the user
-            return None
-        for padding in padding_in(self.bucket, flat) if self.padding else ():
-            padding.zero_()
-        return flat if flat.dtype is self.flat.dtype else flat.to(self.flat.dtype)
-
-    def shown(self, value: torch.Tensor) -> list[torch.Tensor]:
-        parts = self.bucket.local_parts(value.detach())
-        return [
-            placed_as(param, with_own_storage(part))
-            for param, part in zip(self.params, parts, strict=True)
-        ]
-
-    def join(self, states: list[State]) -> State | None:
-        if len({tuple(state) for state in states}) > 1:
-            return None
-        return self._joined(states) if states[0] else {}
-
-    def _joined(self, states: list[State]) -> State | None:
-        joined: State = {}
-        largest = max(range(len(states)), key=lambda index: self.params[index].dim())
-        for key, example in states[largest].items():
-            values = [state[key] for state in states]
-            if isinstance(example, torch.Tensor) and example.dim():
-                flat = torch.zeros(self.bucket.numel, dtype=example.dtype, device=self.flat.device)
-                parts = self.bucket.local_parts(flat)
-                for param, part, value in zip(self.params, parts, values, strict=True):
-                    part.copy_(part_of(param, value))
-                joined[key] = flat
-            elif all(_same(example, value) for value in values):
-                joined[key] = example
-            else:
-                return None
-        return joined
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two single numbers are the same; tensors that differ by rank are the same nowhere."""
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        numbers = {x.item() for tensor in (a, b) for x in inner_tensors(tensor)}
-        return len(numbers) == 1
-    return type(a) is type(b) and bool(a == b)
-
-
-def pieces_of(params: list[nn.Parameter]) -> list[Piece]:
-    """Pieces of the parameters of one group, in the order of the first parameter of each."""
-    pieces: list[Piece] = []
-    for each in by_bucket(params):
-        if not isinstance(each, Bucket):
-            pieces.append(ParamPiece(cast(nn.Parameter, each)))
-            continue
-        piece = BucketPiece(each)
-        if piece.is_one:
-            pieces.append(piece)
-        else:
-            pieces.extend(map(ParamPiece, piece.params))
-    return pieces

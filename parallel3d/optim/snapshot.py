@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 __all__ = ["Snapshot"]
@@ -18,8 +18,11 @@ class Snapshot:
     def __init__(self, state: dict[Any, Any]) -> None:
         self._keys, self._entries = list(state), list(state.values())
         self._dicts = [entry for entry in self._entries if isinstance(entry, dict)]
-        self._names = list(chain.from_iterable(self._dicts))
-        self._values = self._values_now()
+        self._lengths = list(map(len, self._dicts))
+        alike: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
+        for entry in self._dicts:
+            alike.setdefault(tuple(entry), []).append(entry)
+        self._alike = [_Alike(names, entries) for names, entries in alike.items() if names]
 
     def shows(self, state: dict[Any, Any]) -> bool:
         """Whether ``state`` has the same keys and entries in the same order, with the same content."""
@@ -27,10 +30,24 @@ class Snapshot:
             len(state) == len(self._keys)
             and all(map(is_, state, self._keys))
             and all(map(is_, state.values(), self._entries))
-            and sum(map(len, self._dicts)) == len(self._names)
-            and all(map(is_, chain.from_iterable(self._dicts), self._names))
-            and all(map(is_, self._values_now(), self._values))
+            and list(map(len, self._dicts)) == self._lengths
+            and all(entries.are_same for entries in self._alike)
         )
 
-    def _values_now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+class _Alike:
+    """Entries with the same names: no Python code for each."""
+
+    def __init__(self, names: tuple[Any, ...], entries: list[dict[Any, Any]]) -> None:
+        # A second time, as one name alone would bring no tuple.
+        self._read, self._entries = itemgetter(*names, names[0]), entries
+        self._values = list(chain.from_iterable(map(self._read, entries)))
+
+    @property
+    def are_same(self) -> bool:
+        """Whether all names are there, with the same objects."""
+        try:
+            now = chain.from_iterable(map(self._read, self._entries))
+            return all(map(is_, now, self._values))
+        except KeyError:
+            return False

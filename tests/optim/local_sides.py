@@ -97,3 +97,18 @@ def everything(model: nn.Module) -> list[nn.Parameter]:
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     """Those that Muon takes."""
     return [p for p in model.parameters() if p.dim() == 2]
+
+
+class Counting(torch.optim.AdamW):
+    """Notes the tensors it is given."""
+
+    given: list[list[torch.Tensor]]
+
+    def step(self, closure=None):
+        assert closure is None
+        self.given = [
+            [p for p in group["params"] if p.grad is not None] for group in self.param_groups
+        ]
+        self.kinds = {type(t) for group in self.given for p in group for t in (p, p.grad)}
+        self.grads = [[p.grad for p in group] for group in self.given]
+        return super().step()

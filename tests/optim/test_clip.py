@@ -11,7 +11,9 @@ from torch import nn
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.optim import clip_grad_norm_
+from parallel3d.optim.clip_plan import plan_for
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
+from parallel3d.tp import resolve_plan
 
 NORMS = [1.0, 2.0, 3.5, math.inf]
 
@@ -122,3 +124,44 @@ def test_a_sum_that_waits_is_refused(switch) -> None:
         lm_loss(model, tokens(0)).backward()
         with pytest.raises(StateError, match="Clip after the backward of the last micro-batch"):
             clip_grad_norm_(model, 1.0)
+
+
+class WithEmpty(nn.Module):
+    """A weight that tp cuts, and next to it a parameter without elements, which nothing cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.none = nn.Linear(4, 8, bias=False), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).sum() + self.none.sum()
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_a_parameter_without_elements(norm_type) -> None:
+    torch.manual_seed(0)
+    plain = WithEmpty().double()
+    model = copy.deepcopy(plain)
+    plain(torch.ones(2, 4).double()).backward()
+    with local_world(4) as world:
+        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        parallelize(model, mesh, {"up": "colwise"})
+        model(world.map(lambda r: torch.ones(2, 4).double())).backward()
+        got = clip_grad_norm_(model, 0.1, norm_type)
+        grad = plain.up.weight.grad
+        for value in world.per_rank(got):
+            torch.testing.assert_close(value, torch.linalg.vector_norm(grad, norm_type))
+
+
+def test_gradients_cut_alike_are_neighbours() -> None:
+    """Of 20 modules that take turns in what tp cuts, norms are taken of three runs at most."""
+    with fake_world(0, 4):
+        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        model = Lm(layers=2)
+        resolve_plan(model, LM_PLAN, tp_size=2).apply(model, mesh)
+        fully_shard(model, mesh=mesh)
+        lm_loss(model, tokens(0)).backward()
+        plan = plan_for(list(model.parameters()))
+        found = plan.find(list(model.parameters()))
+        assert len(found.wholes) == 1 and not found.others
+        assert 2 <= sum(map(len, found.flats.values())) <= 3

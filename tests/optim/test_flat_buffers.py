@@ -40,7 +40,7 @@ def buckets(model: nn.Module) -> list:
 def spoil_padding(model: nn.Module) -> None:
     """What pads gradients may hold anything."""
     for bucket in buckets(model):
-        flat = flat_gradient([p.sharded.grad for p in bucket.params])
+        flat = flat_gradient([p.sharded.grad for p in bucket.params], bucket.slot_sizes)
         for padding in padding_in(bucket, flat):
             padding.fill_(math.nan)
 
@@ -88,8 +88,8 @@ def test_a_bucket_is_taken_apart_in_place() -> None:
         addresses = {p: m.data_ptr() for p, m in moments.items()}
         model.layers[0].up.bias.grad = None
         optimizer.step()
-        inside = len(list(model.layers[0].parameters()))
-        assert len(optimizer._local.by_group[0]) == before[0] - 1 + inside
+        more = len(optimizer._local.by_group[0]) - before[0]
+        assert 1 <= more <= 2  # itself, and the neighbours on one or both sides
         assert optimizer._local is before[1]
         lm_loss(model, tokens(1)).backward()
         optimizer.step()
@@ -128,7 +128,7 @@ def test_norm_loses_no_digits_over_a_long_buffer() -> None:
         for p in model.parameters():
             get_local_tensor(p.grad).fill_(0.01)
         (bucket,) = buckets(model)
-        flat = flat_gradient([p.sharded.grad for p in bucket.params])
+        flat = flat_gradient([p.sharded.grad for p in bucket.params], bucket.slot_sizes)
         want = flat.double().norm()
         assert abs(clip_grad_norm_(model, 1.0) - want) <= 2e-5 * want
         torch.testing.assert_close(flat.double().norm(), want.new_ones(()), rtol=1e-4, atol=0)

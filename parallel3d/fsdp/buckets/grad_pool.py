@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradPool", "make_gradients"]
 
-# On a gradient: the buffer (S,) that it and its bucket's others are views of, and its parameter's index.
+# On a gradient: the buffer (S,) that it and its bucket's others are views of, its parameter's index, and the
+# sizes of all slots of the buffer.
 PLACE = "_parallel3d_place"
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -38,7 +39,7 @@ def make_gradients(
     grads: list[torch.Tensor] = []
     for index, (param, part) in enumerate(zip(bucket.params, parts, strict=True)):
         grad = make_dtensor(part, param.spec if low is None else param.reduced_spec(low))
-        setattr(grad, PLACE, (flat, index))
+        setattr(grad, PLACE, (flat, index, bucket.slot_sizes))
         grads.append(grad)
     return grads
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,21 +34,45 @@ from parallel3d.fsdp.buckets.waiting_sums import WaitingSums
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
 
-__all__ = ["GradientSlots", "flat_gradient"]
+__all__ = ["GradientSlots", "flat_gradient", "flat_gradients_of"]
+
+_place_of = attrgetter(PLACE)
 
 
-def flat_gradient(grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The buffer (S,) that the gradients of all parameters of a bucket are views of, in their order.
+def flat_gradient(
+    grads: Sequence[torch.Tensor | None], slot_sizes: list[int], first: int = 0
+) -> torch.Tensor | None:
+    """The buffer (S,) that ``grads``, of neighbours in a bucket, are views of, each where it belongs.
 
     None if they are not: the user has put others there, or these where they don't belong.
+
+    Args:
+        grads: one at least.
+        slot_sizes: the bucket's, of all its parameters.
+        first: the index of the first one's parameter.
     """
-    flat = None
+    try:
+        buffers, places, sizes = zip(*map(_place_of, grads), strict=True)
+    except AttributeError:  # None, or of the user's
+        return None
+    # No Python code for each: norms and steps of small gradients take about as long as looking at them does.
+    belong = places == tuple(range(first, first + len(places)))
+    if belong and sizes[0] == slot_sizes and all(map(is_, buffers, repeat(buffers[0]))):
+        return buffers[0]
+    return None
+
+
+def flat_gradients_of(grads: Sequence[torch.Tensor | None], slot_sizes: list[int]) -> list[Any]:
+    """What to compare for whether neighbours in a bucket have one ``flat_gradient``: equal is one.
+
+    Of parameters without a gradient it is None, and with one of the user's unlike any other.
+    """
+    kinds: list[Any] = []
     for index, grad in enumerate(grads):
-        buffer, place = getattr(grad, PLACE, (None, None))
-        if place != index or (index and buffer is not flat):
-            return None
-        flat = buffer
-    return flat
+        buffer, place, sizes = getattr(grad, PLACE, (None, None, None))
+        belongs = place == index and sizes == slot_sizes
+        kinds.append(None if grad is None else id(buffer) if belongs else object())
+    return kinds
 
 
 class GradientSlots(WaitingSums):
@@ -261,7 +287,10 @@ class GradientSlots(WaitingSums):
             self._place(parts, grads, present, used)
 
     def _add_whole(self, flat: torch.Tensor, present: list, used: list[int]) -> bool:
-        if len(used) < len(present) or (before := flat_gradient(present)) is None:
+        if len(used) < len(present):
+            return False
+        before = flat_gradient(present, self.bucket.slot_sizes)
+        if before is None:
             return False
         before.add_(flat)  # one kernel for the bucket
         return True

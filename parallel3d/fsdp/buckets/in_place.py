@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from parallel3d.fsdp.param import ShardedParam
 
@@ -26,9 +27,26 @@ ACCELERATOR_BYTES = 16 * 2**20
 def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
     """In the order of a bucket: in place, packed, and last those whose gradient is partial over tp.
 
-    The sum of partial gradients over tp is then one collective on the buffer's tail.
+    The sum of partial gradients over tp is then one collective on the buffer's tail. Among each, those that
+    the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order modules have.
     """
-    return sorted(params, key=lambda p: (*_is_last(p), not _is_large(p, device_type)))
+
+    def place(param: ShardedParam) -> tuple[object, ...]:
+        large = _is_large(param, device_type)
+        # Turned round among the packed ones, so that the last in place and the first packed may be alike.
+        cut = [is_cut == large for is_cut in _cut_by(param)]
+        return *_is_last(param), not large, cut
+
+    return sorted(params, key=place)
+
+
+def _cut_by(param: ShardedParam) -> list[bool]:
+    """Whether each axis has ranks with other parts of it."""
+    sizes = param.spec.mesh.shape
+    return [
+        size > 1 and not isinstance(placement, Replicate)
+        for size, placement in zip(sizes, param.spec.placements, strict=True)
+    ]
 
 
 def _is_last(param: ShardedParam) -> tuple[bool, bool]:

@@ -1,0 +1,91 @@
+"""set_reduce_scatter_unused_params: parameters that some ranks have no gradient of."""
+
+import copy
+
+import pytest
+import torch
+from each_unit import buckets
+from torch import distributed as dist
+from torch import nn
+from wrapped import shard_blocks
+
+from parallel3d import MeshLayout, build_mesh
+from parallel3d.testing import local_world
+
+parity = pytest.mark.parity
+FSDP, HSDP = MeshLayout(1, 4, 1), MeshLayout(2, 2, 1)
+
+
+class Branches(nn.Module):
+    """One of two branches is used, and by one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.common = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        x = self.common(x)
+        return x if branch == "none" else getattr(self, branch)(x)
+
+
+class TwoLayers(nn.Module):
+    """Two such units, so that a reduction out of order would meet the wrong one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Branches(), Branches()])
+
+    def forward(self, x: torch.Tensor, branches: tuple[str, str]) -> torch.Tensor:
+        for layer, branch in zip(self.layers, branches, strict=True):
+            x = layer(x, branch)
+        return x
+
+
+def diverging_branches(rank_branches: list[tuple[str, str]]) -> float:
+    """Each rank goes its own way; the largest difference from the plain gradients."""
+    mesh = build_mesh(MeshLayout(1, len(rank_branches), 1), device_type="cpu")
+    torch.manual_seed(0)
+    plain = TwoLayers().double()
+    model = shard_blocks(copy.deepcopy(plain), mesh)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    model(x, rank_branches[dist.get_rank()]).sum().backward()
+    sum(plain(x, branches).sum() for branches in rank_branches).backward()
+    worst = 0.0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        expected = 0 if q.grad is None else q.grad / len(rank_branches)
+        worst = max(worst, float((p.grad.full_tensor() - expected).abs().max()))
+    return worst
+
+
+class TestUnusedParameters:
+    @parity("method: set_reduce_scatter_unused_params")
+    @pytest.mark.parametrize(
+        "branches",
+        [[("a", "b"), ("b", "a")], [("none", "a"), ("b", "none")]],
+        ids=["other ones", "fewer"],
+    )
+    def test_ranks_use_different_ones(self, gloo_pool, branches):
+        for difference in gloo_pool.run(diverging_branches, branches, world_size=2, timeout=30.0):
+            assert difference < 1e-14
+
+    @parity("method: set_reduce_scatter_unused_params")
+    def test_zero_gradients_and_only_with_the_flag(self):
+        with local_world(2) as world:
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            model = shard_blocks(TwoLayers(), mesh)
+            model.layers[0].b.bias.requires_grad_(False)
+            x = world.map(lambda rank: torch.ones(1, 3) * rank)
+            model(x, ("a", "none")).sum().backward()
+            assert model.layers[0].b.weight.grad is None
+            model.zero_grad()
+            model.set_reduce_scatter_unused_params(True)
+            model(x, ("a", "none")).sum().backward()
+            for local in world.per_rank(model.layers[0].b.weight.grad):
+                assert not local.any()
+            assert model.layers[0].b.bias.grad is None  # frozen
+            model.zero_grad()
+            model.set_reduce_scatter_unused_params(False, recurse=False)
+            assert model.layers[0].b.weight.grad is None
+            assert {b.reduce_unused for b in buckets(model)} == {True}  # the root has no parameters

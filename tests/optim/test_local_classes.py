@@ -1,0 +1,124 @@
+"""Which classes and options optim.local takes, and what it says of the others."""
+
+import pytest
+import torch
+from models import Lm, lm_loss, tokens
+from torch import nn, optim
+
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d.optim import local
+from parallel3d.testing import fake_world
+
+
+class Lamb(optim.Optimizer):
+    """Not elementwise: scales the step by norms."""
+
+    def __init__(self, params, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
+
+
+class Together(optim.SGD):
+    """Not elementwise: divides by the norm of all its gradients."""
+
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.grad = p.grad / norm
+        return super().step(closure)
+
+
+class History(optim.SGD):
+    """Elementwise, but its state is not."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["history"] = torch.zeros(7)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "match"),
+    [
+        (optim.LBFGS, {}, "inner products over the whole model"),
+        (optim.SparseAdam, {}, "use Adam"),
+        (Lamb, {}, "is not elementwise.*give matrix=True"),
+        (Lamb, {"lr": 0.0}, "is not elementwise"),
+        (Together, {"lr": 0.1}, "is not elementwise"),
+        (Together, {"lr": 0.1, "matrix": True}, "where there are others"),
+        (History, {"lr": 0.1}, "is not elementwise"),
+        (optim.Muon, {"matrix": False}, "can't step on plain local tensors.*2D"),
+        (optim.Adafactor, {"matrix": False}, "is not elementwise"),
+        (optim.AdamW, {"differentiable": True}, "leave it out"),
+        (optim.AdamW, {"matrix": 1}, "must be True, False or None"),
+        (optim.AdamW([nn.Parameter(torch.zeros(1))]), {}, "needs a class"),
+        ("AdamW", {}, "needs a class"),
+        (nn.Linear, {}, "needs a class"),
+    ],
+)
+def test_refused(cls, options, match) -> None:
+    with pytest.raises(Parallel3dError, match=match):
+        local(cls, nn.Linear(3, 2), **options)
+
+
+class Grouped(optim.SGD):
+    """Asks each group for something that is no option."""
+
+    def add_param_group(self, param_group: dict) -> None:
+        param_group["lr"] = {"slow": 1e-3, "fast": 1e-1}[param_group.pop("speed")]
+        super().add_param_group(param_group)
+
+
+def test_groups_with_options_of_their_own() -> None:
+    model = nn.Linear(3, 2)
+    groups = [
+        {"params": [model.weight], "speed": "fast"},
+        {"params": model.bias, "speed": "slow"},
+    ]
+    optimizer = local(Grouped, groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 1e-3]
+    with pytest.raises(KeyError, match="speed"):
+        local(Grouped, model)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Muon])
+def test_groups_of_generators(cls) -> None:
+    models = [nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    optimizer = local(cls, [{"params": model.parameters()} for model in models])
+    assert [group["params"] for group in optimizer.param_groups] == [
+        list(model.parameters()) for model in models
+    ]
+
+
+def test_the_class_itself_refuses_and_random_numbers_stay() -> None:
+    model = nn.Linear(3, 2)
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match="momentum"):
+        local(optim.AdamW, model, momentum=0.9)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        local(optim.AdamW, model, lr=-1.0)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        local(optim.AdamW, [])
+    local(optim.AdamW, model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_made_before_the_model_was_sharded(name) -> None:
+    """It would step on parameters that nobody computes with any more."""
+    with fake_world(0, 4):
+        model = Lm(layers=1)
+        params = [p for p in model.parameters() if p.ndim == 2]
+        optimizer = local(getattr(optim, name), params, lr=1e-3)
+        parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+        lm_loss(model, tokens(0)).backward()
+        with pytest.raises(StateError, match="make the optimizer after parallelize"):
+            optimizer.step()
