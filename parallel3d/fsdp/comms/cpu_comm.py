@@ -18,6 +18,8 @@ from parallel3d.fsdp.collectives import ScatterWork, all_gather, all_reduce, red
 
 __all__ = ["CpuComm"]
 
+_Reducing = tuple[ReduceJob, list[Any]]  # and the works of its all-reduce
+
 
 class CpuComm:
     """See ``comm.Comm`` for the methods.
@@ -35,7 +37,7 @@ class CpuComm:
         self.max_inputs = 1
         self.post_optim_event: Any = None  # nothing here runs ahead of the optimizer
         self.scattering: deque[tuple[ReduceJob, ScatterWork | None]] = deque()
-        self.reducing: deque[tuple[ReduceJob, list[Any]]] = deque()
+        self.reducing: deque[_Reducing] = deque()
         self._ref = weakref.ref(self)
 
     # -- all-gather ----------------------------------------------------------------------------------
@@ -78,9 +80,12 @@ class CpuComm:
     # -- reduction -----------------------------------------------------------------------------------
 
     def reduce(self, bucket: Bucket, *, all_reduce: bool) -> None:
-        """See ``Comm``."""
+        """See ``Comm``. Earlier buckets' all-reduces go behind this reduce-scatter: on one link they would
+        delay it, and the gather half-way through the next backward waits for it."""
+        self.drain(bucket)  # before what is scattered and not summed yet is among the others
+        scattered: list[_Reducing] = []
         while len(self.scattering) >= self.max_inputs:
-            self._advance()
+            scattered.append(self._take_scattered())
         job = bucket.grads.start(all_reduce=all_reduce)
         work = None
         if bucket.scatter_group is not None:
@@ -88,6 +93,8 @@ class CpuComm:
             work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm, memory)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
+        for entry in scattered:
+            self._sum_over_replicate(*entry)
         if work is None and len(self.scattering) == 1:
             self._advance()  # nothing is scattered, so there is nothing to let run first
         if bucket.guard is not None:
@@ -103,11 +110,20 @@ class CpuComm:
 
     def _advance(self) -> None:
         """Moves the oldest bucket whose reduce-scatter is under way on to its all-reduce."""
+        self._sum_over_replicate(*self._take_scattered())
+
+    def _take_scattered(self) -> _Reducing:
+        """The oldest bucket whose reduce-scatter is under way, when that is over and its input is free."""
         job, work = self.scattering.popleft()
+        entry: _Reducing = (job, [])
+        self.reducing.append(entry)
+        job.free_inputs(work)
+        return entry
+
+    def _sum_over_replicate(self, job: ReduceJob, works: list[Any]) -> None:
+        """Issues the all-reduce of what has been scattered, if one is due; ``works`` gets it."""
         bucket = job.bucket
-        works: list[Any] = []
-        self.reducing.append((job, works))
-        job.finish_scatter(work)
+        job.finish_scatter(None)
         if bucket.second_group is not None:
             if job.final:
                 works.append(_scatter(bucket, [job.tensor], bucket.second_group))
