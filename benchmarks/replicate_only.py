@@ -8,7 +8,9 @@ host:   CPU time per unit and step above the plain model, on a fake group of 8, 
 memory: the largest sum of live tensors' storages over a step, 8 blocks of width 512.
 step:   forward, backward and AdamW on 4 gloo processes, 8 blocks of width 512.
 
-DDP is measured by default and with ``gradient_as_bucket_view=True``; claims are against the better one.
+DDP is measured by default and with ``gradient_as_bucket_view=True``; claims are against the better one. AdamW
+steps on our DTensors one by one, on DDP's tensors too; "local" is ours with the same AdamW through
+``optim.local``.
 """
 
 import copy
@@ -35,6 +37,7 @@ DEPTH, WIDTH = 8, 512
 TOKENS = (4, 128)
 """Sequences of a rank's batch, and tokens in each."""
 PEERS = ("DDP", "DDP, bucket views")
+LOCAL = "local"
 
 
 def _hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -62,12 +65,12 @@ def _mesh(ranks: int) -> DeviceMesh:
     return p3d.build_mesh(p3d.MeshLayout(replicate=ranks, shard=1), device_type="cpu")
 
 
-def _claim(what: str, unit: str, rounds: Rounds, scale: float) -> Claim:
+def _claim(what: str, unit: str, rounds: Rounds, scale: float, name: str = "ours") -> Claim:
     peer = min(PEERS, key=rounds.median)
-    ratios = rounds.ratios("ours", peer)
+    ratios = rounds.ratios(name, peer)
     return Claim(
         f"replicate only: {what}",
-        rounds.median("ours") * scale,
+        rounds.median(name) * scale,
         rounds.median(peer) * scale,
         unit,
         peer,
@@ -81,7 +84,7 @@ def _claim(what: str, unit: str, rounds: Rounds, scale: float) -> Claim:
 # ---- host time ----
 
 
-def run_host(quick: bool) -> tuple[Claim, dict[str, float]]:
+def run_host(quick: bool) -> tuple[list[Claim], dict[str, float]]:
     """Above the plain model."""
     with fake_world(0, WORLD):
         plain = Stack(SmallBlock, UNITS, 64)
@@ -91,13 +94,13 @@ def run_host(quick: bool) -> tuple[Claim, dict[str, float]]:
         taken = alternate(steps, rounds=6 if quick else 25, steps_per_round=8, warmup=4)
     above = taken.above("plain")
     claim = _claim("host time", "us/unit", above, 1e6 / UNITS)
-    return claim, {name: above.median(name) / UNITS * 1e6 for name in above.seconds}
+    return [claim], {name: above.median(name) / UNITS * 1e6 for name in above.seconds}
 
 
 # ---- memory ----
 
 
-def run_memory() -> tuple[Claim, dict[str, float]]:
+def run_memory() -> tuple[list[Claim], dict[str, float]]:
     """Parameters, gradients and all: MiB."""
     peaks = {}
     with fake_world(0, WORLD):
@@ -112,15 +115,18 @@ def run_memory() -> tuple[Claim, dict[str, float]]:
             peaks[name] = memory.peak / 2**20
     peer = min(PEERS, key=lambda name: peaks[name])
     what = "replicate only: peak memory"
-    return Claim(what, peaks["ours"], peaks[peer], "MiB", peer, 1.0, 0.9), peaks
+    return [Claim(what, peaks["ours"], peaks[peer], "MiB", peer, 1.0, 0.9)], peaks
 
 
 # ---- step ----
 
 
-def trainer(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
+def trainer(model: nn.Module, x: torch.Tensor, *, local: bool) -> Callable[[], float]:
     """Forward, backward and AdamW; seconds, all ranks starting together."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if local:
+        optimizer = p3d.optim.local(torch.optim.AdamW, model, lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> float:
         dist.barrier()
@@ -137,8 +143,9 @@ def trainer(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
 def worker(rounds: int) -> dict[str, list[float]]:
     """One rank: variant -> seconds of each step."""
     x = torch.randn(*TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    models = variants(Stack(MlpBlock, DEPTH, WIDTH), _mesh(RANKS), hooked=False)
-    steps = {name: trainer(model, x) for name, model in models.items()}
+    plain, mesh = Stack(MlpBlock, DEPTH, WIDTH), _mesh(RANKS)
+    models = {LOCAL: ours(copy.deepcopy(plain), mesh), **variants(plain, mesh, hooked=False)}
+    steps = {name: trainer(model, x, local=name == LOCAL) for name, model in models.items()}
     for step in steps.values():
         step()
         step()
@@ -152,7 +159,7 @@ def worker(rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def run_step(quick: bool) -> tuple[Claim, dict[str, float]]:
+def run_step(quick: bool) -> tuple[list[Claim], dict[str, float]]:
     """A step takes as long as its slowest rank."""
     with GlooPool(RANKS) as pool:
         by_rank = pool.run(worker, 3 if quick else 10, timeout=600)
@@ -162,8 +169,12 @@ def run_step(quick: bool) -> tuple[Claim, dict[str, float]]:
             for name in by_rank[0]
         }
     )
-    claim = _claim(f"step on {RANKS} gloo processes", "ms", taken, 1e3)
-    return claim, {name: taken.median(name) * 1e3 for name in taken.seconds}
+    what = f"step on {RANKS} gloo processes"
+    claims = [
+        _claim(what, "ms", taken, 1e3),
+        _claim(f"{what}, ours through optim.local", "ms", taken, 1e3, LOCAL),
+    ]
+    return claims, {name: taken.median(name) * 1e3 for name in taken.seconds}
 
 
 def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
@@ -173,15 +184,14 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
         "peak memory, MiB": run_memory(),
         f"step on {RANKS} gloo processes, ms": run_step(quick),
     }
+    names = ("ours", LOCAL, *PEERS)
     print_table(
         "replicate only",
-        ["", "ours", *PEERS],
-        [
-            [what, *(values[name] for name in ("ours", *PEERS))]
-            for what, (_, values) in parts.items()
-        ],
+        ["", *names],
+        [[what, *(v.get(name, "") for name in names)] for what, (_, v) in parts.items()],
     )
-    return [claim for claim, _ in parts.values()], {what: v for what, (_, v) in parts.items()}
+    claims = [claim for each, _ in parts.values() for claim in each]
+    return claims, {what: values for what, (_, values) in parts.items()}
 
 
 if __name__ == "__main__":
