@@ -131,3 +131,17 @@ def test_a_parameter_that_replaces_another_brings_its_gradient(replace: Callable
             replace(each)
             each(batch(1)).sum().backward()
         check(model, expected)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_frozen_between_forward_and_backward(accumulates: bool) -> None:
+    with fake_world(0, 1):
+        expected, model = plain(), wrapped(1)
+        for each in (expected, model):
+            step(each, 0)
+            if not accumulates:
+                each.zero_grad()
+            loss = each(batch(1)).sum()
+            each.blocks[1].up.bias.requires_grad_(False)
+            loss.backward()
+        check(model, expected)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JointReduce", "plan_reductions"]
 
-_GRAD = attrgetter("grad")
+_GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
 FIRST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
 NODE_BYTES = 2**20
@@ -272,13 +272,15 @@ class JointReduce:
             self.pool.release()
 
     def _put_all(self, used: list[list[int] | None], grads: list[torch.Tensor]) -> bool:
-        """Puts ``grads`` where there are none, if every parameter gets one."""
+        """Puts ``grads`` where there are none, if every parameter gets one: none was frozen meanwhile."""
         count = sum(map(len, filter(None, used)))
         params = self._sharded()
         if count < len(params):
             return False
         with torch_function_off():
             if any(map(is_not, map(_GRAD, params), repeat(None))):
+                return False
+            if not all(map(_REQUIRES_GRAD, params)):
                 return False
             deque(map(setattr, params, repeat("grad"), grads), maxlen=0)
         return True
@@ -306,7 +308,8 @@ class JointReduce:
         for place, indices in enumerate(used):
             if indices is not None:
                 start, end = self._starts[place], self._ends[place]
-                slots = self.buckets[place].grads
+                slots, params = self.buckets[place].grads, self.buckets[place].params
+                indices = [i for i in indices if params[i].sharded.requires_grad]
                 slots.put_piece(pieces[place], parts[start:end], grads[start:end], indices)
                 hooked |= slots.run_hooks(indices)
         return hooked

@@ -47,6 +47,7 @@ class Snapshot:
         self._sharded = [param.sharded for bucket in buckets for param in bucket.params]
         self._views = [view for bucket in buckets for view in bucket.local_views]
         self._settings = list(self._read_settings(units))
+        self._trainable = self._read_trainable()
         self._listed = list(self._read_lists())
         self._dicts = [holder for group in resident for holder, _, _ in group.holders]
         self._names = list(chain.from_iterable(self._dicts))
@@ -58,7 +59,6 @@ class Snapshot:
             chain.from_iterable(map(_OF_GROUP, self._groups)),
             chain.from_iterable(map(_OF_BUCKET, self._buckets)),
             chain.from_iterable(map(_OF_GRADS, self._grads)),
-            map(_IS_TRAINABLE, self._sharded),
         )
 
     def _read_lists(self) -> Iterable[Any]:
@@ -68,9 +68,12 @@ class Snapshot:
         return chain.from_iterable(map(dict.values, self._dicts))
 
     def has_settings_of(self, units: Sequence[Unit]) -> bool:
-        """Whether what has been set, also ``requires_grad``, is the same."""
-        with torch_function_off():  # a third of the time to read a parameter's ``requires_grad``
-            return _are_same(self._read_settings(units), self._settings)
+        """Whether what has been set is the same, but for ``requires_grad``."""
+        return _are_same(self._read_settings(units), self._settings)
+
+    def _read_trainable(self) -> list[bool]:
+        with torch_function_off():  # takes a third of the time
+            return list(map(_IS_TRAINABLE, self._sharded))
 
     def is_of(self, units: Sequence[Unit]) -> bool:
         """Whether parameters and modules are too, and everything is at rest."""
@@ -78,6 +81,7 @@ class Snapshot:
             self.has_settings_of(units)
             and _are_same(self._read_lists(), self._listed)
             and not any(map(is_not, map(_POOLED, self._pooled), repeat(None)))
+            and self._read_trainable() == self._trainable
             and _are_same(map(local_tensor_of, self._sharded), self._views)
             and _are_same(chain.from_iterable(self._dicts), self._names)
             and _are_same(self._read_modules(), self._found)
