@@ -33,7 +33,7 @@ Take = Callable[[list["Arrivals"], Gradients], None]
 
 
 class Arrivals:
-    """The side of a gate that graphs hold, also those that were made before the bucket got another gate.
+    """The side of a gate that graphs hold, also those from before it was opened anew.
 
     Attributes:
         bucket: the bucket, weakly.
@@ -56,13 +56,19 @@ class Gate:
     """Of one bucket, which has it.
 
     Attributes:
-        arrivals: what graphs hold of it.
+        arrivals: what graphs hold of it, those that are made from now on.
         outputs: what forward sees, for every parameter of the bucket.
     """
 
     def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
         self.arrivals = Arrivals(bucket, unit)
         self.outputs: list[torch.Tensor] = list(bucket.compute_params)
+
+    def renew(self) -> None:
+        """Before it is opened again: gradients of earlier graphs go the general way, not where they went."""
+        bucket = self.arrivals.bucket()
+        assert bucket is not None
+        self.arrivals = Arrivals(bucket, self.arrivals.unit)
 
 
 def open_gates(

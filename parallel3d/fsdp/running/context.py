@@ -98,8 +98,8 @@ class RunContext:
 
     # -- forward -------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """The root's forward begins."""
+    def begin_forward(self) -> Sequence[Unit]:
+        """The root's forward begins. Returns the units, to be held while its graph is there."""
         self.iteration += 1
         self.running = True
         if self.schedule is not None:
@@ -108,8 +108,7 @@ class RunContext:
             self.last_order, self.order = self.order, []
         units, residents = self.units, self.residents
         if residents.are_as_before(units):
-            units = _alive(residents.others)
-            self._prepare(units)
+            self._prepare(_alive(residents.others))
         else:
             self._prepare(units)
             residents.find(units, self.comm)
@@ -118,6 +117,7 @@ class RunContext:
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
+        return units
 
     def _prepare(self, units: Sequence[Unit]) -> None:
         for unit in units:

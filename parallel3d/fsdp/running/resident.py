@@ -181,6 +181,8 @@ class Residents:
 
     def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
         self._planned = gates
+        for gate, _ in gates:
+            gate.renew()
         by_bucket = {gate.arrivals.bucket(): gate for gate, _ in gates}
         self.joints = plan_reductions(bucket for bucket in by_bucket if bucket is not None)
         for joint in self.joints:
