@@ -92,6 +92,22 @@ def open_gates(
         for index in gate.arrivals.indices:
             gate.outputs[index] = output = next(made)
             output._is_param = True  # for isinstance(..., nn.Parameter)
+            output.__deepcopy__ = _CopyOf(output)
+
+
+class _CopyOf:
+    """How ``copy.deepcopy`` copies an output: as the Parameter that it stands for."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = weakref.ref(output)  # which holds this
+
+    def __call__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        output = self.output()
+        assert output is not None
+        memo[id(output)] = copy = torch.nn.Parameter(output.detach().clone())
+        return copy
 
 
 class _Arrival(torch.autograd.Function):

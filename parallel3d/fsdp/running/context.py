@@ -111,7 +111,7 @@ class RunContext:
             self._prepare(_alive(residents.others))
         else:
             self._prepare(units)
-            residents.find(units, self.comm)
+            residents.find(units, self)
         residents.begin_forward()
         root = self.root
         if root.post_optim_event is not None:
@@ -208,7 +208,7 @@ class RunContext:
             if self.schedule is not None:
                 self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
-            self.residents.begin_backward(self.units)
+            self.residents.begin_backward(self.units, self.comm)
 
     def reduce(self, unit: Unit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended.
@@ -234,7 +234,7 @@ class RunContext:
             units = _alive(residents.others)
         else:
             units = [unit for unit in self.units if not unit.is_untouched]
-        residents.reduce(self.comm)
+        residents.reduce()
         if self.half_way is not None:
             self.half_way.drop()
         for unit in reversed(units):

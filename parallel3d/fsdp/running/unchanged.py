@@ -24,6 +24,7 @@ __all__ = ["Snapshot"]
 _OF_UNIT = attrgetter(
     "sync", "all_reduce", "order_check", "guard", "input_dtype", "policy", "follows_mode", "group"
 )
+_CONTEXT = attrgetter("context")
 _OF_GROUP = attrgetter("state", "kept", "gated", "buffers")
 _OF_BUCKET = attrgetter(
     "gate", "policy", "comm_hook", "all_reduce_hook", "reduce_unused", "divide_factor", "grads"
@@ -46,6 +47,7 @@ class Snapshot:
         self._grads = [bucket.grads for bucket in self._buckets]
         self._sharded = [param.sharded for bucket in buckets for param in bucket.params]
         self._views = [view for bucket in buckets for view in bucket.local_views]
+        self._contexts = _contexts_of(units)
         self._settings = list(self._read_settings(units))
         self._listed = list(self._read_lists())
         self._dicts = [holder for group in resident for holder, _, _ in group.holders]
@@ -69,6 +71,8 @@ class Snapshot:
 
     def has_settings_of(self, units: Sequence[Unit]) -> bool:
         """Whether what has been set, also ``requires_grad``, is the same."""
+        if _contexts_of(units) != self._contexts:  # another root has run
+            return False
         with torch_function_off():  # a third of the time to read a parameter's ``requires_grad``
             return _are_same(self._read_settings(units), self._settings)
 
@@ -82,6 +86,11 @@ class Snapshot:
             and _are_same(chain.from_iterable(self._dicts), self._names)
             and _are_same(self._read_modules(), self._found)
         )
+
+
+def _contexts_of(units: Iterable[Unit]) -> list[int]:
+    """Their ids: the contexts have the snapshots. A unit holds its own, so that another has another id."""
+    return list(map(id, map(_CONTEXT, units)))
 
 
 def _are_same(values: Iterable[Any], before: list[Any]) -> bool:
