@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_resident import WIDTH, batch, check
+from test_resident import WIDTH, Block, batch, check
 from test_resident_hooks import Simple
 from torch import nn
 
@@ -60,4 +60,25 @@ def test_gradients(use: str, before: bool) -> None:
             for index in range(3):
                 for loss in USES[use](roots, batch(index)):
                     loss.backward()
+        check(model, expected)
+
+
+@pytest.mark.parametrize("kind", [Simple, Block])
+def test_a_graph_from_before_an_outer_root(kind: type[nn.Module]) -> None:
+    with fake_world(0, 1):
+        torch.manual_seed(0)
+        expected = Root(kind(), kind()).double()
+        model = copy.deepcopy(expected)
+        mesh = build_mesh(MeshLayout(replicate=1, shard=1), device_type="cpu")
+        for each in (*model.blocks, model):
+            fully_shard(each, mesh=mesh)
+        for root in (expected, model):
+            loss = root.blocks[0](batch()).sum()
+            if root is model:
+                model.reshard()  # the outer one is the root from now on
+            loss.backward()
+        check(model, expected)
+        for root in (expected, model):
+            loss = root.blocks[0](batch()).sum() + root(batch(1)).sum()
+            loss.backward()
         check(model, expected)

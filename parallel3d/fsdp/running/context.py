@@ -72,6 +72,9 @@ class RunContext:
                     unit.context.comm.finish()
                     if unit.group.state is GroupState.GATHERING:
                         unit.group.unshard(unit.context.comm)
+                    if unit.group.gated:  # whose root shows and hides it no more
+                        unit.group.hide()
+                        unit.group.use_gates(None)
                 unit.context = context
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
                 unit.name(name or type(root_module).__name__)

@@ -278,9 +278,9 @@ def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> JointReduce |
             return None
     if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
         joint, place = arrivals.joint[0](), arrivals.joint[1]
-        if joint is not None and joint.comm is not None and joint.divisor == bucket.divisor:
-            if joint.accept(place, indices, grads):  # type: ignore[arg-type]
-                return joint
+        fits = joint is not None and joint.comm is not None and joint.divisor == bucket.divisor
+        if fits and joint.accept(place, indices, grads):  # type: ignore
+            return joint
     for index, grad in zip(indices, grads, strict=True):
         assert grad is not None
         unit.take_gradient(bucket, index, grad)
