@@ -83,6 +83,9 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
     def reshard(self) -> None:
         """Puts this unit's sharded Parameters back and frees the unsharded ones. Not recursive."""
         unit = the_unit(self)
+        if unit.is_shown_by_root:  # until the root's forward or backward ends
+            unit.group.kept = False
+            return
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
 
@@ -269,12 +272,15 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""
         unit = the_unit(self)
         check_not_shown(unit, "a conversion of the module")
+        shown = unit.is_shown_by_root
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         # Of several modules given as a list one is converted after the other.
         if len(unit.modules) == 1 or not unit.group.is_mixed:
             unit.group.adopt()
+        if shown:
+            unit.group.show()
         return result
 
 

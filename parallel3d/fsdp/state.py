@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,10 +139,11 @@ class Unit(Rest):
         if self.guard is not None:
             self.guard.begin_forward()
         self.depth += 1
+        others: Sequence[Unit] = ()
         if self.depth > 1 and self.group.is_stale:
             self.group.gather_anew(context.comm)
         if self.depth == 1 and self._is_fresh(module):
-            self._begin_forward(context)
+            others = self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = to_device((args, kwargs), self.device_type)
             self.call = None
@@ -149,7 +151,7 @@ class Unit(Rest):
             if len(self.members.tops) > 1:
                 self.to_run = set(self.members.tops)
         if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
-            call = self.call = Call(self, self.position)
+            call = self.call = Call(self, self.position, others)
             if self.guard is not None:
                 self.guard.note(call)
             args = call.alias(args)
@@ -165,7 +167,8 @@ class Unit(Rest):
             return True
         return self.is_root and id(module) not in self.to_run
 
-    def _begin_forward(self, context: RunContext) -> None:
+    def _begin_forward(self, context: RunContext) -> Sequence[Unit]:
+        others: Sequence[Unit] = ()
         self.come_to_rest()
         self.depth = 1
         begins = self.is_root and not context.in_backward
@@ -174,7 +177,7 @@ class Unit(Rest):
                 self, begins=begins, within=context.running, recomputes=context.in_backward
             )
         if begins:
-            context.begin_forward()
+            others = context.begin_forward()
         if self.follows_mode:
             follow_mode(self, context)
         if not (context.running or context.in_backward):
@@ -187,6 +190,7 @@ class Unit(Rest):
             self.position = len(context.order)
             context.order.append(self.ref)
             context.prefetch_forward(self)
+        return others
 
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
@@ -237,6 +241,8 @@ class Unit(Rest):
 
     def _leave_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         self.call = None
+        if self.is_root:
+            self.come_to_rest()  # after a backward within the forward
         if context.in_backward:  # recomputed for a backward that comes next
             return
         self._end_forward(context, backward_to_come=backward_to_come)

@@ -33,7 +33,7 @@ Take = Callable[[list["Arrivals"], Gradients], None]
 
 
 class Arrivals:
-    """The side of a gate that graphs hold, also those that were made before the bucket got another gate.
+    """The side of a gate that graphs hold, also those from before it was opened anew.
 
     Attributes:
         bucket: the bucket, weakly.
@@ -56,13 +56,19 @@ class Gate:
     """Of one bucket, which has it.
 
     Attributes:
-        arrivals: what graphs hold of it.
+        arrivals: what graphs hold of it, those that are made from now on.
         outputs: what forward sees, for every parameter of the bucket.
     """
 
     def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
         self.arrivals = Arrivals(bucket, unit)
         self.outputs: list[torch.Tensor] = list(bucket.compute_params)
+
+    def renew(self) -> None:
+        """Before it is opened again: gradients of earlier graphs go the general way, not where they went."""
+        bucket = self.arrivals.bucket()
+        assert bucket is not None
+        self.arrivals = Arrivals(bucket, self.arrivals.unit)
 
 
 def open_gates(
@@ -86,6 +92,22 @@ def open_gates(
         for index in gate.arrivals.indices:
             gate.outputs[index] = output = next(made)
             output._is_param = True  # for isinstance(..., nn.Parameter)
+            output.__deepcopy__ = _CopyOf(output)
+
+
+class _CopyOf:
+    """How ``copy.deepcopy`` copies an output: as the Parameter that it stands for."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = weakref.ref(output)  # which holds this
+
+    def __call__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        output = self.output()
+        assert output is not None
+        memo[id(output)] = copy = torch.nn.Parameter(output.detach().clone())
+        return copy
 
 
 class _Arrival(torch.autograd.Function):

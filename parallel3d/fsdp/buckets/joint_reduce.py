@@ -62,6 +62,8 @@ class JointReduce:
 
     Attributes:
         arrived: (S,), the gradients that have arrived in this backward; None before the first.
+        comm: what reduces them in the backward under way; None at rest.
+        accepts_all: whether ``accept_all`` may be asked: nothing was changed since the forward.
         used: by bucket the indices of the parameters that got one; None before the bucket's have arrived.
         launched: whether this backward's reduction is under way.
     """
@@ -85,7 +87,17 @@ class JointReduce:
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
         self.pool = GradPool(_gradients)
         self.in_flight: Any = None
-        self._comm: Any = None
+        self.comm: Comm | None = None
+        self.accepts_all = False
+        self.forget()
+
+    def begin(self, comm: Comm, *, accepts_all: bool) -> None:
+        """A backward begins, of the root that these are of."""
+        self.comm, self.accepts_all = comm, accepts_all
+
+    def end(self) -> None:
+        """It has ended."""
+        self.comm, self.accepts_all = None, False
         self.forget()
 
     @property
@@ -170,12 +182,12 @@ class JointReduce:
         self.missing -= len(indices)
         return True
 
-    def pack(self, comm: Comm) -> None:
+    def pack(self) -> None:
         """Copies what was accepted; once all is there, issues the reduction."""
         foreach_copy_(self._targets, self._sources)
         self._targets, self._sources = [], []
         if not self.missing:
-            self.launch(comm)
+            self.launch()
 
     def _begin(self) -> None:
         pool = self.pool
@@ -211,13 +223,13 @@ class JointReduce:
 
     # -- reduction ---------------------------------------------------------------------------------
 
-    def launch(self, comm: Comm) -> None:
+    def launch(self) -> None:
         """Issues the reduction of what has arrived, if anything has."""
         if self.arrived is None or self.launched:
             return
         self.launched = True
-        self._comm = comm
-        comm.reduce(self, all_reduce=True)  # type: ignore[arg-type]
+        assert self.comm is not None
+        self.comm.reduce(self, all_reduce=True)  # type: ignore[arg-type]
         itself = weakref.ref(self)
         for bucket in self.buckets:
             bucket.grads.in_flight = itself
@@ -225,7 +237,8 @@ class JointReduce:
     def drain(self, _: Bucket) -> None:
         """Completes the reduction, before one of the buckets is reduced again by itself."""
         if self.launched and self.arrived is not None:
-            self._comm.drain(self)
+            assert self.comm is not None
+            self.comm.drain(self)  # type: ignore[arg-type]
 
     def start(self, *, all_reduce: bool) -> ReduceJob:
         """Hands over what has arrived: from the first bucket that has gradients to the last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,15 +27,17 @@ class Call:
 
     Attributes:
         position: place in the order of forwards.
+        others: where the unit is a root, all units: those that it shows have no calls of their own.
         full: whether the unit computed in its parameters' own dtype.
         inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
         remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = ("__weakref__", "full", "inputs", "position", "remaining", "unit")
+    __slots__ = ("__weakref__", "full", "inputs", "others", "position", "remaining", "unit")
 
-    def __init__(self, unit: Unit, position: int) -> None:
+    def __init__(self, unit: Unit, position: int, others: Sequence[Unit] = ()) -> None:
         self.unit = unit
+        self.others = others
         self.position = position
         self.full = unit.group.full
         self.inputs = self.remaining = 0

@@ -72,6 +72,9 @@ class RunContext:
                     unit.context.comm.finish()
                     if unit.group.state is GroupState.GATHERING:
                         unit.group.unshard(unit.context.comm)
+                    if unit.group.gated:  # whose root shows and hides it no more
+                        unit.group.hide()
+                        unit.group.use_gates(None)
                 unit.context = context
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
                 unit.name(name or type(root_module).__name__)
@@ -98,8 +101,8 @@ class RunContext:
 
     # -- forward -------------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """The root's forward begins."""
+    def begin_forward(self) -> Sequence[Unit]:
+        """The root's forward begins. Returns the units, to be held while its graph is there."""
         self.iteration += 1
         self.running = True
         if self.schedule is not None:
@@ -108,16 +111,16 @@ class RunContext:
             self.last_order, self.order = self.order, []
         units, residents = self.units, self.residents
         if residents.are_as_before(units):
-            units = _alive(residents.others)
-            self._prepare(units)
+            self._prepare(_alive(residents.others))
         else:
             self._prepare(units)
-            residents.find(units, self.comm)
+            residents.find(units, self)
         residents.begin_forward()
         root = self.root
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
+        return units
 
     def _prepare(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -208,7 +211,7 @@ class RunContext:
             if self.schedule is not None:
                 self.schedule.begin_pass()
             queue_backward_callback(self.finish_backward)
-            self.residents.begin_backward(self.units)
+            self.residents.begin_backward(self.units, self.comm)
 
     def reduce(self, unit: Unit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended.
@@ -234,7 +237,7 @@ class RunContext:
             units = _alive(residents.others)
         else:
             units = [unit for unit in self.units if not unit.is_untouched]
-        residents.reduce(self.comm)
+        residents.reduce()
         if self.half_way is not None:
             self.half_way.drop()
         for unit in reversed(units):

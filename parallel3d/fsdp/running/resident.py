@@ -103,7 +103,6 @@ class Residents:
         others: the other units, weakly.
         shown: whether they are: within the root's forward, and in backward.
         joints: the reductions of their gradients, in the order of the units' backwards.
-        accepts: whether those take gradients in this backward, which the forwards' settings decide.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,6 @@ class Residents:
         self.others: list[weakref.ref[Unit]] = []
         self.shown = False
         self.joints: list[JointReduce] = []
-        self.accepts = False
         self._units: list[weakref.ref[Unit]] = []
         self._swap = Swap()
         self._hooks_off = HooksOff()
@@ -124,10 +122,10 @@ class Residents:
         """Whether the root's forward that begins finds everything as the last one has left it."""
         return self._before is not None and self._before.is_of(units)
 
-    def find(self, units: Sequence[Unit], comm: Comm) -> None:
+    def find(self, units: Sequence[Unit], context: RunContext) -> None:
         """Which of ``units`` they are now, with what the user has changed."""
         self._hooks_off.end(backward_to_come=False)  # where an exception has left them off
-        resident = [unit for unit in units if self._prepare(unit, comm)]
+        resident = [unit for unit in units if self._prepare(unit, context)]
         ids = set(map(id, resident))
         self.groups = [unit.group for unit in resident]
         self._units = [unit.ref for unit in resident]
@@ -161,8 +159,10 @@ class Residents:
         self._hooks_off.end(backward_to_come=backward_to_come)
         self.hide()
 
-    def _prepare(self, unit: Unit, comm: Comm) -> bool:
+    def _prepare(self, unit: Unit, context: RunContext) -> bool:
         group = unit.group
+        if unit.context is not context:  # also inside another root, which has run since
+            return False
         if not is_resident(unit):
             if group.gated:
                 group.hide()
@@ -170,7 +170,7 @@ class Residents:
             return False
         group.hide()
         if group.state is not GroupState.SHARDED:  # held since an evaluation, say
-            group.reshard(comm)
+            group.reshard(context.comm)
         group.adopt()
         group.count_trainable()
         if not group.gated:
@@ -181,6 +181,8 @@ class Residents:
 
     def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
         self._planned = gates
+        for gate, _ in gates:
+            gate.renew()
         by_bucket = {gate.arrivals.bucket(): gate for gate, _ in gates}
         self.joints = plan_reductions(bucket for bucket in by_bucket if bucket is not None)
         for joint in self.joints:
@@ -204,9 +206,11 @@ class Residents:
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def begin_backward(self, units: Sequence[Unit]) -> None:
+    def begin_backward(self, units: Sequence[Unit], comm: Comm) -> None:
         """Shows them to what is recomputed."""
-        self.accepts = self._before is not None and self._before.has_settings_of(units)
+        same = self._before is not None and self._before.has_settings_of(units)
+        for joint in self.joints:
+            joint.begin(comm, accepts_all=same)
         if not self.shown:
             self.show()
 
@@ -218,16 +222,15 @@ class Residents:
         busy = chain.from_iterable(map(_BUSY, group.buckets) for group in self.groups)
         return not any(chain.from_iterable(chain(begun, busy)))
 
-    def reduce(self, comm: Comm) -> None:
+    def reduce(self) -> None:
         """At the end of a backward: issues what has waited for gradients that did not come."""
         for joint in self.joints:
-            joint.launch(comm)
+            joint.launch()
 
     def end_backward(self, *, keep: bool) -> None:
         """After the reductions. ``keep``: a forward around this backward goes on."""
-        self.accepts = False
         for joint in self.joints:
-            joint.forget()
+            joint.end()
         if not keep:
             self._hooks_off.end(backward_to_come=False)
             self.hide()
@@ -242,10 +245,10 @@ def _arrive(node: list[Arrivals], grads: Gradients) -> None:
         context.enter_backward()
         place = node[0].joint
         joint = None if place is None else place[0]()
-        if context.residents.accepts and joint is not None and place is not None:
+        if joint is not None and joint.accepts_all and place is not None:
             indices = [arrivals.indices for arrivals in node]
             if joint.accept_all(place[1], indices, grads):
-                joint.pack(context.comm)
+                joint.pack()
                 return
     _arrive_one_by_one(node, grads)
 
@@ -253,19 +256,17 @@ def _arrive(node: list[Arrivals], grads: Gradients) -> None:
 def _arrive_one_by_one(node: list[Arrivals], grads: Gradients) -> None:
     given = iter(grads)
     taken = [_take(arrivals, list(islice(given, len(arrivals.indices)))) for arrivals in node]
-    for joint, context in dict.fromkeys(filter(None, taken)):
-        joint.pack(context.comm)
+    for joint in dict.fromkeys(filter(None, taken)):
+        joint.pack()
 
 
-def _take(
-    arrivals: Arrivals, grads: list[torch.Tensor | None]
-) -> tuple[JointReduce, RunContext] | None:
+def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> JointReduce | None:
     """The gradients of one bucket; returns the reduction that has them, if one has."""
     unit, bucket = arrivals.unit(), arrivals.bucket()
     if unit is None or bucket is None or unit.context is None:
         return None
-    context, params, indices = unit.context, bucket.params, arrivals.indices
-    context.enter_backward()
+    params, indices = bucket.params, arrivals.indices
+    unit.context.enter_backward()
     wanted = [
         grad is not None and params[index].sharded.requires_grad
         for index, grad in zip(indices, grads, strict=True)
@@ -277,9 +278,9 @@ def _take(
             return None
     if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
         joint, place = arrivals.joint[0](), arrivals.joint[1]
-        fits = joint is not None and joint.divisor == bucket.divisor
+        fits = joint is not None and joint.comm is not None and joint.divisor == bucket.divisor
         if fits and joint.accept(place, indices, grads):  # type: ignore
-            return joint, context  # type: ignore[return-value]
+            return joint
     for index, grad in zip(indices, grads, strict=True):
         assert grad is not None
         unit.take_gradient(bucket, index, grad)

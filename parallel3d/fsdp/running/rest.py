@@ -42,6 +42,8 @@ class Rest(Settings):
         group, context = self.group, self.context
         if not (group.gated and group.shown) or self.depth or context is None:
             return False
+        if context.in_backward and not in_backward_pass():  # which an exception has ended
+            return False
         return context.residents.shown
 
     @property

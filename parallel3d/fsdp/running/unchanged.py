@@ -24,6 +24,7 @@ __all__ = ["Snapshot"]
 _OF_UNIT = attrgetter(
     "sync", "all_reduce", "order_check", "guard", "input_dtype", "policy", "follows_mode", "group"
 )
+_CONTEXT = attrgetter("context")
 _OF_GROUP = attrgetter("state", "kept", "gated", "buffers")
 _OF_BUCKET = attrgetter(
     "gate", "policy", "comm_hook", "all_reduce_hook", "reduce_unused", "divide_factor", "grads"
@@ -46,6 +47,7 @@ class Snapshot:
         self._grads = [bucket.grads for bucket in self._buckets]
         self._sharded = [param.sharded for bucket in buckets for param in bucket.params]
         self._views = [view for bucket in buckets for view in bucket.local_views]
+        self._contexts = _contexts_of(units)
         self._settings = list(self._read_settings(units))
         self._trainable = self._read_trainable()
         self._listed = list(self._read_lists())
@@ -68,8 +70,10 @@ class Snapshot:
         return chain.from_iterable(map(dict.values, self._dicts))
 
     def has_settings_of(self, units: Sequence[Unit]) -> bool:
-        """Whether what has been set is the same, but for ``requires_grad``."""
-        return _are_same(self._read_settings(units), self._settings)
+        """Whether what has been set is the same, but for ``requires_grad``; and no other root has run."""
+        return _contexts_of(units) == self._contexts and _are_same(
+            self._read_settings(units), self._settings
+        )
 
     def _read_trainable(self) -> list[bool]:
         with torch_function_off():  # takes a third of the time
@@ -86,6 +90,11 @@ class Snapshot:
             and _are_same(chain.from_iterable(self._dicts), self._names)
             and _are_same(self._read_modules(), self._found)
         )
+
+
+def _contexts_of(units: Iterable[Unit]) -> list[int]:
+    """Their ids: the contexts have the snapshots. A unit holds its own, so that another has another id."""
+    return list(map(id, map(_CONTEXT, units)))
 
 
 def _are_same(values: Iterable[Any], before: list[Any]) -> bool:
