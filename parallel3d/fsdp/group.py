@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import make_dtensor, untraced
+from parallel3d._compat import get_local_tensor, make_dtensor, untraced
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
@@ -373,6 +373,13 @@ def _gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | No
 
 
 def _check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
+    own = isinstance(given, DTensor) and get_local_tensor(given).is_set_to(param.local)
+    if not (own or isinstance(given, nn.Parameter)):
+        raise Parallel3dError(
+            f"a tensor that is no Parameter stands in place of parameter {param.name}, as "
+            "torch.func.functional_call puts it there; its values would become the model's for good. Call it "
+            "with the model's own parameters (or .detach() of them), or before fully_shard"
+        )
     if given.shape != param.global_shape:
         raise Parallel3dError(
             f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
