@@ -61,6 +61,16 @@ class Rounds:
         """Median over rounds, seconds."""
         return statistics.median(self.seconds[name])
 
+    def chunks(self, number: int) -> "Rounds":
+        """Medians of so many runs of neighbouring rounds, in place of the rounds."""
+        size = len(next(iter(self.seconds.values()))) // number
+        return Rounds(
+            {
+                name: [statistics.median(values[i * size : (i + 1) * size]) for i in range(number)]
+                for name, values in self.seconds.items()
+            }
+        )
+
     def above(self, base: str) -> "Rounds":
         """The same rounds with ``base``'s step subtracted from each other variant's."""
         floor = self.seconds[base]

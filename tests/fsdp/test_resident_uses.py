@@ -3,6 +3,7 @@
 import copy
 import weakref
 
+import pytest
 import torch
 from lifetimes import collector_off
 from test_resident import WIDTH, batch, check, is_lean, plain, wrapped
@@ -10,6 +11,7 @@ from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
+from parallel3d.fsdp.buckets import joint_reduce
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import GlooPool, fake_world, shards_of
@@ -129,27 +131,38 @@ def test_freed_at_once() -> None:
         assert unit() is None and bucket() is None
 
 
-def _on_gloo(steps: int) -> list[torch.Tensor]:
-    model = wrapped(torch.distributed.get_world_size())
+def _train(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
+    """A step for each list, the mean over its batches; the second step leaves a block out."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        model(batch(10 * step + torch.distributed.get_rank())).square().mean().backward()
+    for step, each in enumerate(batches):
+        for x in each:
+            (model(x, skip=step == 1).square().mean() / len(each)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert is_lean(model)
-    return [param.to_local().detach().clone() for param in model.parameters()]
 
 
-def test_processes_beside_the_plain_model(gloo_pool: GlooPool) -> None:
-    by_rank = gloo_pool.run(_on_gloo, 3)
-    ranks = len(by_rank)
+def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
+    rank, before = torch.distributed.get_rank(), joint_reduce.LARGE
+    joint_reduce.LARGE = large
+    try:
+        model = wrapped(torch.distributed.get_world_size())
+        _train(model, [[batch(10 * step + rank)] for step in range(steps)])
+        assert is_lean(model)
+        for joint in the_unit(model).context.residents.joints:
+            assert (joint._share is None) == (large > 0)
+        return [param.to_local().detach().clone() for param in model.parameters()]
+    finally:
+        joint_reduce.LARGE = before
+
+
+@pytest.mark.parametrize("large", [joint_reduce.LARGE, 0])
+def test_processes_beside_the_plain_model(gloo_pool: GlooPool, large: int) -> None:
+    by_rank = gloo_pool.run(_on_gloo, 3, large)
     expected = plain()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for step in range(3):
-        for rank in range(ranks):
-            (expected(batch(10 * step + rank)).square().mean() / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(
+        expected,
+        [[batch(10 * step + rank) for rank in range(len(by_rank))] for step in range(3)],
+    )
     for params in by_rank:
         for param, other in zip(params, expected.parameters(), strict=True):
             torch.testing.assert_close(param, other.detach(), rtol=0, atol=1e-12)

@@ -9,6 +9,7 @@ that a comm's reduction deals with.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,8 @@ __all__ = ["JointReduce", "plan_reductions"]
 _GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
 FIRST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
+LARGE = 2**14
+"""Elements of a gradient, on average, from which a call for each costs less than a pass over all."""
 NODE_BYTES = 2**20
 """Buckets whose gradients may wait for each other before they are copied together."""
 
@@ -85,11 +88,21 @@ class JointReduce:
         counts = [len(bucket.params) for bucket in buckets]
         self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
+        self._share = self._early_share(sum(counts))
         self.pool = GradPool(_gradients)
         self.in_flight: Any = None
         self.comm: Comm | None = None
         self.accepts_all = False
         self.forget()
+
+    def _early_share(self, params: int) -> float | None:
+        """What gradients are multiplied by as they are copied, where that spares a pass over the sum.
+
+        For large ones, which take a call each; and where it rounds nothing: a power of two.
+        """
+        exact = math.frexp(self.divisor)[0] == 0.5 and self.dtype is not torch.float16
+        large = self.numel >= LARGE * params and type(self.flat) is torch.Tensor
+        return 1.0 / self.divisor if exact and large and self.divisor != 1 else None
 
     def begin(self, comm: Comm, *, accepts_all: bool) -> None:
         """A backward begins, of the root that these are of."""
@@ -184,7 +197,11 @@ class JointReduce:
 
     def pack(self) -> None:
         """Copies what was accepted; once all is there, issues the reduction."""
-        foreach_copy_(self._targets, self._sources)
+        if self._share is None:
+            foreach_copy_(self._targets, self._sources)
+        else:
+            for target, source in zip(self._targets, self._sources, strict=True):
+                torch.mul(source, self._share, out=target)
         self._targets, self._sources = [], []
         if not self.missing:
             self.launch()
@@ -248,7 +265,9 @@ class JointReduce:
             flat = self._span(flat)
         before = divisor_before_sum(self.divisor, self.dtype)
         scale, rest = before / self.divisor, 1.0
-        if before != 1:
+        if self._share is not None:
+            scale = 1.0
+        elif before != 1:
             flat.div_(before)
             if self.replicate_groups:  # see ``GradientSlots``
                 scale, rest = rest, scale
