@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, make_dtensor, untraced
-from parallel3d.errors import Parallel3dError, StateError
+from parallel3d._compat import untraced
+from parallel3d.errors import StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.buckets.gate import Gate
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.buckets.joint_gather import JointGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.precision.buffers import BufferCasts
 from parallel3d.fsdp.precision.eval_precision import switch_precision
+from parallel3d.fsdp.replacement import check_replacement, gradient_for
 from parallel3d.fsdp.running.freshness import weights_stamp
 
 __all__ = ["GroupState", "ParamGroup"]
@@ -184,7 +184,7 @@ class ParamGroup:
                     current = holder.get(name)
                     if current is param.sharded or current is None:
                         continue
-                    _check_replacement(param, current)
+                    check_replacement(param, current)
                     with torch.no_grad():
                         if param.sharded.is_meta and not current.is_meta:
                             param.place(param.local_part(current))  # its bucket moves with it
@@ -192,7 +192,7 @@ class ParamGroup:
                             param.sharded.copy_(current)
                         else:
                             view.copy_(param.shard_of(current, tp_local=False))
-                        param.sharded.grad = _gradient_for(param, current)
+                        param.sharded.grad = gradient_for(param, current)
                     param.sharded.requires_grad_(current.requires_grad)
                     holder[name] = param.sharded
         self.list_slots()  # one may have been removed, or be there again
@@ -362,29 +362,6 @@ class ParamGroup:
         if self.state is GroupState.GATHERING:
             self.state = GroupState.UNSHARDED
         self.reshard(comm)
-
-
-def _gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
-    """What ``.grad`` becomes when ``given`` takes the Parameter's place: that of ``given``, or None."""
-    grad, dtype = given.grad, param.sharded.dtype
-    if grad is None or isinstance(grad, DTensor):
-        return None if grad is None else grad.to(dtype)
-    return make_dtensor(param.shard_of(grad, tp_local=False).to(dtype, copy=True), param.spec)
-
-
-def _check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
-    own = isinstance(given, DTensor) and get_local_tensor(given).is_set_to(param.local)
-    if not (own or isinstance(given, nn.Parameter)):
-        raise Parallel3dError(
-            f"a tensor that is no Parameter stands in place of parameter {param.name}, as "
-            "torch.func.functional_call puts it there; its values would become the model's for good. Call it "
-            "with the model's own parameters (or .detach() of them), or before fully_shard"
-        )
-    if given.shape != param.global_shape:
-        raise Parallel3dError(
-            f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
-            f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
-        )
 
 
 class _GradHook:
