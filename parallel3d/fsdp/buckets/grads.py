@@ -278,12 +278,8 @@ class GradientSlots(WaitingSums):
         used: list[int],
     ) -> None:
         """The same with a piece of a larger result, in ``grad_dtype``, whose gradients are made already."""
-        params = self.sharded
-        present = [param.grad for param in params]
-        if len(used) == len(params) and all(grad is None for grad in present):
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-        elif not self._add_whole(flat, present, used):
+        present = [param.grad for param in self.sharded]
+        if not self._add_whole(flat, present, used):
             self._place(parts, grads, present, used)
 
     def _add_whole(self, flat: torch.Tensor, present: list, used: list[int]) -> bool:

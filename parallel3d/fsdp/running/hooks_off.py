@@ -33,7 +33,7 @@ class HooksOff:
 
     Attributes:
         modules: whose hooks they are, weakly; each has one of ours of either kind.
-        may: whether a forward has shown that nothing is recomputed.
+        may: whether they may be off: forwards have shown that nothing is recomputed; None before the first.
     """
 
     fewest_calls = checkpointed_calls()  # of checkpoint, seen so far

@@ -276,13 +276,13 @@ def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> JointReduce |
         grads = list(compress(grads, wanted))
         if not indices:
             return None
+    given = [grad for grad in grads if grad is not None]
     if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
         joint, place = arrivals.joint[0](), arrivals.joint[1]
         fits = joint is not None and joint.comm is not None and joint.divisor == bucket.divisor
-        if fits and joint.accept(place, indices, grads):  # type: ignore
+        if joint is not None and fits and joint.accept(place, indices, given):
             return joint
-    for index, grad in zip(indices, grads, strict=True):
-        assert grad is not None
+    for index, grad in zip(indices, given, strict=True):
         unit.take_gradient(bucket, index, grad)
     return None
 
