@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d import fsdp, optim, tp
+    from parallel3d import checkpoint, fsdp, optim, tp
     from parallel3d.errors import (
         AgreementError,
+        CheckpointError,
+        CorruptCheckpointError,
         MeshError,
         Parallel3dError,
         PlanError,
@@ -23,6 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "CorruptCheckpointError",
     "MeshError",
     "MeshLayout",
     "MixedPrecisionPolicy",
@@ -30,6 +34,7 @@ __all__ = [
     "PlanError",
     "StateError",
     "build_mesh",
+    "checkpoint",
     "fsdp",
     "fully_shard",
     "materialize",
@@ -42,7 +47,8 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "errors": "AgreementError MeshError Parallel3dError PlanError StateError",
+        "errors": "AgreementError CheckpointError CorruptCheckpointError MeshError Parallel3dError PlanError "
+        "StateError",
         "fsdp": "MixedPrecisionPolicy fully_shard",
         "init": "materialize",
         "mesh": "MeshLayout build_mesh",

@@ -1,6 +1,14 @@
 """The exceptions parallel3d raises for user mistakes: one family, all of them ``ValueError``."""
 
-__all__ = ["AgreementError", "MeshError", "Parallel3dError", "PlanError", "StateError"]
+__all__ = [
+    "AgreementError",
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "MeshError",
+    "Parallel3dError",
+    "PlanError",
+    "StateError",
+]
 
 
 class Parallel3dError(ValueError):
@@ -24,3 +32,11 @@ class StateError(Parallel3dError, RuntimeError):
 
     A RuntimeError too, which torch's engine raises in such cases.
     """
+
+
+class CheckpointError(Parallel3dError):
+    """A checkpoint that can't be written, or read into this model. Raised alike on every rank."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """What is stored is not what was saved: torn, truncated, changed, or no checkpoint at all."""

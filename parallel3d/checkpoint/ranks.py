@@ -1,0 +1,142 @@
+"""The ranks that save or load together, and how they agree: what fails on one raises on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["Ranks", "ranks_of"]
+
+T = TypeVar("T")
+
+_groups: dict[tuple[int, ...], tuple[ProcessGroup, ProcessGroup]] = {}
+"""Ranks -> (the default group at that time, a gloo group of these ranks)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those that take part in one save or load.
+
+    Attributes:
+        group: a gloo group of its own, which may be used from another thread than the model's are;
+            None for a process alone.
+        rank, size: this one's number among them, and how many there are.
+        ranks: their numbers in the default group.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def all(self, function: Callable[[], T]) -> list[T]:
+        """What ``function`` returns on each rank, by rank, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if it raised on any; a CorruptCheckpointError if all that it
+                raised were.
+        """
+        value: T | None = None
+        problem: Exception | None = None
+        try:
+            value = function()
+        except Exception as error:
+            problem = error
+        if self.group is None:
+            if problem is not None:
+                raise as_checkpoint_error({0: problem}, 1) from problem
+            return [value]  # type: ignore[list-item]
+        found: list = [None] * self.size
+        dist.all_gather_object(found, (value, _portable(problem)), group=self.group)
+        problems = {rank: p for rank, (_, p) in enumerate(found) if p is not None}
+        if problems:
+            raise as_checkpoint_error(problems, self.size) from problem
+        return [v for v, _ in found]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns on the first rank, the only one that calls it, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if it raised.
+        """
+        if self.group is None:
+            return self.all(function)[0]
+        answer: list = [None, None]
+        problem: Exception | None = None
+        if self.is_first:
+            try:
+                answer[0] = function()
+            except Exception as error:
+                problem = error
+                answer[1] = _portable(error)
+        dist.broadcast_object_list(answer, src=self.ranks[0], group=self.group)
+        if answer[1] is not None:
+            raise as_checkpoint_error({0: answer[1]}, 1) from problem
+        return answer[0]
+
+    def meet(self) -> None:
+        """Returns when all ranks have called it."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+def ranks_of(model: nn.Module | None = None) -> Ranks:
+    """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model. Collective among them
+    when first called."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks(None, 0, 1, (0,))
+    ranks = tuple(range(dist.get_world_size()))
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)} if model else ()
+    if meshes:
+        ranks = tuple(sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()}))
+    if len(ranks) == 1:
+        return Ranks(None, 0, 1, ranks)
+    world = dist.group.WORLD
+    assert world is not None
+    known = _groups.get(ranks)
+    if known is None or known[0] is not world:
+        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        known = _groups[ranks] = world, group
+    return Ranks(known[1], dist.get_rank(known[1]), len(ranks), ranks)
+
+
+def as_checkpoint_error(problems: dict[int, Exception], size: int) -> CheckpointError:
+    """One error for what ``problems``, by rank, say; ranks with the same text are named together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, problem in problems.items():
+        text = (
+            str(problem)
+            if isinstance(problem, ValueError)
+            else f"{type(problem).__name__}: {problem}"
+        )
+        by_text.setdefault(text, []).append(rank)
+    kind: type[CheckpointError] = CheckpointError
+    if all(isinstance(problem, CorruptCheckpointError) for problem in problems.values()):
+        kind = CorruptCheckpointError
+    if len(by_text) == 1 and (size == len(problems) or size == 1):
+        return kind(next(iter(by_text)))
+    lines = [f"on rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
+    return kind(lines[0] if len(lines) == 1 else "\n".join(["ranks failed:", *lines]))
+
+
+def _portable(problem: Exception | None) -> Exception | None:
+    """Without traceback and context, and of a kind that any rank can load."""
+    if problem is None:
+        return None
+    if type(problem) in (CheckpointError, CorruptCheckpointError):
+        return type(problem)(str(problem))
+    if isinstance(problem, ValueError):
+        return CheckpointError(str(problem))
+    return CheckpointError(f"{type(problem).__name__}: {problem}")
