@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parallel3d.init import materialize
     from parallel3d.mesh import MeshLayout, build_mesh
     from parallel3d.parallelize import parallelize
+    from parallel3d.seeding import seed_step
     from parallel3d.tp import resolve_plan
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "optim",
     "parallelize",
     "resolve_plan",
+    "seed_step",
     "tp",
 ]
 
@@ -53,6 +55,7 @@ export_lazily(
         "init": "materialize",
         "mesh": "MeshLayout build_mesh",
         "parallelize": "parallelize",
+        "seeding": "seed_step",
         "tp": "resolve_plan",
     },
 )

@@ -4,7 +4,7 @@ import math
 
 from parallel3d.errors import Parallel3dError
 
-__all__ = ["as_bool", "is_positive"]
+__all__ = ["as_bool", "as_count", "is_positive"]
 
 
 def as_bool(name: str, value: object) -> bool:
@@ -22,3 +22,14 @@ def is_positive(value: object) -> bool:
     """Whether ``value`` is a finite number above 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+
+
+def as_count(name: str, value: object, least: int = 0) -> int:
+    """``value``, an integer of at least ``least``.
+
+    Raises:
+        Parallel3dError: anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise Parallel3dError(f"{name} is {value!r}; it must be an integer, {least} or more")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["Ranks", "ranks_of"]
@@ -93,8 +94,12 @@ class Ranks:
 
 
 def ranks_of(model: nn.Module | None = None) -> Ranks:
-    """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model. Collective among them
-    when first called."""
+    """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model.
+
+    Collective among them when first called. Waits for a save that is under way in the background, which
+    uses the same group; raises what it raised.
+    """
+    wait_for_background()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(None, 0, 1, (0,))
     ranks = tuple(range(dist.get_world_size()))

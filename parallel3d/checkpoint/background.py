@@ -1,0 +1,56 @@
+"""One save at a time in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+__all__ = ["run_in_background", "wait_for_background"]
+
+
+class _Saving(Future[Path]):
+    """The future of a save; knows whether somebody has been told how it ended."""
+
+    told = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        found = self.exception(timeout)
+        if found is not None:
+            raise found
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.told = True
+        return found
+
+    def run(self, work: Callable[[], Path]) -> None:
+        try:
+            self.set_result(work())
+        except BaseException as error:
+            self.set_exception(error)
+
+
+_pending: _Saving | None = None
+
+
+def run_in_background(work: Callable[[], Path]) -> Future[Path]:
+    """Runs ``work`` in a thread, which the interpreter's end waits for; the one before must be done."""
+    global _pending
+    assert _pending is None
+    _pending = _Saving()
+    threading.Thread(target=_pending.run, args=(work,), name="parallel3d-checkpoint").start()
+    return _pending
+
+
+def wait_for_background() -> None:
+    """Returns when no save is under way. Raises what the last one raised, if nobody has been told."""
+    global _pending
+    if _pending is not None:
+        pending, _pending = _pending, None
+        told = pending.told
+        error = pending.exception()
+        if error is not None and not told:
+            raise error

@@ -1,0 +1,1 @@
+"""What a checkpoint's folder holds, and how it is written and read: files, index, marker."""

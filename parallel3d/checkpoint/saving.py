@@ -1,0 +1,160 @@
+"""save: all ranks write one checkpoint of a run, now or in the background."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.optim import Optimizer
+
+from parallel3d._arguments import as_bool, as_count
+from parallel3d.checkpoint.background import run_in_background
+from parallel3d.checkpoint.dcp_errors import dcp_errors
+from parallel3d.checkpoint.describe import describe
+from parallel3d.checkpoint.format import folder as folders
+from parallel3d.checkpoint.format.planners import SavePlanner
+from parallel3d.checkpoint.format.writer import Writer
+from parallel3d.checkpoint.model_state import model_state
+from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
+from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.rng import rng_state
+from parallel3d.checkpoint.staging import copy_to_host
+from parallel3d.checkpoint.values import encode
+from parallel3d.errors import CheckpointError
+
+__all__ = ["save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    async_: bool = False,
+    keep: int | None = 3,
+    only: str | None = None,
+) -> Path | Future[Path]:
+    """Writes the checkpoint ``path/step-...`` of a model as it lies on its mesh; ``load`` reads it on any.
+
+    Every rank writes what it holds, each value once, as safetensors; an index has a checksum of each block.
+    Until all is on the disk the folder has another name: whoever is killed leaves the checkpoints before it
+    as they are. Parameters, persistent buffers and optimizer state keep their dtypes and values; tied ones
+    are stored once. All ranks must call it.
+
+    Args:
+        path: the run's folder; made if it isn't there. The same for all ranks, on a file system they share.
+        optimizer: one, several or none; of ``torch.optim``, ``parallel3d.optim`` or by step_in_backward.
+        step: how many steps have been done. A checkpoint of this step is replaced.
+        extra: more to keep, by name: the data's position, a scheduler's ``state_dict()``: numbers, strings,
+            lists, dicts, tensors. Values that aren't tensors are the first rank's.
+        async_: only copy the state (to host memory), and write in the background. One such save can be
+            under way: the next call, or ``load``, waits for it first. Wait for the last before you
+            end the process group.
+        keep: how many checkpoints of ``path`` to leave, this one among them; None: all.
+        only: ``"trainable"``: parameters with ``requires_grad`` alone, as for LoRA's, and no buffers.
+
+    Returns:
+        The checkpoint's folder; with ``async_`` a future of it, whose ``result()`` raises what went wrong.
+
+    Raises:
+        CheckpointError: on all ranks, if one can't write (no space, no rights), or something can't be kept;
+            what was saved before is as it was.
+    """
+    step, async_ = as_count("step", step), as_bool("async_", async_)
+    if keep is not None:
+        as_count("keep", keep, least=1)
+    if only not in (None, "trainable"):
+        raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
+    ranks = ranks_of(model)
+    work = _Work(Path(path), step, keep, ranks)
+    try:
+        work.collect(model, as_optimizers(optimizer), extra, only)
+        if async_:
+            work.tensors = copy_to_host(work.tensors)
+    except Exception as error:  # told to the other ranks, who are on their way to write
+        work.problem = error
+    return run_in_background(work.run) if async_ else work.run()
+
+
+@dataclass
+class _Work:
+    """One save.
+
+    Attributes:
+        tensors: what DCP stores, by name.
+        info: for checkpoint.json.
+        problem: why this rank has nothing to write.
+    """
+
+    run_folder: Path
+    step: int
+    keep: int | None
+    ranks: Ranks
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    problem: Exception | None = None
+
+    def collect(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        extra: Mapping[str, Any] | None,
+        only: str | None,
+    ) -> None:
+        """Finds all that is to be stored."""
+        state = model_state(model, only)
+        tensors = self.tensors = state.tensors
+
+        def keep(tensor: Tensor, where: str) -> str:
+            tensors[where] = tensor.detach()
+            return where
+
+        self.info = {
+            "step": self.step,
+            **describe(model),
+            "ranks": self.ranks.size,
+            "rng": rng_state(self.ranks, tensors),
+            "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
+            "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
+            "extra": encode(dict(extra or {}), "extra", keep),
+        }
+
+    def run(self) -> Path:
+        """Writes. Collective."""
+        final = folders.step_folder(self.run_folder, self.step)
+        writer = Writer(final, lambda: self.info)
+        try:
+            self.ranks.all(self._check)
+            with dcp_errors(alone=self.ranks.group is None):
+                dcp.save(
+                    self.tensors,
+                    storage_writer=writer,
+                    planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                    process_group=self.ranks.group,
+                    no_dist=self.ranks.group is None,
+                )
+        except CheckpointError:
+            if self.ranks.is_first and writer.folder is not None:
+                folders.discard(writer.folder)
+            raise
+        finally:
+            self.tensors = {}
+        if self.ranks.is_first and self.keep is not None:
+            try:
+                folders.prune(self.run_folder, self.keep)
+            except OSError as error:
+                warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=3)
+        return final
+
+    def _check(self) -> None:
+        if self.problem is not None:
+            raise self.problem
