@@ -15,6 +15,12 @@ class _Saving(Future[Path]):
 
     told = False
 
+    def tell(self) -> None:
+        """Raises what it has raised, if nobody has been told."""
+        error = None if self.told else self.exception()
+        if error is not None:
+            raise error
+
     def result(self, timeout: float | None = None) -> Path:
         found = self.exception(timeout)
         if found is not None:
@@ -41,16 +47,18 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
     global _pending
     assert _pending is None
     _pending = _Saving()
+    _pending.set_running_or_notify_cancel()  # it can't be cancelled
     threading.Thread(target=_pending.run, args=(work,), name="parallel3d-checkpoint").start()
     return _pending
 
 
-def wait_for_background() -> None:
-    """Returns when no save is under way. Raises what the last one raised, if nobody has been told."""
+def wait_for_background() -> _Saving | None:
+    """Returns when no save is under way: the last one, if it has failed."""
     global _pending
-    if _pending is not None:
-        pending, _pending = _pending, None
-        told = pending.told
-        error = pending.exception()
-        if error is not None and not told:
-            raise error
+    pending, _pending = _pending, None
+    if pending is None:
+        return None
+    told = pending.told
+    failed = pending.exception() is not None
+    pending.told = told
+    return pending if failed else None
