@@ -226,6 +226,8 @@ class _Load:
             return self.targets[name]
 
         self.extra = decode(self.contents.extra, target)
+        if not isinstance(self.extra, dict):
+            raise CorruptCheckpointError(f"{self.folder}: checkpoint.json is damaged: no extra")
         if targets:
             raise CheckpointError(
                 f"{self.folder} has no tensor {next(iter(targets))}, which load was given to read into"

@@ -92,9 +92,7 @@ class LoadedRng:
             if entry is not None and entry.dtype.itemsize * prod(entry.shape) <= _MOST:
                 found[kind] = stored.reader(prefix)(prefix + kind)
         try:
-            if same and "cpu" not in found:
-                raise ValueError("torch's isn't there")
-            self._set = _setters(found)
+            self._set = _setters(found) if same else []
         except (TypeError, ValueError, RuntimeError, OverflowError, KeyError, IndexError) as error:
             raise CorruptCheckpointError(
                 f"{stored.folder}: its states of rank {ranks.rank}'s random generators are damaged: {error}"
@@ -112,23 +110,21 @@ class LoadedRng:
 def _setters(found: dict[str, Tensor]) -> list[tuple[Callable[[Any], Any], Any]]:
     """(function, state) for each generator that there is a state of; each state has been tried."""
     setters: list[tuple[Callable[[Any], Any], Any]] = []
-    if "cpu" in found:
-        torch.Generator().set_state(found["cpu"])
-        setters.append((torch.set_rng_state, found["cpu"]))
-    if "python" in found:
-        gauss = found["python_gauss"].tolist()
-        if found["python"].dim() != 1 or len(gauss) > 1:
-            raise ValueError("Python's")
-        words = _words(found["python"])
-        state = _PYTHON, tuple(words), float(gauss[0]) if gauss else None
-        random.Random().setstate(state)
-        setters.append((random.setstate, state))
-    if "numpy" in found and "numpy" in sys.modules:
+    torch.Generator().set_state(found["cpu"])
+    setters.append((torch.set_rng_state, found["cpu"]))
+    gauss = _list(found["python_gauss"], torch.float64)
+    if len(gauss) > 1:
+        raise ValueError("Python's")
+    words = tuple(_list(found["python"], torch.int64))
+    state = _PYTHON, words, gauss[0] if gauss else None
+    random.Random().setstate(state)
+    setters.append((random.setstate, state))
+    if ("numpy" in found or "numpy_rest" in found) and "numpy" in sys.modules:
         import numpy
 
-        position, has_gauss, gauss = found["numpy_rest"].tolist()
-        keys = numpy.array(_words(found["numpy"]), dtype="uint32")
-        numbers = int(position), int(has_gauss), float(gauss)
+        position, has_gauss, gauss = _list(found["numpy_rest"], torch.float64)
+        keys = numpy.array(_list(found["numpy"], torch.int64), dtype="uint32")
+        numbers = int(position), int(has_gauss), gauss
         if not 0 <= numbers[0] <= _MT_WORDS or numbers[1] not in (0, 1):
             raise ValueError("numpy's")
         legacy = ("MT19937", keys, *numbers)
@@ -141,7 +137,7 @@ def _setters(found: dict[str, Tensor]) -> list[tuple[Callable[[Any], Any], Any]]
     return setters
 
 
-def _words(tensor: Tensor) -> list[int]:
-    if tensor.dtype != torch.int64:
-        raise ValueError(f"words are {tensor.dtype}")
-    return [int(word) for word in tensor.tolist()]
+def _list(tensor: Tensor, dtype: torch.dtype) -> list[Any]:
+    if tensor.dtype != dtype or tensor.dim() != 1:
+        raise ValueError(f"{tensor.dtype} of {tuple(tensor.shape)}")
+    return list(tensor.tolist())

@@ -105,6 +105,7 @@ class Index:
 def loads(text: str | bytes, what: str) -> Any:
     """``json.loads``, whose errors are CorruptCheckpointErrors; so is a key that an object has twice."""
     try:
+        text = text.decode() if isinstance(text, bytes) else text  # not another encoding than UTF-8
         return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{what} is no valid JSON: {error}") from None
