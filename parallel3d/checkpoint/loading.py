@@ -86,7 +86,8 @@ def load(
     """
     ranks = ranks_of(model)
     run = Path(path)
-    optimizers = ranks.all(lambda: as_optimizers(optimizer))[ranks.rank]
+    optimizers: list[Optimizer] = []
+    ranks.all(lambda: optimizers.extend(as_optimizers(optimizer)))
     found = ranks.first(lambda: _find(run))
     skipped: list[tuple[Path, str]] = []
     for folder in found:

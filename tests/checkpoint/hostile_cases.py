@@ -167,7 +167,7 @@ CASES |= {
     "a path within": renamed_file("./rank-00000.safetensors"),
     "an absolute path": absolute,
     "a file with a line's end": renamed_file("rank-00000.safetensors\n"),
-    "a file with other digits": renamed_file("rank-٠٠٠٠٠.safetensors"),
+    "a file with other digits": renamed_file(f"rank-{chr(0x660) * 5}.safetensors"),
     "a file of another name": renamed_file("weights.bin"),
 }
 
@@ -322,7 +322,7 @@ HARMLESS: dict[str, Damage] = {
     "more files": lambda folder: pickled(folder / "evil.pkl"),
     "a folder more": lambda folder: (folder / "rank-00007.safetensors").mkdir(),
     "a tensor of nobody": signed(
-        index=lambda i: i["tensors"].update({"other": dict(dtype="F32", shape=[0], chunks=[])})
+        index=lambda i: i["tensors"].update({"other": {"dtype": "F32", "shape": [0], "chunks": []}})
     ),
     "more keys": value("other", {"$module": "os"}),
     "objects": signed(index=lambda i: i["objects"].update({"x": {"$module": "os"}})),

@@ -217,7 +217,7 @@ def deep(count: int, ends: tuple[str, str] = ("[", "]")) -> str:
 def pinwheels(index: Json) -> None:
     """A tensor of very many boxes that no cut divides, one of them wrong: slow to compare by pairs."""
     boxes = []
-    for i in range(3000):
+    for i in range(1000):
         at = 3 * i
         boxes += [
             ([at, 0], [1, 2]),
@@ -229,7 +229,7 @@ def pinwheels(index: Json) -> None:
     boxes[-1] = ([0, 0], [1, 1])
     index["tensors"]["model.extra"] = {
         "dtype": "U8",
-        "shape": [9000, 3],
+        "shape": [3000, 3],
         "chunks": [[o, s, DATA, 0, [0]] for o, s in boxes],
     }
 
