@@ -116,7 +116,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     run = Path(path)
 
     def find() -> Path | None:
-        return next(iter(folders.candidates(run)), None) if run.is_dir() else None
+        return next(iter(folders.whole(run)), None) if run.is_dir() else None
 
     return ranks_of().first(find)
 

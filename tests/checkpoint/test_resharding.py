@@ -28,8 +28,7 @@ def session(save: list[Sizes], into: list[Sizes], load: list[Sizes], *where) -> 
     for sizes in save:
         model, optimizer = models[sizes], adamw(models[sizes], kind)
         if kind == "local":  # whose state is its own, and not to be made by hand
-            for step in range(2):
-                train(model, optimizer, step)
+            train(model, optimizer, 0)
         fill(model, optimizer, truth(sizes))
         same_whole(model, truth(sizes))
         folder = f"{path}/{'-'.join(map(str, sizes))}"
