@@ -37,6 +37,7 @@ class LoadPlanner(DefaultLoadPlanner):
         found = decode(json.loads(value.getvalue()))
         if not self.flatten_state_dict:
             self.state_dict[name] = found
+            self.original_state_dict[name] = found  # the base may have made another dict of it
             return
         *path, last = self.mappings[name]
         at: Any = self.original_state_dict
