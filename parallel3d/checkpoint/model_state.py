@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from parallel3d._compat import get_local_tensor
 from parallel3d.checkpoint.values import encode, keeper
 from parallel3d.errors import CheckpointError
+from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp.whole.other_form import check_at_rest
 
 __all__ = ["PREFIX", "ModelState", "has_extra", "model_state", "parameter_names", "plain_name"]
 
@@ -25,12 +27,14 @@ class ModelState:
 
     Attributes:
         tensors: parameters and persistent buffers, each once.
+        buffers: names of those that are buffers.
         ties: other names of these -> the first.
         extra: modules' ``get_extra_state()``, encoded; by module.
         extra_tensors: that are in these.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -40,8 +44,12 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
     """The state of ``model``; with ``only="trainable"`` that of parameters with ``requires_grad``.
 
     Raises:
+        StateError: a unit is in a forward or backward, where parameters are others.
         CheckpointError: a parameter or buffer is on the meta device, or a module's extra state can't be kept.
     """
+    for unit in units_of(model, recurse=True):
+        check_at_rest(unit, "checkpoint.save or load")
+        unit.show_shards()
     state = ModelState()
     first: dict[int, str] = {}
     for given, param in model.named_parameters(remove_duplicate=False):
@@ -66,6 +74,7 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
                     state.ties[PREFIX + at + key] = PREFIX + known
                 else:
                     state.tensors[PREFIX + at + key] = _checked(at + key, buffer)
+                    state.buffers.append(PREFIX + at + key)
         if has_extra(module) and module not in seen:
             seen.add(module)
             where = f"{PREFIX}{at}_extra_state"

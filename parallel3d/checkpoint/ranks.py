@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.fsdp.running.members import parameters_at_rest
 
 __all__ = ["Ranks", "ranks_of"]
 
@@ -128,7 +129,8 @@ def _ranks_of(model: nn.Module | None) -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(None, 0, 1, (0,))
     ranks = tuple(range(dist.get_world_size()))
-    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)} if model else ()
+    params = parameters_at_rest(model) if model is not None else []
+    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
     if meshes:
         ranks = tuple(sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()}))
     if len(ranks) == 1:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel3d._arguments import as_bool, as_count
@@ -58,7 +59,7 @@ def save(
         optimizer: one, several or none; of ``torch.optim``, ``parallel3d.optim`` or by step_in_backward.
         step: how many steps have been done. A checkpoint of this step is replaced.
         extra: more to keep, by name: the data's position, a scheduler's ``state_dict()``: numbers, strings,
-            lists, dicts, tensors. Values that aren't tensors are the first rank's.
+            lists, dicts, tensors. All but DTensors is the first rank's, and so are buffers.
         async_: only copy the state (to host memory), and write in the background. One such save can be
             under way: the next call, or ``load``, waits for it first. Wait for the last before you
             end the process group.
@@ -119,6 +120,7 @@ class _Work:
         """Finds all that is to be stored."""
         state = model_state(model, only)
         tensors = self.tensors = {**state.tensors, **state.extra_tensors}
+        values: dict[str, Tensor] = {}
         self.info = {
             "step": self.step,
             **describe(model),
@@ -126,8 +128,14 @@ class _Work:
             "rng": rng_state(self.ranks, tensors),
             "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
             "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
-            "extra": encode(dict(extra or {}), "extra", keeper(tensors)),
+            "extra": encode(dict(extra or {}), "extra", keeper(values)),
         }
+        for name in () if self.ranks.is_first else (*state.buffers, *state.extra_tensors, *values):
+            # The first rank's: where others have different ones, what is stored still goes together.
+            found = tensors if name in tensors else values
+            if not isinstance(found[name], DTensor):
+                del found[name]
+        tensors |= values
 
     def run(self) -> Path:
         """Writes. Collective."""
