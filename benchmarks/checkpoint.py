@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py [--quick] [--json PATH]
 
-Blocks 1024-4096-1024 with AdamW's state on 4 gloo processes: FSDP (1, 4, 1), HSDP (2, 2, 1), TP (1, 2, 2). Both
+Blocks 1024-4096-1024 with AdamW's state on 4 gloo processes: (1, 4, 1), (2, 2, 1) and (1, 2, 2). Both
 write to and read from the same disk (what is read lies in the page cache), in turns; each brings its files to
 the disk before it returns (DCP's default as well). Ours makes checksums of all it writes and verifies all it
 reads. DCP's ``save`` and ``load`` are given state dicts that were made before, so what torch's
