@@ -1,8 +1,8 @@
 """Monitor: a thread that reads the board while the main thread computes or waits.
 
-It answers roll calls, so that a rank that hangs is told from one that was killed; it remembers what was posted,
-also when the store's host is gone; and where the main thread still waits for a collective that can't end any
-more, it lets the wait fail (gloo only, see ``wake_waiting``).
+It answers roll calls, so that a rank that hangs is told from one that was killed; it remembers what was
+posted, also when the store's host is gone; and where the main thread still waits for a collective that can't
+end any more, it lets the wait fail (gloo only, see ``wake_waiting``).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Monitor(threading.Thread):
         self._main = threading.get_ident()
         self._notes: list[Note] = []
         self._lock = threading.Lock()
+        self._waking = threading.Lock()
         self._ended = threading.Event()
         self._seen: float | None = None  # when the first failure was
         self._woken = False
@@ -53,8 +54,9 @@ class Monitor(threading.Thread):
             return list(self._notes)
 
     def failure(self) -> Note | None:
-        """The first error of a rank's own, if there is one."""
-        return next((note for note in self.notes() if note.kind == "failed"), None)
+        """The first error that another rank has had of its own, if there is one."""
+        notes = self.notes()
+        return next((n for n in notes if n.kind == "failed" and n.rank != self.rank), None)
 
     def post(self, note: Note) -> None:
         """Tells the others."""
@@ -80,7 +82,8 @@ class Monitor(threading.Thread):
 
     def end(self) -> None:
         """Stops the thread; nothing is woken any more."""
-        self._ended.set()
+        with self._waking:
+            self._ended.set()
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -102,9 +105,11 @@ class Monitor(threading.Thread):
 
     def _wake(self) -> None:
         """Not at once: it may well find out by itself, or have failed in the same way as the others."""
-        if self._woken or self._seen is None or self._ended.is_set():
+        if self._woken or self._seen is None or time.monotonic() - self._seen < 0.4 * self.grace:
             return
-        if time.monotonic() - self._seen > 0.4 * self.grace:
+        with self._waking:
+            if self._ended.is_set():
+                return
             self._woken = True
             for group in all_groups():
                 with suppress(Exception):  # destroyed meanwhile, or of a backend we don't know

@@ -250,5 +250,3 @@ def _compare(topic: str, reports: Mapping[int, _Report]) -> tuple[str | None, st
             f"{describe(notices, len(reports))}"
         )
     return error, warning
-
-

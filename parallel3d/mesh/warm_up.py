@@ -1,8 +1,8 @@
 """The first collective on every axis, made in one order on all ranks.
 
-NCCL makes a group's communicator with its first collective. Made lazily, communicators come about in the order
-in which a program happens to use them, under memory pressure, and in the middle of a step: what then goes wrong
-is a hang far from its cause.
+NCCL makes a group's communicator with its first collective. Made lazily, communicators come about in the
+order in which a program happens to use them, under memory pressure, and in the middle of a step: what then
+goes wrong is a hang far from its cause.
 """
 
 import torch
