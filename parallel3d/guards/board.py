@@ -24,7 +24,7 @@ class Note:
 
     Attributes:
         kind: ``failed``: an error of its own; ``lost``: a collective of its failed; ``left``: it is done;
-            ``roll``: it asks who is still there.
+            ``roll``: it asks who is still there; ``end``: it knows what it wants to know.
         rank: who posts it.
         error: type and text of the exception.
         where: step, phase and unit it was at, in words.

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 
 from torch import distributed as dist
 
+from parallel3d._compat import group_timeout
 from parallel3d.errors import Parallel3dError, PeerFailureError
 from parallel3d.guards.board import Note
 from parallel3d.guards.monitor import Monitor
-from parallel3d.mesh.naming import name_ranks
+from parallel3d.mesh.naming import name_ranks, seconds
 
 __all__ = ["find_cause", "is_of_communication", "peer_failure", "short"]
 
@@ -70,7 +71,7 @@ def find_cause(
         monitor.post(Note("roll", rank))
 
     def all_have_posted() -> bool:
-        posted = {note.rank for note in monitor.notes() if note.kind != "roll"}
+        posted = {note.rank for note in monitor.notes() if note.kind not in ("roll", "end")}
         return monitor.failure() is not None or posted.issuperset(others)
 
     monitor.wait_until(all_have_posted, monitor.grace)
@@ -78,6 +79,9 @@ def find_cause(
     if failure is not None:
         return peer_failure(failure, rank)
     own = f"Rank {rank} was at {where}; its collective failed: {short(error, 300)}"
+    late = _others_gave_up(monitor)
+    if monitor.store_lost and late:
+        return PeerFailureError(f"{late}. {own}")
     if monitor.store_lost:
         return PeerFailureError(
             "the process that hosts the store has ended: rank 0, or the launcher (torchrun's agent) on its "
@@ -99,7 +103,8 @@ def _blame_the_silent(
     answers = monitor.answers(silent)
     lost = [each for each in silent if each not in answers]
     left = [note for note in notes if note.kind == "left" and note.rank != monitor.rank]
-    waited = "did not come in time" if _timed_out(error) else "is not in this collective"
+    limit = f"did not come within {seconds(group_timeout())}"
+    waited = limit if _timed_out(error) else "is not in this collective"
     lines: list[str] = []
     for each in lost:
         known = last_known(each)
@@ -112,14 +117,22 @@ def _blame_the_silent(
     if not lost and not answers:
         lines += [f"rank {note.rank} has left the watched part, at {note.where}" for note in left]
     if not lines:
-        late = [note.rank for note in notes if note.rank != monitor.rank]
-        lines.append(
-            f"no rank says that it failed first: {name_ranks(late)} lost a collective too. This rank was too "
-            "late for them, or the network between the ranks failed"
-        )
+        lines.append(_others_gave_up(monitor))
     blamed = lost or list(answers) or [note.rank for note in left]
     head = _head(lost, list(answers))
     return PeerFailureError(f"{head}{'; '.join(lines)}.\n{own}", tuple(blamed))
+
+
+def _others_gave_up(monitor: Monitor) -> str:
+    """Where nobody posted an error of its own, and all that is known is that others lost a collective too."""
+    notes = [n for n in monitor.notes() if n.kind == "lost" and n.rank != monitor.rank]
+    if not notes:
+        return ""
+    return (
+        f"{name_ranks(note.rank for note in notes)} lost a collective before this rank did, rank "
+        f"{notes[0].rank} at {notes[0].where}: {notes[0].error[:200]}. This rank came too late for it, or the "
+        "network between the ranks failed"
+    )
 
 
 def _head(lost: Iterable[int], hung: Iterable[int]) -> str:

@@ -117,7 +117,7 @@ class Debugger:
         self.recorder: Recorder | None = None
         self._number = 0
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self._meshes = meshes
+        self._ranks = sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()})
         self._timeout, self._keep = timeout, keep
 
     def _open(self) -> Rendezvous | None:
@@ -126,8 +126,9 @@ class Debugger:
             store, rank, world_size = found
             self.rank = rank
             table = next_table(store, "guards/debug", rank)
+            scope = self._ranks or range(world_size)
             self.rendezvous = Rendezvous(
-                table, rank, world_size, self.journal, self._keep, self._timeout
+                table, rank, scope, self.journal, self._keep, self._timeout
             )
             session = current_session()
             if session is not None:
@@ -150,10 +151,9 @@ class Debugger:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        ranks = sorted({int(r) for mesh in self._meshes for r in mesh.mesh.flatten().tolist()})
-        if not ranks and self._open() is not None:
-            ranks = list(range(dist.get_world_size()))
-        self._meet(f"optimizer step ({type(optimizer).__name__})", "", "", None, tuple(ranks))
+        rendezvous = self._open()
+        ranks = () if rendezvous is None else tuple(rendezvous.scope)
+        self._meet(f"optimizer step ({type(optimizer).__name__})", "", "", None, ranks)
 
     def _meet(
         self, what: str, axis: str, unit: str, size: int | None, ranks: tuple[int, ...]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.guards.debugging import KEEP, last_debugger
-from parallel3d.guards.events import Event, describe_places, read_journals
+from parallel3d.guards.events import Event, describe_places, is_end, read_journals
+from parallel3d.guards.rendezvous import first_difference
 from parallel3d.mesh.naming import name_ranks
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -34,7 +35,7 @@ class Diagnosis:
         parts = [f"{len(self.events)} ranks; {self.divergence or 'their sequences do not differ.'}"]
         if self.failures:
             parts.append("Errors:" + describe_places(dict(self.failures)))
-        done = [rank for rank, events in self.events.items() if events and not _is_end(events[-1])]
+        done = [rank for rank, events in self.events.items() if events and not is_end(events[-1])]
         if done:
             parts.append(f"{name_ranks(done)} neither left debug mode nor ended with an error.")
         for rank, events in self.events.items():
@@ -76,7 +77,7 @@ def _from_store() -> dict[int, list[Event]]:
     if rendezvous is None:
         return {debugger.rank: list(debugger.journal.events)}
     try:
-        return {rank: rendezvous.log(rank) for rank in range(rendezvous.world_size)}
+        return {rank: rendezvous.log(rank) for rank in rendezvous.scope}
     except RuntimeError as error:
         raise Parallel3dError(
             "diagnose: the store is gone, as the process that hosted it has ended; give the folder that "
@@ -85,43 +86,17 @@ def _from_store() -> dict[int, list[Event]]:
 
 
 def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:
-    """Where ranks that meet first bring different things, or the last that some do without the others."""
-    met: dict[tuple[str, int], dict[int, Event]] = {}
-    oldest: dict[int, int] = {rank: each[0].number for rank, each in events.items() if each}
-    for rank, each in events.items():
-        for event in each:
-            if len(event.ranks) > 1:
-                met.setdefault((event.key, event.place), {})[rank] = event
-    differing, lonely = [], []
-    for members in met.values():
-        first = next(iter(members.values()))
-        number = min(event.number for event in members.values())
-        if not all(first.agrees_with(event) for event in members.values()):
-            differing.append((number, members))
-        elif any(rank not in members and rank in oldest for rank in first.ranks):
-            latest = all(_is_last(events[rank], event) for rank, event in members.items())
-            if latest:
-                lonely.append((number, members))
-    if differing:
-        _, members = min(differing, key=lambda item: item[0])
-        texts = {rank: str(event) for rank, event in members.items()}
-        return f"the ranks part where they were about to issue:{describe_places(texts)}"
-    if lonely:
-        texts = {
-            rank: str(_last_done(events[rank])) if events[rank] else "nothing" for rank in events
-        }
-        return f"the ranks part, each waiting at another place:{describe_places(texts)}"
-    return ""
-
-
-def _is_end(event: Event) -> bool:
-    return event.what.startswith("left")
-
-
-def _last_done(events: Sequence[Event]) -> Event:
-    done = [event for event in events if not _is_end(event)]
-    return done[-1] if done else events[-1]
-
-
-def _is_last(events: Sequence[Event], event: Event) -> bool:
-    return _last_done(events).number == event.number
+    """Where the sequences first differ, in words; those of ranks that stopped are not longer than that."""
+    done = {rank: [e for e in each if not is_end(e)] for rank, each in events.items()}
+    first, odd = first_difference(done)
+    if first:
+        name = name_ranks(odd) if 2 * len(odd) < len(first) else "the ranks"
+        return (
+            f"{name} part{'s' if len(odd) == 1 else ''} from the rest with:{describe_places(first)}"
+        )
+    last = {rank: each[-1].number if each else 0 for rank, each in done.items()}
+    behind = [rank for rank in last if last[rank] < max(last.values())]
+    if not behind:
+        return ""
+    texts = {rank: str(done[rank][-1]) if done[rank] else "nothing" for rank in events}
+    return f"{name_ranks(behind)} stopped before the rest; last were:{describe_places(texts)}"

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.naming import name_ranks
 
-__all__ = ["Event", "Journal", "read_journals"]
+__all__ = ["Event", "Journal", "describe_places", "is_end", "read_journals"]
 
 _MOST_BYTES = 32 * 2**20  # of a file; the one before it is kept
 
@@ -146,6 +146,11 @@ def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[E
             "or PARALLEL3D_DEBUG_DIR was given"
         )
     return dict(sorted(found.items()))
+
+
+def is_end(event: Event) -> bool:
+    """Whether it says that the rank has left debug mode, in whatever way."""
+    return event.what.startswith("left")
 
 
 def describe_places(events: dict[int, str]) -> str:

@@ -9,19 +9,20 @@ only takes long is neither.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 from torch import distributed as dist
 
 from parallel3d.errors import AgreementError, PeerFailureError
-from parallel3d.guards.events import Event, Journal, describe_places
+from parallel3d.guards.events import Event, Journal, describe_places, is_end
 from parallel3d.mesh.naming import name_ranks, seconds
-from parallel3d.mesh.store import while_waiting
+from parallel3d.mesh.store import wait_for, while_waiting
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "first_difference"]
 
 _SLICE = timedelta(seconds=0.25)
 _SETTLE = (
@@ -34,6 +35,7 @@ class Rendezvous:
 
     Args:
         table: the part of the store that the ranks share.
+        scope: the ranks that run the same program, to be compared with each other.
         keep: how many events of each rank the store holds.
         timeout: how long a rank waits for another that does not come.
     """
@@ -42,14 +44,14 @@ class Rendezvous:
         self,
         table: dist.Store,
         rank: int,
-        world_size: int,
+        scope: Sequence[int],
         journal: Journal,
         keep: int,
         timeout: timedelta,
     ) -> None:
         self._table = table
         self.rank = rank
-        self.world_size = world_size
+        self.scope = list(scope)
         self._journal = journal
         self._keep = keep
         self._timeout = timeout
@@ -113,23 +115,34 @@ class Rendezvous:
     def _wait(self, event: Event, keys: Sequence[str]) -> None:
         end = time.monotonic() + self._timeout.total_seconds()
         circle: object = None
-        while True:
-            try:
-                self._table.wait(list(keys), _SLICE)
-                return
-            except dist.DistNetworkError as error:
-                raise PeerFailureError(
-                    "the process that hosts the store has ended: rank 0, or the launcher on its machine. "
-                    f"Rank {self.rank} was about to issue {event}."
-                ) from error
-            except RuntimeError:  # a timeout, for which the stores share no narrower type
-                pass
+        while not self._have_come(event, keys):
             self._look(event)
             before, circle = circle, self._find_circle(event)
             if circle is not None and circle == before:  # still the same: nobody was on the way
                 self._part(event)
             if time.monotonic() > end:
                 self._give_up(event)
+
+    def _have_come(self, event: Event, keys: Sequence[str]) -> bool:
+        """Whether all have, or do in a short while."""
+        look = partial(self._raise_verdict, event)
+        while_waiting.insert(
+            0, look
+        )  # before one that would say that those who raise it have failed
+        try:
+            wait_for(self._table, keys, _SLICE)
+            return True
+        except PeerFailureError:
+            raise
+        except dist.DistNetworkError as error:
+            raise PeerFailureError(
+                "the process that hosts the store has ended: rank 0, or the launcher on its machine. "
+                f"Rank {self.rank} was about to issue {event}."
+            ) from error
+        except RuntimeError:  # not yet
+            return False
+        finally:
+            while_waiting.remove(look)
 
     def _look(self, event: Event) -> None:
         """Raises what ends the wait, if anything has happened."""
@@ -153,7 +166,7 @@ class Rendezvous:
                 if where is None or other in done or other == rank:
                     continue
                 seen = (other, where.number)
-                if seen in path or _has_gone(where):
+                if seen in path or is_end(where):
                     path.append(seen)
                     return True
                 if len(where.ranks) > 1 and search(other, where):
@@ -170,27 +183,17 @@ class Rendezvous:
         """Says, with all that wait, who is where."""
         time.sleep(_SETTLE)
         self._look(event)
-        places = {rank: self.at(rank) for rank in range(self.world_size)}
-        texts = {rank: "nothing yet" if at is None else str(at) for rank, at in places.items()}
-        common = max(texts.values(), key=list(texts.values()).count)
-        odd = [rank for rank, text in texts.items() if text != common]
-        if 2 * len(odd) < self.world_size:
-            head = f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the majority"
+        now = {rank: str(self.at(rank) or "nothing yet") for rank in self.scope}
+        logs = {rank: self.log(rank) for rank in self.scope}
+        first, odd = first_difference(logs)
+        if first and 2 * len(odd) < len(first):
+            differ = "differs" if len(odd) == 1 else "differ"
+            head = f"{name_ranks(odd)} {differ} from the majority, about to issue:{describe_places(first)}"
         else:
-            head = "no majority does the same"
-        lines = describe_places(texts)
-        before = "".join(self._before(rank) for rank in odd[:2])
+            head = f"no majority does the same, about to issue:{describe_places(first or now)}"
+        before = "".join(_before(rank, logs[rank]) for rank in odd[:2])
         self._conclude(
-            event,
-            f"The ranks part: {head}. They were about to issue, or have last issued:{lines}{before}",
-        )
-
-    def _before(self, rank: int) -> str:
-        done = self.log(rank)[-4:-1]
-        return (
-            f"\nBefore that rank {rank} issued: {'; '.join(str(event) for event in done)}"
-            if done
-            else ""
+            event, f"The ranks part: {head}\nNow they are at:{describe_places(now)}{before}"
         )
 
     def _give_up(self, event: Event) -> NoReturn:
@@ -207,7 +210,7 @@ class Rendezvous:
         if self._table.add("verdicts", 1) == 1:
             self._table.set("verdict", text)
         with suppress(RuntimeError):  # the first has died in between
-            self._table.wait(["verdict"], _SLICE * 8)
+            wait_for(self._table, ["verdict"], _SLICE * 8)
         self._raise_verdict(event)
         raise AgreementError(text)
 
@@ -217,5 +220,26 @@ class Rendezvous:
             raise AgreementError(f"{verdict}\nRank {self.rank} was about to issue {event}.")
 
 
-def _has_gone(event: Event) -> bool:
-    return event.what.startswith("left")
+def first_difference(
+    logs: Mapping[int, Sequence[Event]],
+) -> tuple[dict[int, str], list[int]]:
+    """(what each rank did, the odd ranks) where the sequences of ranks with one program first differ."""
+    by_number: dict[int, dict[int, Event]] = {}
+    for rank, log in logs.items():
+        for event in log:
+            by_number.setdefault(event.number, {})[rank] = event
+    for _, events in sorted(by_number.items()):
+        same: list[list[int]] = []
+        for rank, event in events.items():
+            known = next((ranks for ranks in same if events[ranks[0]].agrees_with(event)), None)
+            known.append(rank) if known is not None else same.append([rank])
+        if len(same) > 1:
+            common = max(same, key=len)
+            odd = [rank for ranks in same if ranks is not common for rank in ranks]
+            return {rank: str(event) for rank, event in events.items()}, sorted(odd)
+    return {}, []
+
+
+def _before(rank: int, log: Sequence[Event]) -> str:
+    done = "; ".join(str(event) for event in log[-4:-1])
+    return f"\nBefore that rank {rank} issued: {done}" if done else ""

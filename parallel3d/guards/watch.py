@@ -103,17 +103,18 @@ class Session:
             found = find_cause(monitor, error, where, self.last_known)
         else:
             monitor.post(Note("failed", monitor.rank, short(error), where, here.step))
+        monitor.post(Note("end", monitor.rank))
         if monitor.rank == 0:  # it may host the store
             _linger(monitor)
         return found
 
 
 def _linger(monitor: Monitor) -> None:
-    """Until the others have read what there is, or are not going to."""
+    """Until the others have read what there is."""
     others = set(range(monitor.world_size)) - {monitor.rank}
 
     def all_know() -> bool:
-        return {n.rank for n in monitor.notes() if n.kind != "roll"}.issuperset(others)
+        return {n.rank for n in monitor.notes() if n.kind in ("end", "left")}.issuperset(others)
 
     monitor.wait_until(all_know, monitor.grace)
 
@@ -190,6 +191,9 @@ class Watch(ContextDecorator):
 
 def _after_step(optimizer: Any) -> None:
     here.stepped(optimizer)
+    session = current_session()
+    if session is not None:
+        session.open()
     if here.phase == "start":
         here.phase = "step"
         if _timeouts.active:

@@ -11,7 +11,7 @@ from parallel3d import _compat, _compat_simulated
 __all__ = ["next_table", "others", "ranks_are_played", "wait_for", "while_waiting"]
 
 _ONE_PROCESS = ("fake", "emulated")  # backends of ``parallel3d.testing`` without other ranks
-_SLICE = timedelta(seconds=0.5)  # after it a waiting rank looks around, and can be interrupted
+_SHORTEST, _LONGEST = 0.0005, 0.1  # seconds between two looks into the store
 
 while_waiting: list[Callable[[], None]] = []
 """Called now and then by a rank that waits; one that raises ends the wait. See ``guards.watch``."""
@@ -50,17 +50,14 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None
         PeerFailureError: within ``guards.watch``: another rank has failed.
     """
     end = time.monotonic() + timeout.total_seconds()
-    wanted = list(keys)
-    while True:
-        left = timedelta(seconds=max(end - time.monotonic(), 0.001))
-        last = left <= _SLICE
-        try:
-            store.wait(wanted, left if last else _SLICE)
-            return
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # the stores share no narrower type for a timeout
-            for look in while_waiting:
-                look()
-            if last:
-                raise
+    pause = _SHORTEST
+    # Not store.wait: on a TCP store it can't be interrupted, and says on stderr that it has ended.
+    for look in while_waiting:
+        look()
+    while not store.check(list(keys)):
+        for look in while_waiting:
+            look()
+        if time.monotonic() > end:
+            raise RuntimeError(f"{', '.join(keys)} not set within {timeout}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from models import Lm, lm_loss, tokens
 from torch import distributed as dist
-from torch import nn
 
 import parallel3d as p3d
 from parallel3d import guards
@@ -74,8 +73,10 @@ def a_model() -> Any:
 Steps = Callable[[int, Any], None]
 
 
-def train(model: Any, steps: int = 4, each: Steps = lambda step, model: None, micro: int = 2) -> None:
-    """``each`` is called before every step; ``micro`` micro-batches, of which it can ask for another number."""
+def train(
+    model: Any, steps: int = 4, each: Steps = lambda step, model: None, micro: int = 2
+) -> None:
+    """``each`` is called before every step and may ask for another number of micro-batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, steps + 1):
         number = each(step, model)
@@ -83,8 +84,6 @@ def train(model: Any, steps: int = 4, each: Steps = lambda step, model: None, mi
             lm_loss(model, tokens(dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
 
 
 # -- What the digest finds -----------------------------------------------------------------------------
@@ -187,9 +186,11 @@ def other_axis() -> None:
 def other_operation() -> None:
     debugged(
         lambda s, m: _own(
-            s, m, odd=lambda x, mesh: dist.all_gather_into_tensor(
+            s,
+            m,
+            odd=lambda x, mesh: dist.all_gather_into_tensor(
                 torch.empty(8), x, group=mesh.get_group("shard")
-            )
+            ),
         )
     )
 
