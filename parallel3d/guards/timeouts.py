@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch
+from torch.distributed import ProcessGroup
 
 from parallel3d._compat import all_groups, group_timeout, set_group_timeout
 from parallel3d.errors import Parallel3dError
@@ -15,7 +17,7 @@ from parallel3d.guards.progress import here
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
-__all__ = ["Schedule", "Timeouts", "phase"]
+__all__ = ["Schedule", "Timeouts", "keep_for_saving", "phase"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class Timeouts:
     Attributes:
         start: until the first optimizer step is over: compilers and caches are cold, data is opened.
         step: from then on.
-        save: within ``phase("save")``.
+        save: within ``phase("save")``; and always for what ``parallel3d.checkpoint`` communicates, which
+            may go on in the background of steps.
 
     Raises:
         Parallel3dError: one is no positive ``datetime.timedelta``.
@@ -61,6 +64,13 @@ class Schedule:
         if self._before is None and others() is not None:
             self._before = group_timeout()
             _set_all(self.timeouts.start)
+            for group in _for_saving:
+                self.set_save(group)
+
+    def set_save(self, group: ProcessGroup) -> None:
+        """Gives a group that saves the timeout for that."""
+        if self.timeouts.save is not None:
+            set_group_timeout(group, self.timeouts.save)
 
     def change(self, name: str) -> None:
         """To those of phase ``name``, which all ranks enter; waits for them where a timeout gets shorter.
@@ -84,12 +94,21 @@ class Schedule:
 
 
 active: list[Schedule] = []  # innermost last
+_for_saving: WeakSet[ProcessGroup] = WeakSet()
+
+
+def keep_for_saving(group: ProcessGroup) -> None:
+    """``group`` is used for checkpoints alone, also in the background: phases leave its timeout as it is."""
+    _for_saving.add(group)
+    if active:
+        active[-1].set_save(group)
 
 
 def _set_all(timeout: timedelta | None) -> None:
     if timeout is not None:
         for group in all_groups():
-            set_group_timeout(group, timeout)
+            if group not in _for_saving:
+                set_group_timeout(group, timeout)
 
 
 @contextmanager
