@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 
-from parallel3d._compat import all_groups, group_timeout, set_group_timeout
+from parallel3d._compat_groups import all_groups, group_timeout, set_group_timeout
 from parallel3d.errors import Parallel3dError
 from parallel3d.guards.progress import here
 from parallel3d.mesh.agreement import check_agreement
