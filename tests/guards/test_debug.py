@@ -1,8 +1,6 @@
 """Debug mode where nothing is wrong; journals; diagnose."""
 
-import itertools
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import jobs
@@ -112,7 +110,7 @@ def test_diagnosis_from_files_after_a_kill(tmp_path: Path) -> None:
             assert "rank 2 did not come to all_gather on shard" in ending.message
             assert "rank 2: optimizer step (SGD) (step 2, micro-batch 2)" in ending.message
     report = p3d.diagnose(tmp_path)
-    assert "rank 2 stopped before the rest" in report.divergence
+    assert "rank 2 stopped first" in report.divergence
     assert set(report.failures) == {0, 1, 3}
     assert "rank 2 neither left debug mode nor ended with an error" in str(report)
 
@@ -126,7 +124,7 @@ def test_by_the_environment(tmp_path: Path, monkeypatch) -> None:
         with guards.watch():
             lm_loss(model, tokens(0)).backward()
     (events,) = p3d.diagnose(tmp_path).events.values()
-    assert [event.what for event in events][0] == "all_gather"
+    assert events[0].what == "all_gather"
     assert events[-1].what == "left debug mode"
     assert [event.number for event in events] == list(range(1, len(events) + 1))
 
@@ -154,7 +152,7 @@ def test_arguments(tmp_path: Path) -> None:
 
 class TestEvents:
     def log(self, *whats: str) -> list[Event]:
-        return [Event(n, what, ranks=(0, 1)) for n, what in zip(itertools.count(1), whats)]  # noqa: B905
+        return [Event(number, what, ranks=(0, 1)) for number, what in enumerate(whats, 1)]
 
     def test_a_line_that_was_cut_short_is_left_out(self, tmp_path: Path) -> None:
         journal = Journal(0, 10, tmp_path)
