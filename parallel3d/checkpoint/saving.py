@@ -27,7 +27,7 @@ from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
 from parallel3d.checkpoint.ranks import Ranks, ranks_of
 from parallel3d.checkpoint.rng import rng_state
 from parallel3d.checkpoint.staging import copy_to_host
-from parallel3d.checkpoint.values import encode
+from parallel3d.checkpoint.values import encode, keeper
 from parallel3d.errors import CheckpointError
 
 __all__ = ["save"]
@@ -76,7 +76,7 @@ def save(
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
     ranks = ranks_of(model)
-    work = _Work(Path(path), step, keep, ranks)
+    work = _Work(Path(path).absolute(), step, keep, ranks)
     try:
         work.collect(model, as_optimizers(optimizer), extra, only)
         if async_:
@@ -116,19 +116,14 @@ class _Work:
         """Finds all that is to be stored."""
         self.description = partial(describe, model)  # later: strings by the hundred
         state = model_state(model, only)
-        tensors = self.tensors = state.tensors
-
-        def keep(tensor: Tensor, where: str) -> str:
-            tensors[where] = tensor
-            return where
-
+        tensors = self.tensors = {**state.tensors, **state.extra_tensors}
         self.info = {
             "step": self.step,
             "ranks": self.ranks.size,
             "rng": rng_state(self.ranks, tensors),
             "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
             "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
-            "extra": encode(dict(extra or {}), "extra", keep),
+            "extra": encode(dict(extra or {}), "extra", keeper(tensors)),
         }
 
     def run(self) -> Path:
