@@ -83,15 +83,15 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
         with _following(f"to make {target!r}", [converter]):
             made = converter.convert(target, model=plain, config=model.config)
         for name, value in made.items():
-            layouts[name] = _layout(value, name)
+            layouts[name] = _traced(value, name).origin
             if name not in own:
                 unexpected += inputs[target]
     layouts = {name: layout for name, layout in layouts.items() if name in own}
     return Converted(layouts, unexpected, [each for each in mapping if each.was_used()])
 
 
-def to_file(model: Any, tensors: Tensors) -> dict[str, Layout]:
-    """Of which of the model's ``tensors`` those of a checkpoint are made: the inverse, by the file's names.
+def to_file(model: Any, tensors: Tensors) -> dict[str, tuple[Layout, torch.dtype]]:
+    """Of which of the model's ``tensors`` those of a checkpoint are made, the inverse: layout and dtype by name.
 
     Raises:
         CheckpointError: a conversion that can't be followed, or doesn't fit.
@@ -102,7 +102,8 @@ def to_file(model: Any, tensors: Tensors) -> dict[str, Layout]:
     }
     with _following("back", mapping):
         made = core.revert_weight_conversion(plain, state)
-    return {name: _layout(value, name) for name, value in made.items()}
+    traced = {name: _traced(value, name) for name, value in made.items()}
+    return {name: (value.origin, value.dtype) for name, value in traced.items()}
 
 
 def ignored(model: Any, kind: str) -> Callable[[str], bool]:
@@ -182,12 +183,12 @@ def _as_plain(model: Any) -> Any:
     return plain
 
 
-def _layout(value: Any, name: str) -> Layout:
+def _traced(value: Any, name: str) -> Traced:
     if isinstance(value, list):
         value = value[0]
     if not isinstance(value, Traced):
         raise CheckpointError(f"transformers' conversion of {name!r} can't be followed")
-    return value.origin
+    return value
 
 
 @contextmanager

@@ -13,16 +13,19 @@ from math import prod
 from typing import NamedTuple
 
 __all__ = [
+    "Along",
     "Layout",
     "Patch",
     "Run",
     "Untraceable",
     "concatenated",
     "contiguous_strides",
+    "in_source",
     "narrowed",
     "permuted",
     "reshaped",
     "whole_of",
+    "within_source",
 ]
 
 
@@ -275,3 +278,66 @@ def _each(
     layout: Layout, shape: tuple[int, ...], change: Callable[[Patch], Iterator[Patch]]
 ) -> Layout:
     return Layout(shape, tuple(new for patch in layout.patches for new in change(patch)))
+
+
+# -- in the source's dims ------------------------------------------------------------------------------
+
+
+class Along(NamedTuple):
+    """What a patch takes along one dim of its source: from ``start`` on every ``step``th index, for ``dim``
+    of the tensor; or, if ``dim`` is None, one index."""
+
+    start: int
+    step: int
+    dim: int | None
+
+
+def in_source(patch: Patch, shape: Sequence[int]) -> Iterator[tuple[Patch, tuple[Along, ...]]]:
+    """``patch`` in parts that are each a slice of its source, of ``shape``; with what slice, by dim."""
+    alongs, rest = [], patch.offset
+    for stride in contiguous_strides(shape):
+        start, rest = divmod(rest, stride)
+        alongs.append(Along(start, 1, None))
+    for dim in sorted(range(len(patch.runs)), key=lambda d: -patch.strides[d]):
+        count, stride = patch.runs[dim].count, patch.strides[dim]
+        if count == 1:
+            continue
+        at, step = _source_dim(shape, stride)
+        if step == 0 or alongs[at].dim is not None:  # along no dim, or one that another runs along
+            for index in range(count):
+                yield from in_source(patch.part(dim, index, 1), shape)
+            return
+        fits = -((alongs[at].start - shape[at]) // step)  # indices within the source's dim
+        if fits < count:
+            yield from in_source(patch.part(dim, 0, fits), shape)
+            yield from in_source(patch.part(dim, fits, count - fits), shape)
+            return
+        alongs[at] = Along(alongs[at].start, step, dim)
+    yield patch, tuple(alongs)
+
+
+def _source_dim(shape: Sequence[int], stride: int) -> tuple[int, int]:
+    """The dim of a source along which ``stride`` steps, and by how many indices; 0 if there is none."""
+    for dim, unit in enumerate(contiguous_strides(shape)):
+        if shape[dim] > 1 and stride % unit == 0 and stride // unit < shape[dim]:
+            return dim, stride // unit
+    return 0, 0
+
+
+def within_source(
+    patch: Patch, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[Patch]:
+    """What of ``patch`` comes from that box of its source."""
+    for part, alongs in in_source(patch, shape):
+        cut: Patch | None = part
+        for (start, step, dim), offset, size in zip(alongs, offsets, sizes, strict=True):
+            run = Run(start, step, 1 if dim is None else part.runs[dim].count)
+            first, count = run.inside(offset, offset + size)
+            if not count:
+                cut = None
+                break
+            if dim is not None:
+                assert cut is not None
+                cut = cut.part(dim, first, count)
+        if cut is not None:
+            yield cut

@@ -21,7 +21,7 @@ import torch
 
 from parallel3d.errors import CorruptCheckpointError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "Stored", "header_of", "read_header"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "Stored", "header_of", "is_ours", "read_header"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,6 +42,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = {"format": "pt", "made_by": "parallel3d"}
 _LONGEST_HEADER = 100 << 20  # bytes; the library's limit too
 
 
@@ -137,9 +138,20 @@ def _check_gapless(found: Mapping[str, Stored], begin: int, size: int) -> None:
         raise ValueError(f"its tensors end at byte {begin}, the file at {size}")
 
 
+def is_ours(path: Path) -> bool:
+    """Whether a file says that ``header_of`` made its header."""
+    try:
+        with open(path, "rb", opener=_open_regular) as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            said = json.loads(opened.read(min(length, _LONGEST_HEADER)).decode())["__metadata__"]
+            return said.get("made_by") == _METADATA["made_by"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
 def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """The beginning of a file that holds ``tensors`` in this order; their bytes follow it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": _METADATA}
     at = 0
     for name, (dtype, shape) in tensors.items():
         end = at + prod(shape) * dtype.itemsize
