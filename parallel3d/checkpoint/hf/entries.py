@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from parallel3d.errors import CheckpointError
 
@@ -71,9 +72,10 @@ def _plain_name(prefix: str, key: str) -> str:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that ``module`` was made of, before ``parallelize`` or ``fully_shard`` extended it."""
+    """The class that ``module`` had before ``parallelize`` or a ``fully_shard`` extended it, or one of the same
+    name."""
     for cls in type(module).__mro__:
-        if not cls.__module__.startswith(("parallel3d.", "torch.")):
+        if not issubclass(cls, FSDPModule) and not cls.__module__.startswith(("parallel3d.", "torch.")):
             return cls
     return type(module)
 

@@ -162,7 +162,11 @@ class _Work:
         sender = self._ranks.ranks[message.sender]
         work = dist.irecv(flat, sender, group=self._ranks.group, tag=message.tag)
         assert work is not None
-        end = (lambda: None) if direct else (lambda: target.copy_(staged) and None)
+
+        def end() -> None:
+            if not direct:
+                target.copy_(staged)
+
         self._under_way.append((work, message.nbytes, True, end))
 
     def _target(self, message: _Message) -> Tensor:

@@ -63,8 +63,8 @@ def save_hf(
     done = False
     try:
         ranks.all(lambda: _check_seen(temporary))
-        files = _Files(temporary)
-        ranks.all(lambda: exchange(export, ranks, files.write))
+        with _Files(temporary) as files:
+            ranks.all(lambda: exchange(export, ranks, files.write))
         ranks.first(lambda: target.write_texts(model, export, dtype, temporary))
         ranks.first(lambda: target.finish(temporary, path))
         done = True
@@ -93,23 +93,20 @@ class _Files:
         if tensor is file.tensors[0]:
             self._open(file)
         assert self._opened is not None and self._opened[0] == file.name
-        opened = self._opened[1]
-        try:
-            _write_all(opened, bytes_of(values), tensor.at)
-            if tensor is file.tensors[-1]:
-                os.fsync(opened)
-        except OSError:
-            self._close()
-            raise
+        _write_all(self._opened[1], bytes_of(values), tensor.at)
         if tensor is file.tensors[-1]:
-            self._close()
+            os.fsync(self._opened[1])
+            self.__exit__()
 
     def _open(self, file: OutFile) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._opened = file.name, os.open(self._folder / file.name, flags, 0o666)
         _write_all(self._opened[1], memoryview(file.header), 0)
 
-    def _close(self) -> None:
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._opened is not None:
             opened, self._opened = self._opened[1], None
             os.close(opened)
