@@ -123,7 +123,9 @@ def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan
     found = {e.name: [by_name[n] for n in e.names if n in by_name] for e in entries}
     problems = _misfits(entries, found, stored)
     if strict and gone:
-        problems.append(f"not in the files: {listed(gone, unexpected)}")
+        given = None if names is None else file_names(entries, names)
+        sought = [given[name] if given else name for name in gone]
+        problems.append(f"not in the files: {listed(sought, unexpected)}")
     if strict and unexpected:
         problems.append(f"in the files, but not in the model: {listed(unexpected, gone)}")
     if problems:
