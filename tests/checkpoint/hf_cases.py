@@ -109,9 +109,7 @@ def there_and_back(kind: str, sizes: Sizes, folder: str, out: str, meta: bool) -
     if sizes != (1, 1, 1):
         assert [id(p) for p in model.parameters()] == objects
     check_equal(model, contents(plain(kind)))
-    shard = sum(
-        (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters()
-    )
+    shard = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
     if sizes[2] == 1:  # rows: with tensor parallelism parts of short rows are read along
         assert read <= shard + 4096, (read, shard)
     save_hf(out, model, max_shard_size="20KB")

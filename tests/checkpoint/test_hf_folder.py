@@ -121,7 +121,15 @@ def test_no_folder_and_nothing_in_it(tmp_path: Path) -> None:
 
 
 def test_index(sharded: Path) -> None:
-    for text in ("", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "\xff", "[" * 10**5):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": [1]}',
+        '{"weight_map": {"a": 1}}',
+        "\xff",
+        "[" * 10**5,
+    ):
         (sharded / INDEX).write_text(text, encoding="latin-1")
         refused(sharded, "no index of safetensors files")
 

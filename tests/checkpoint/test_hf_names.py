@@ -78,7 +78,9 @@ def test_missing_and_unexpected(tmp_path: Path) -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(CheckpointError) as caught:
         load_hf(tmp_path, model)
-    assert "not in the files: 'model.norm.weight' (nearest: 'model.norm.wight')" in str(caught.value)
+    assert "not in the files: 'model.norm.weight' (nearest: 'model.norm.wight')" in str(
+        caught.value
+    )
     assert "but not in the model: 'model.norm.wight'" in str(caught.value)
     assert all(torch.equal(value, before[n]) for n, value in model.state_dict().items())
     left = load_hf(tmp_path, model, strict=False)
@@ -193,5 +195,3 @@ def test_an_operation_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match=r"\(Doubled\) can't be followed: it calls mul"):
         save_hf(tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
-
-

@@ -1,4 +1,4 @@
-"""Several ranks: what one can't do fails on all, each reads its own slices, packed rows, all kinds of states."""
+"""Several ranks: each reads its own slices, and what fails on one fails on all; packed rows; other engines."""
 
 import errno
 import os
@@ -112,11 +112,13 @@ def failures(folder: str) -> None:
     if rank == 2:
         with Full():
             same_error_everywhere(
-                "on rank 2: OSError: .*No space", lambda: save_hf(root / "x", model, max_shard_size="20KB")
+                "on rank 2: OSError: .*No space",
+                lambda: save_hf(root / "x", model, max_shard_size="20KB"),
             )
     else:
         same_error_everywhere(
-            "on rank 2: OSError: .*No space", lambda: save_hf(root / "x", model, max_shard_size="20KB")
+            "on rank 2: OSError: .*No space",
+            lambda: save_hf(root / "x", model, max_shard_size="20KB"),
         )
     dist.barrier()
     assert [path.name for path in root.iterdir()] == ["good"]
@@ -130,7 +132,9 @@ def failures(folder: str) -> None:
     with full_params(model, writeback=False):
         same_error_everywhere("full_params", lambda: load_hf(root / "good", model))
         same_error_everywhere("full_params", lambda: save_hf(root / "y", model))
-    same_error_everywhere("max_shard_size", lambda: save_hf(root / "y", model, max_shard_size="5 PB"))
+    same_error_everywhere(
+        "max_shard_size", lambda: save_hf(root / "y", model, max_shard_size="5 PB")
+    )
     same_error_everywhere("floating", lambda: save_hf(root / "y", model, dtype=torch.int8))
     if rank == 0:
         (root / "mine").mkdir()
@@ -224,7 +228,9 @@ def on_parts_of_the_mesh(folder: str) -> None:
     want = contents(wide(0))
     model = wide(0)
     up, down = model.up, model.down
-    up.weight = nn.Parameter(distribute_tensor(up.weight, mesh["shard", "tp"], [Shard(0), Shard(1)]))
+    up.weight = nn.Parameter(
+        distribute_tensor(up.weight, mesh["shard", "tp"], [Shard(0), Shard(1)])
+    )
     down.weight = nn.Parameter(distribute_tensor(down.weight, mesh["tp"], [Shard(1)]))
     save_hf(folder, model, max_shard_size="400KB")
     again = wide(1)

@@ -19,14 +19,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with each model as transformers saves it, most in several files."""
     folder = tmp_path_factory.mktemp("hf")
     for kind in CONFIGS:
-        plain(kind).save_pretrained(folder / kind, max_shard_size="5GB" if kind == "tied" else "30KB")
+        plain(kind).save_pretrained(
+            folder / kind, max_shard_size="5GB" if kind == "tied" else "30KB"
+        )
     return folder
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_there_and_back(gloo_pool: GlooPool, root: Path, sizes: tuple[int, int, int]) -> None:
     cases = [(k, m) for k, m in CASES if k != "gpt2" or sizes[2] == 1]
-    gloo_pool.run(cases_there_and_back, cases, sizes, str(root), world_size=sizes[0] * sizes[1] * sizes[2])
+    gloo_pool.run(
+        cases_there_and_back, cases, sizes, str(root), world_size=sizes[0] * sizes[1] * sizes[2]
+    )
     for kind, _ in cases:
         out = root / f"{kind}-{'x'.join(map(str, sizes))}"
         check_files(out, root / kind)

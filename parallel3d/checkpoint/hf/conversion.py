@@ -21,7 +21,15 @@ from parallel3d.checkpoint.hf.layout import Layout, Untraceable, whole_of
 from parallel3d.checkpoint.hf.traced import Traced
 from parallel3d.errors import CheckpointError
 
-__all__ = ["Converted", "Tensors", "from_file", "ignored", "is_transformers", "tied_away", "to_file"]
+__all__ = [
+    "Converted",
+    "Tensors",
+    "from_file",
+    "ignored",
+    "is_transformers",
+    "tied_away",
+    "to_file",
+]
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> shape and dtype."""
@@ -91,7 +99,10 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
 
 
 def to_file(model: Any, tensors: Tensors) -> dict[str, tuple[Layout, torch.dtype]]:
-    """Of which of the model's ``tensors`` those of a checkpoint are made, the inverse: layout and dtype by name.
+    """The inverse: of which of the model's ``tensors`` those of a checkpoint are made.
+
+    Returns:
+        Layout and dtype by the checkpoint's name.
 
     Raises:
         CheckpointError: a conversion that can't be followed, or doesn't fit.
@@ -205,4 +216,6 @@ def _following(what: str, transforms: list[Any]) -> Iterator[None]:
             problem = f"can't be followed: {error}"
         else:
             problem = f"failed: {type(error).__name__}: {error}"
-        raise CheckpointError(f"transformers' conversion {what} ({operations}) {problem}") from error
+        raise CheckpointError(
+            f"transformers' conversion {what} ({operations}) {problem}"
+        ) from error

@@ -72,10 +72,11 @@ def _plain_name(prefix: str, key: str) -> str:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that ``module`` had before ``parallelize`` or a ``fully_shard`` extended it, or one of the same
-    name."""
+    """The class of ``module`` before a ``fully_shard`` extended it, or one of the same name and module."""
     for cls in type(module).__mro__:
-        if not issubclass(cls, FSDPModule) and not cls.__module__.startswith(("parallel3d.", "torch.")):
+        if not issubclass(cls, FSDPModule) and not cls.__module__.startswith(
+            ("parallel3d.", "torch.")
+        ):
             return cls
     return type(module)
 
@@ -96,7 +97,9 @@ def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
     elif callable(names):
         result = {name: names(name) for name in own}
     else:
-        raise CheckpointError(f"names is {names!r}; give a mapping or a function, model's name -> file's")
+        raise CheckpointError(
+            f"names is {names!r}; give a mapping or a function, model's name -> file's"
+        )
     for name, given in result.items():
         if not isinstance(given, str) or not given:
             raise CheckpointError(f"names gives {given!r} for {name!r}; it must give a name")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
 from math import prod
 
@@ -25,7 +26,7 @@ from parallel3d.checkpoint.ranks import Ranks
 __all__ = ["exchange"]
 
 _PIECE = 4 << 20  # bytes of a message
-_UNDER_WAY = 16 << 20  # bytes of the messages that a rank has begun and not ended
+_UNDER_WAY = 8 << 20  # bytes of the messages that a rank has begun and not ended
 
 Write = Callable[[OutFile, OutTensor, Tensor], None]
 
@@ -63,7 +64,7 @@ def exchange(export: Export, ranks: Ranks, write: Write) -> None:
                 work.take(message)
         if own is not None:
             work.finish_receiving()
-            work.guarded(lambda own=own: write(*own, work.values()))  # type: ignore[misc]
+            work.guarded(partial(write, *own, work.values()))
     work.finish()
 
 
@@ -80,9 +81,7 @@ def _turns(export: Export, size: int) -> Iterator[Iterator[_Message]]:
         now = [(o, own[turn][1]) for o, own in enumerate(by_owner) if turn < len(own)]
         parts = [list(_parts(export, tensor, owner, spread)) for owner, tensor in now]
         together = chain.from_iterable(zip_longest(*parts))
-        yield (
-            _Message(next(numbers) % (1 << 30), *part) for part in together if part is not None
-        )
+        yield (_Message(next(numbers) % (1 << 30), *part) for part in together if part is not None)
 
 
 def _parts(
@@ -183,7 +182,7 @@ class _Work:
                 if along.dim is None
                 else slice(
                     along.start - offset,
-                    along.start - offset + (patch.runs[along.dim].count - 1) * along.step + 1,
+                    along.start - offset + (patch.runs[along.dim].size - 1) * along.step + 1,
                     along.step,
                 )
                 for along, offset in zip(alongs, piece.offsets, strict=True)

@@ -29,7 +29,7 @@ _WORTH_A_FILE = 256 << 20  # bytes; less is not split to give more ranks a file 
 
 @dataclass(frozen=True)
 class OutTensor:
-    """A tensor of the export: made of the model's as ``layout`` says; ``at`` is its first byte in its file."""
+    """A tensor of the export: made of the model's as ``layout`` says; its first byte in its file is ``at``."""
 
     name: str
     layout: Layout
@@ -115,7 +115,9 @@ def _tensors(
     entries = entries_of(model)
     with_transformers = names is None and is_transformers(model)
     left_out = tied_away(model) if with_transformers else set()
-    never = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if with_transformers else set()
+    never = (
+        set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if with_transformers else set()
+    )
     given = None if names is None else file_names(entries, names)
     for entry in entries:
         kept = [name for name in entry.names if name not in left_out] or list(entry.names[:1])
@@ -140,7 +142,9 @@ def _check_storable(tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"save_hf: {len(meta)} tensors are on meta, {meta[0]!r} for one")
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"save_hf: {name!r} is {tensor.dtype}, which safetensors don't have")
+            raise CheckpointError(
+                f"save_hf: {name!r} is {tensor.dtype}, which safetensors don't have"
+            )
 
 
 def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[HeldBox]]:
@@ -176,7 +180,7 @@ def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[HeldBo
 def _files(
     tensors: Mapping[str, tuple[Layout, torch.dtype]], ranks: int, limit: int
 ) -> list[OutFile]:
-    """``tensors`` in their order, in files of at most ``limit`` bytes, or of one tensor; and who writes which.
+    """``tensors`` in their order, in files of at most ``limit`` bytes, or of one tensor; and their owners.
 
     Large models get a file a rank at least.
     """

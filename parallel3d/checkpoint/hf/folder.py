@@ -37,7 +37,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
         )
     files = _index(folder)
-    headers = {file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))}
+    headers = {
+        file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))
+    }
     lacking = [name for name, file in files.items() if name not in headers[file]]
     if lacking:
         raise CorruptCheckpointError(

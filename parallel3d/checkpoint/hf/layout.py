@@ -34,16 +34,16 @@ class Untraceable(Exception):
 
 
 class Run(NamedTuple):
-    """Indices along one dim: ``start``, ``start + step``, ..., ``count`` of them."""
+    """Indices along one dim: ``start``, ``start + step``, ..., ``size`` of them."""
 
     start: int
     step: int
-    count: int
+    size: int
 
     def inside(self, low: int, high: int) -> tuple[int, int]:
         """The first of those in ``[low, high)``, by its position in the run, and how many there are."""
         first = max(0, -((self.start - low) // self.step))
-        end = min(self.count, -((self.start - high) // self.step))
+        end = min(self.size, -((self.start - high) // self.step))
         return first, max(0, end - first)
 
 
@@ -65,7 +65,7 @@ class Patch:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        return tuple(run.count for run in self.runs)
+        return tuple(run.size for run in self.runs)
 
     def part(self, dim: int, first: int, count: int) -> Patch:
         """``count`` of its indices along ``dim`` from position ``first`` on."""
@@ -88,7 +88,7 @@ class Patch:
         """Of the tensor, or of a box of it that begins at ``offsets``."""
         starts = [0] * len(self.runs) if offsets is None else offsets
         return tuple(
-            slice(run.start - o, run.start - o + (run.count - 1) * run.step + 1, run.step)
+            slice(run.start - o, run.start - o + (run.size - 1) * run.step + 1, run.step)
             for run, o in zip(self.runs, starts, strict=True)
         )
 
@@ -119,7 +119,8 @@ def permuted(layout: Layout, dims: Sequence[int]) -> Layout:
     """Dims reordered as ``torch.permute`` does."""
 
     def move(patch: Patch) -> Iterator[Patch]:
-        runs, strides = (tuple(each[d] for d in dims) for each in (patch.runs, patch.strides))
+        runs = tuple(patch.runs[d] for d in dims)
+        strides = tuple(patch.strides[d] for d in dims)
         yield replace(patch, runs=runs, strides=strides)
 
     return _each(layout, tuple(layout.shape[d] for d in dims), move)
@@ -148,7 +149,9 @@ def concatenated(layouts: Sequence[Layout], dim: int) -> Layout:
     for layout in layouts:
         shape = layout.shape
         if (*shape[:dim], *shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :]):
-            raise ValueError(f"tensors of shapes {first} and {shape} can't be joined along dim {dim}")
+            raise ValueError(
+                f"tensors of shapes {first} and {shape} can't be joined along dim {dim}"
+            )
         patches += [_shifted(patch, dim, length) for patch in layout.patches]
         length += shape[dim]
     return Layout((*first[:dim], length, *first[dim + 1 :]), tuple(patches))
@@ -192,14 +195,14 @@ def _merged(layout: Layout, dim: int) -> Layout:
             return replace(patch, runs=runs, strides=strides, offset=patch.offset + ahead)
 
         start = a.start * inner + b.start
-        if b == (0, 1, inner) and a.step == 1 and (ta == tb * inner or a.count == 1):
-            yield one(Run(start, 1, a.count * inner), tb)
-        elif a.count <= b.count:
-            for i in range(a.count):
-                yield one(Run(start + i * a.step * inner, b.step, b.count), tb, i * ta)
+        if b == (0, 1, inner) and a.step == 1 and (ta == tb * inner or a.size == 1):
+            yield one(Run(start, 1, a.size * inner), tb)
+        elif a.size <= b.size:
+            for i in range(a.size):
+                yield one(Run(start + i * a.step * inner, b.step, b.size), tb, i * ta)
         else:
-            for j in range(b.count):
-                yield one(Run(start + j * b.step, a.step * inner, a.count), ta, j * tb)
+            for j in range(b.size):
+                yield one(Run(start + j * b.step, a.step * inner, a.size), ta, j * tb)
 
     shape = (*layout.shape[:dim], layout.shape[dim] * inner, *layout.shape[dim + 2 :])
     return _each(layout, shape, merge)
@@ -223,12 +226,12 @@ def _split(layout: Layout, dim: int, outer: int) -> Layout:
 def _in_rows(patch: Patch, dim: int, inner: int) -> Iterator[Patch]:
     """``patch`` in up to three parts, each within a row of ``inner`` indices or made of whole rows."""
     run = patch.runs[dim]
-    if run.step != 1 or run.count == 1:
+    if run.step != 1 or run.size == 1:
         yield patch
         return
-    head = min(run.count, -run.start % inner)
-    tail = (run.count - head) % inner
-    middle = run.count - head - tail
+    head = min(run.size, -run.start % inner)
+    tail = (run.size - head) % inner
+    middle = run.size - head - tail
     for first, count in ((0, head), (head, middle), (head + middle, tail)):
         if count:
             yield patch.part(dim, first, count)
@@ -299,7 +302,7 @@ def in_source(patch: Patch, shape: Sequence[int]) -> Iterator[tuple[Patch, tuple
         start, rest = divmod(rest, stride)
         alongs.append(Along(start, 1, None))
     for dim in sorted(range(len(patch.runs)), key=lambda d: -patch.strides[d]):
-        count, stride = patch.runs[dim].count, patch.strides[dim]
+        count, stride = patch.runs[dim].size, patch.strides[dim]
         if count == 1:
             continue
         at, step = _source_dim(shape, stride)
@@ -331,7 +334,7 @@ def within_source(
     for part, alongs in in_source(patch, shape):
         cut: Patch | None = part
         for (start, step, dim), offset, size in zip(alongs, offsets, sizes, strict=True):
-            run = Run(start, step, 1 if dim is None else part.runs[dim].count)
+            run = Run(start, step, 1 if dim is None else part.runs[dim].size)
             first, count = run.inside(offset, offset + size)
             if not count:
                 cut = None

@@ -80,7 +80,8 @@ def load_hf(
         ranks.all(lambda: memory_for(model, plan.initialised))
         ranks.all(lambda: _read(model, plan, reader))
     if plan.conversions is not None:
-        model._weight_conversions = plan.conversions  # as from_pretrained does, for the export
+        # As from_pretrained does, for the export.
+        model._weight_conversions = plan.conversions  # type: ignore[assignment]
     return LoadedNames(plan.missing, plan.unexpected)
 
 
@@ -164,7 +165,9 @@ def _misfits(
         for layout in found[entry.name]:
             shape = tuple(entry.tensor.shape)
             if layout.shape != shape:
-                problems.append(f"{entry.name!r} is {shape} in the model and {layout.shape} in the files")
+                problems.append(
+                    f"{entry.name!r} is {shape} in the model and {layout.shape} in the files"
+                )
                 continue
             kinds = {DTYPES[stored[patch.source].dtype] for patch in layout.patches}
             wrong = [kind for kind in kinds if not _casts(kind, entry.tensor.dtype)]
@@ -202,9 +205,7 @@ def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
                 yield part, piece.local[part.slices(piece.offsets)]
 
 
-def _check_ties(
-    entries: list[Entry], found: Mapping[str, list[Layout]], reader: Reader
-) -> None:
+def _check_ties(entries: list[Entry], found: Mapping[str, list[Layout]], reader: Reader) -> None:
     """A file that has several names of one tensor has the same values under each."""
     for entry in entries:
         layouts = found[entry.name]

@@ -88,7 +88,10 @@ class Reader:
         out: Tensor,
     ) -> None:
         dims = sorted((d for d in range(out.dim()) if out.shape[d] > 1), key=lambda d: strides[d])
-        span, dense = 1, True  # of what is inside the outermost dim, in elements; no large gaps in it
+        span, dense = (
+            1,
+            True,
+        )  # of what is inside the outermost dim, in elements; no large gaps in it
         for dim in dims[:-1]:
             dense &= (strides[dim] - span) * dtype.itemsize <= _GAP
             span += (out.shape[dim] - 1) * strides[dim]

@@ -52,8 +52,8 @@ def _check_replaceable(folder: Path) -> None:
     ]
     if foreign:
         raise CheckpointError(
-            f"save_hf: {folder} holds {', '.join(foreign[:5])}, which no export of save_hf does, and only such "
-            "are replaced; give another folder"
+            f"save_hf: {folder} holds {', '.join(foreign[:5])}, which is no export of save_hf's, and only "
+            "those are replaced; give another folder"
         )
 
 

@@ -142,7 +142,8 @@ def _unbind(tensor: Traced, dim: int = 0) -> tuple:
 
 
 def _listed(values: tuple) -> list:
-    return list(values[0]) if len(values) == 1 and not isinstance(values[0], int) else list(values)
+    one = values[0] if len(values) == 1 else values
+    return list(one) if isinstance(one, (tuple, list)) else [one]
 
 
 def _alike(tensors: Sequence[Any]) -> list[Traced]:
