@@ -1,4 +1,4 @@
-"""Several ranks: each reads its own slices, and what fails on one fails on all; packed rows; other engines."""
+"""Several ranks: each reads its slices, what fails on one fails on all; packed rows; other engines."""
 
 import errno
 import os

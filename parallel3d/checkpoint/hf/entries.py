@@ -74,9 +74,8 @@ def _plain_name(prefix: str, key: str) -> str:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of ``module`` before a ``fully_shard`` extended it, or one of the same name and module."""
     for cls in type(module).__mro__:
-        if not issubclass(cls, FSDPModule) and not cls.__module__.startswith(
-            ("parallel3d.", "torch.")
-        ):
+        extended = issubclass(cls, FSDPModule) or cls.__module__.startswith("parallel3d.")
+        if issubclass(cls, nn.Module) and not extended:
             return cls
     return type(module)
 

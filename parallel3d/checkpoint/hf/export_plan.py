@@ -29,7 +29,7 @@ _WORTH_A_FILE = 256 << 20  # bytes; less is not split to give more ranks a file 
 
 @dataclass(frozen=True)
 class OutTensor:
-    """A tensor of the export: made of the model's as ``layout`` says; its first byte in its file is ``at``."""
+    """A tensor of the export: made of the model's as ``layout`` says; ``at`` is its place in its file."""
 
     name: str
     layout: Layout
@@ -170,7 +170,7 @@ def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[HeldBo
             for box in boxes:
                 holders.setdefault(name, {}).setdefault(box, []).append(rank)
     for name, by_box in holders.items():
-        found[name] = [HeldBox(*box, tuple(held)) for box, held in by_box.items()]
+        found[name] = [HeldBox(o, s, tuple(held)) for (o, s), held in by_box.items()]
     return found
 
 
