@@ -54,8 +54,10 @@ def exchange(export: Export, ranks: Ranks, write: Write) -> None:
     """
     me = ranks.rank
     mine = _mine(export, me)
-    room = max((tensor.nbytes for _, tensor in mine), default=0)
-    work = _Work(export, ranks, torch.empty(room, dtype=torch.uint8))
+    made: list[_Work] = []
+    # Agreed on, as a rank that has no memory for its tensor would leave the others waiting.
+    ranks.all(lambda: made.append(_Work(export, ranks, mine)))
+    work = made[0]
     for turn, messages in enumerate(_turns(export, ranks.size)):
         own = mine[turn] if turn < len(mine) else None
         work.begin(None if own is None else own[1])
@@ -112,8 +114,10 @@ def _bounded(patch: Patch, most: int) -> Iterator[Patch]:
 class _Work:
     """One rank's part: what it sends and receives, in order."""
 
-    def __init__(self, export: Export, ranks: Ranks, room: Tensor) -> None:
-        self._ranks, self._room = ranks, room
+    def __init__(self, export: Export, ranks: Ranks, own: list[tuple[OutFile, OutTensor]]) -> None:
+        self._ranks = ranks
+        most = max((tensor.nbytes for _, tensor in own), default=0)
+        self._room = torch.empty(most, dtype=torch.uint8)
         self._pieces = {name: pieces_of(tensor) for name, tensor in export.tensors.items()}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in export.tensors.items()}
         self._values: Tensor | None = None
