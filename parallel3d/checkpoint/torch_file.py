@@ -39,7 +39,7 @@ from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
 __all__ = ["load_torch", "save_torch"]
 
 _FULL = StateDictType.FULL_STATE_DICT
-_MAX_VALUES, _MAX_DEPTH = 10_000_000, 20
+_MAX_VALUES, _MAX_DEPTH = 1_000_000, 20
 
 
 def load_torch(

@@ -185,9 +185,9 @@ class Archive:
             yield
         except CheckpointError:
             raise
-        except OSError as error:
-            raise CheckpointError(f"{self.what} can't be read: {error}") from error
         except Exception as error:  # of many kinds, zipfile's on files that are none
+            if isinstance(error, OSError) and error.errno is not None:
+                raise CheckpointError(f"{self.what} can't be read: {error}") from error
             raise CorruptCheckpointError(
                 f"{self.what} is nothing whole that torch.save has written "
                 f"({type(error).__name__}: {error})"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -165,6 +166,8 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise ValueError("no lists of what is stored, and where")
     stored = dict(_place(index, at) for index, at in places.items())
+    _check_apart(stored.values())
+    _check_paths(described, found.get("planner_data"))
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, StoredAt] = {}
     for name, entry in described.items():
@@ -180,6 +183,26 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
             raise ValueError(f"{name} is listed and nowhere stored")
         blobs[name] = at
     return tensors, blobs
+
+
+def _check_apart(places: Iterable[StoredAt]) -> None:
+    """Raises if two values are said to be at one place: every one was written to its own."""
+    ordered = sorted((at.path, at.offset, at.length) for at in places)
+    for (path, start, length), (other, begin, _) in pairwise(ordered):
+        if path == other and start + length > begin:
+            raise ValueError(f"two values at bytes {begin} to {start + length} of {path!r:.100}")
+
+
+def _check_paths(described: dict[Any, Any], planned: Any) -> None:
+    """Raises if a name is not what torch's planner has made of the keys that led to the value."""
+    if not isinstance(planned, dict):
+        return  # of another planner
+    for name, path in planned.items():
+        whole = isinstance(path, (tuple, list)) and all(type(key) in (str, int) for key in path)
+        if not whole or name not in described or ".".join(map(str, path)) != name:
+            raise ValueError(f"the path to {name!r:.100} leads elsewhere")
+    if len(planned) != len(described):
+        raise ValueError("other paths than names")
 
 
 def _place(index: Any, at: Any) -> tuple[tuple[str, tuple[int, ...] | None], StoredAt]:

@@ -12,6 +12,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pickletools import code2op
 from typing import Any
 
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -92,13 +93,20 @@ class _Machine:
                 break
             step = opcodes.get(code)
             if step is None:
-                raise CheckpointError(
-                    f"{self.what} has the pickle opcode 0x{code:02x} at byte {self.at - 1}, which none that "
-                    "torch writes for values has; it is not read. If you trust who made it: trusted=True"
-                )
-            step(self)
+                self.refuse(code)
+            else:
+                step(self)
         (value,) = self.stack
         return self._value(value)
+
+    def refuse(self, code: int) -> None:
+        known = code2op.get(chr(code))
+        if known is None:
+            raise ValueError(f"no opcode is 0x{code:02x}")
+        raise CheckpointError(
+            f"{self.what} has the pickle opcode {known.name} at byte {self.at - 1}, which none that torch writes "
+            "for values has; it is not read. If you trust who made it: trusted=True"
+        )
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -246,8 +254,8 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
     return lambda m: m.frozen(value)
 
 
-def _skip(count: int) -> Callable[[_Machine], None]:
-    return lambda m: m.take(count) and None
+def _skip(count: int) -> Callable[[_Machine], Any]:
+    return lambda m: m.take(count)
 
 
 _STOP = ord(".")

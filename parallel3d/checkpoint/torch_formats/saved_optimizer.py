@@ -116,8 +116,10 @@ def saved_in_names(stored: Mapping[str, Any], names: Iterable[str]) -> SavedOpti
             return saved_in_dict({"state": state_of(stored, known), "param_groups": value})
         elif head == "param_groups" and rest:
             name, what = _split(rest, known)
-            place = by_number if isinstance(name, int) else by_name
-            place.setdefault(name, {})[what] = value  # type: ignore[call-overload]
+            if isinstance(name, int):
+                by_number.setdefault(name, {})[what] = value
+            else:
+                by_name.setdefault(name, {})[what] = value
     if by_number and by_name:
         raise CheckpointError("the saved optimizer's param_groups are by number and by name")
     if by_name:

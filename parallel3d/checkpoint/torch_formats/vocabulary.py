@@ -21,7 +21,7 @@ def sizes_of(value: Any, *, signed: bool = False) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMS:
         raise ValueError("sizes that are no short tuple")
     if any(type(n) is not int or (n < 0 and not signed) or abs(n) >= 2**62 for n in value):
-        raise ValueError(f"sizes {tuple(value)} that can't be")
+        raise ValueError("sizes or offsets that can't be: negative, huge or no numbers")
     return tuple(value)
 
 
