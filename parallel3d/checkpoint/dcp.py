@@ -48,13 +48,14 @@ def load_dcp(
 ) -> None:
     """Loads a folder that ``torch.distributed.checkpoint.save`` has written on any mesh, by any program.
 
-    Every rank of the model's mesh must call it. Read are the usual forms: ``{"model": ..., "optimizer": ...}`` of
-    ``get_model_state_dict`` and ``get_optimizer_state_dict`` (or of the ``state_dict()`` of both), a model's
-    state dict at the top, ``{"app": ...}`` as in torch's tutorial, torchtitan's, and flattened optimizers.
+    Every rank of the model's mesh must call it. Read are the usual forms:
+    ``{"model": ..., "optimizer": ...}`` of ``get_model_state_dict`` and ``get_optimizer_state_dict`` (or of
+    the ``state_dict()`` of both), a model's state dict at the top, ``{"app": ...}`` as in torch's tutorial,
+    torchtitan's, and flattened optimizers.
 
-    Each rank reads the chunks that it holds something of, twice, one at a time: first all ranks see that everything
-    is there, fits and has the checksum it was written with; then values are copied. Nothing in the folder is
-    executed. Tensors that the optimizer has no room for yet are made, laid out as their parameters are.
+    Each rank reads the chunks that it holds something of, twice, one at a time: first all ranks see that
+    everything is there, fits and has the checksum it was written with; then values are copied. Nothing in the
+    folder is executed. State that the optimizer doesn't have yet is made, laid out as its parameters are.
 
     Args:
         optimizer: one over parameters of ``model``, also of ``parallel3d.optim``; None: the model alone.
@@ -62,7 +63,8 @@ def load_dcp(
             "param_groups", "app.model." say. None: found out.
         strict: all of the model's names must be there, and no other ones beside them.
         cast: convert values of another dtype.
-        checksums: compare them. False: for what was written with ``torch.serialization.set_crc32_options(False)``.
+        checksums: compare them. False: for what was written under
+            ``torch.serialization.set_crc32_options(False)``.
         trusted: read values of classes that torch doesn't write, by ``pickle``, which runs whatever
             the folder says: only for folders you made.
 

@@ -56,9 +56,10 @@ def load_torch(
 ) -> None:
     """Loads a file that ``torch.save`` has written: a state dict of whole tensors, or a dict with one in it.
 
-    Every rank of the model's mesh must call it, and copies what it holds out of the file. An optimizer's state
-    may be keyed by number, as ``optimizer.state_dict()`` is, or by name. Nothing in the file is executed: it may
-    have what ``torch.load(weights_only=True)`` takes. The ranks of a host verify the checksums together.
+    Every rank of the model's mesh must call it, and copies what it holds out of the file. An optimizer's
+    state may be keyed by number, as ``optimizer.state_dict()`` is, or by name. Nothing in the file is
+    executed: it may have tensors, dicts, lists, tuples, numbers and strings in it. The ranks of a host verify
+    the checksums together.
 
     Args:
         model_prefix, optimizer_prefix: the keys that lead to the model's state dict and to the optimizer's,
@@ -179,8 +180,8 @@ def _is_zip(path: Path) -> bool:
 def _check_is_zip(path: Path) -> None:
     if not _is_zip(path):
         raise CorruptCheckpointError(
-            f"{path} doesn't begin as what torch.save writes; if it is from before torch 1.6 and you trust who made "
-            "it: trusted=True"
+            f"{path} doesn't begin as what torch.save writes; if it is from before torch 1.6 and you trust who "
+            "made it: trusted=True"
         )
 
 
@@ -190,9 +191,9 @@ def _check_is_zip(path: Path) -> None:
 def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = None) -> None:
     """Writes one file of whole tensors that plain ``torch.load`` and ``load_state_dict`` take.
 
-    Every rank of the model's mesh must call it. Tensors are gathered unit by unit; the first rank keeps them,
-    on its host, which must have room for the whole model (and optimizer), and writes. The file appears under its
-    name when it is complete.
+    Every rank of the model's mesh must call it. Tensors are gathered unit by unit; the first rank keeps
+    them, on its host, which must have room for the whole model (and optimizer), and writes. The file appears
+    under its name when it is complete.
 
     Args:
         file: what is there is replaced.

@@ -37,7 +37,7 @@ def code(sentinel: Sentinel) -> str:
     return f"open({str(sentinel)!r}, 'w').close()"
 
 
-# -- .metadata that is another pickle ------------------------------------------------------------------------
+# -- .metadata that is another pickle -------------------------------------------------------------------
 
 
 def _global(module: str, name: str) -> bytes:
@@ -184,7 +184,7 @@ class Small_:
     pass
 
 
-# -- a table of contents that isn't right ----------------------------------------------------------------------
+# -- a table of contents that isn't right ---------------------------------------------------------------
 
 
 def _planner(f: Folder, s: Sentinel) -> None:
@@ -377,7 +377,7 @@ def _endless() -> Any:
     return value
 
 
-# -- files -------------------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------------
 
 
 def cut(file: str, share: float) -> OnDisk:

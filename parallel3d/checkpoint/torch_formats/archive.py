@@ -1,7 +1,7 @@
 """Archive: what ``torch.save`` has written, as a file of its own or a part of one; values by boxes.
 
-It is a zip file of stored records: ``data.pkl`` describes the values, ``data/N`` are the storages' bytes. torch
-writes a CRC-32 for each and doesn't look at it when it loads.
+It is a zip file of stored records: ``data.pkl`` describes the values, ``data/N`` are the storages' bytes.
+torch writes a CRC-32 for each and doesn't look at it when it loads.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Entry:
                 left -= len(block)
         if found != self.crc:
             raise CorruptCheckpointError(
-                f"{self.what} has the checksum {found:08x}, and had {self.crc:08x} when it was written (files "
-                "written under torch.serialization.set_crc32_options(False) have none, which "
+                f"{self.what} has the checksum {found:08x}, and had {self.crc:08x} when it was written "
+                "(files written under torch.serialization.set_crc32_options(False) have none, which "
                 "checksums=False reads)"
             )
 
@@ -199,7 +199,7 @@ class _Window(io.RawIOBase):
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
         super().__init__()
-        self._file = open(path, "rb", buffering=0)
+        self._file = io.FileIO(path)
         self._offset, self._length, self._at = offset, length, 0
 
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""DcpFolder: what a folder of ``torch.distributed.checkpoint`` holds, and where; nothing of it is executed."""
+"""DcpFolder: what a folder of ``torch.distributed.checkpoint`` holds, and where; nothing of it is run."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _Job:
         if optimizer is not None:
             if contents.optimizer is None:
                 raise CheckpointError(
-                    "the checkpoint has no state of an optimizer; leave the optimizer out to load the model alone"
+                    "the checkpoint has no state of an optimizer; leave it out to load the model alone"
                 )
             self.optimizer = OptimizerTarget(model, optimizer, contents.optimizer, cast=cast)
         entries = self.model.entries()

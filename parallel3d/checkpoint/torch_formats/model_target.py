@@ -128,7 +128,7 @@ def _check_names(
     ]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no {shown(missing)}, which the model has; strict=False leaves them as they are"
+            f"the checkpoint has no {shown(missing)}, which the model has; strict=False leaves them alone"
         )
 
 

@@ -55,8 +55,8 @@ def find_model(names: Collection[str], stored: Collection[str], *, given: str | 
     found = [prefix for prefix, count in counts.items() if count == best]
     if not found:
         raise CheckpointError(
-            f"the checkpoint has none of the model's names ({shown(names)}); it has {shown(stored)}. Is it of "
-            "another model?"
+            f"the checkpoint has none of the model's names ({shown(names)}); it has {shown(stored)}. Is it "
+            "of another model?"
         )
     for prefix in _USUAL:
         if prefix in found:
@@ -94,8 +94,8 @@ def find_optimizer(stored: Collection[str], *, given: str | None, model: str) ->
             return beside + last
     if not found:
         raise CheckpointError(
-            f"the checkpoint has no state of an optimizer; it has {shown(stored)}. Leave the optimizer out to "
-            "load the model alone"
+            f"the checkpoint has no state of an optimizer; it has {shown(stored)}. Leave the optimizer out "
+            "to load the model alone"
         )
     raise CheckpointError(
         f"the checkpoint has state of several optimizers, after {shown(found)}; say after which: "

@@ -69,7 +69,8 @@ class OptimizerTarget:
     """An optimizer of ``model``'s parameters, and what it is to have.
 
     Attributes:
-        slots: tensors of its state, by parameter's place in the order of the groups; values: what else is in it.
+        slots: tensors of its state, by the parameter's place in the order of the groups. values: what else
+            is in it.
         tensors: those of ``slots``, once allocated.
     """
 
@@ -123,8 +124,8 @@ class OptimizerTarget:
             chosen = mine[0] if mine else group
             if any(other is not chosen and not same(other, chosen) for other in mine):
                 raise CheckpointError(
-                    "parameters of one group of the optimizer were saved with different options (lr, say); give "
-                    "the optimizer groups as it had them"
+                    "parameters of one group of the optimizer were saved with different options (lr, say); "
+                    "give the optimizer groups as it had them"
                 )
             own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             _check_same_kind(own, chosen)

@@ -1,9 +1,9 @@
-"""read_pickle: a pickle's values, made by an interpreter that knows few opcodes and calls nothing of the file's.
+"""read_pickle: a pickle's values, by an interpreter that knows few opcodes and calls nothing of the file's.
 
-``pickle.Unpickler`` imports and calls what the file names, and even with a ``find_class`` that refuses names it
-can be made to allocate and to hash without end. Here a name stands for a value or a function of ours, or is an
-error; whatever else the file does is making dicts, lists, tuples, numbers and strings, in time and memory
-that its size bounds.
+``pickle.Unpickler`` imports and calls what the file names, and even with a ``find_class`` that refuses names
+it can be made to allocate and to hash without end. Here a name stands for a value or a function of ours, or
+is an error; whatever else the file does is making dicts, lists, tuples, numbers and strings, in time and
+memory that its size bounds.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class _Machine:
         if known is None:
             raise ValueError(f"no opcode is 0x{code:02x}")
         raise CheckpointError(
-            f"{self.what} has the pickle opcode {known.name} at byte {self.at - 1}, which none that torch writes "
-            "for values has; it is not read. If you trust who made it: trusted=True"
+            f"{self.what} has the pickle opcode {known.name} at byte {self.at - 1}, which none that torch "
+            "writes for values has; it is not read. If you trust who made it: trusted=True"
         )
 
     # -- reading ---------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ class _Machine:
         value = self.names.get((module, name))
         if value is None:
             raise CheckpointError(
-                f"{self.what} names {module[:80]}.{name[:80]}, which is not among what such a file needs; nothing "
-                "of it was called. If you trust who made it: trusted=True"
+                f"{self.what} names {module[:80]}.{name[:80]}, which is not among what such a file needs; "
+                "nothing of it was called. If you trust who made it: trusted=True"
             )
         self.stack.append(value)
 

@@ -65,8 +65,8 @@ class SavedOptimizer:
         """The saved numbers of ``names``, by their order."""
         if len(saved) != len(names):
             raise CheckpointError(
-                f"the saved optimizer has {len(saved)} parameters, by number, and the optimizer has {len(names)}; "
-                "make it of the same ones"
+                f"the saved optimizer has {len(saved)} parameters, by number, and the optimizer has "
+                f"{len(names)}; make it of the same ones"
             )
         return saved
 
@@ -96,8 +96,8 @@ def saved_in_dict(value: Any) -> SavedOptimizer:
 
 
 def saved_in_names(stored: Mapping[str, Any], names: Iterable[str]) -> SavedOptimizer:
-    """From flat names of any of torch's forms: ``state.NAME.exp_avg`` and ``param_groups.0.lr`` or, flattened,
-    ``param_groups.NAME.lr``.
+    """From flat names of any of torch's forms: ``state.NAME.exp_avg`` and ``param_groups.0.lr`` or,
+    flattened, ``param_groups.NAME.lr``.
 
     Args:
         stored: values after the optimizer's prefix.

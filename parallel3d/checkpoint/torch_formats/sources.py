@@ -175,8 +175,8 @@ class DcpTensor:
         source = FileTensor(archive, value)
         if source.dtype != self.dtype or source.shape != chunk.sizes:
             raise CorruptCheckpointError(
-                f"{what} is of {source.dtype} and {source.shape}; the table of contents says {self.dtype} and "
-                f"{chunk.sizes}"
+                f"{what} is of {source.dtype} and {source.shape}; the table of contents says {self.dtype} "
+                f"and {chunk.sizes}"
             )
         return source
 
