@@ -12,7 +12,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pickletools import code2op
+from pickletools import opcodes
 from typing import Any
 
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -100,11 +100,11 @@ class _Machine:
         return self._value(value)
 
     def refuse(self, code: int) -> None:
-        known = code2op.get(chr(code))
-        if known is None:
+        name = next((each.name for each in opcodes if each.code == chr(code)), None)
+        if name is None:
             raise ValueError(f"no opcode is 0x{code:02x}")
         raise CheckpointError(
-            f"{self.what} has the pickle opcode {known.name} at byte {self.at - 1}, which none that torch "
+            f"{self.what} has the pickle opcode {name} at byte {self.at - 1}, which none that torch "
             "writes for values has; it is not read. If you trust who made it: trusted=True"
         )
 
