@@ -180,8 +180,8 @@ def _is_zip(path: Path) -> bool:
 def _check_is_zip(path: Path) -> None:
     if not _is_zip(path):
         raise CorruptCheckpointError(
-            f"{path} doesn't begin as what torch.save writes; if it is from before torch 1.6 and you trust who "
-            "made it: trusted=True"
+            f"{path} doesn't begin as what torch.save writes; if it is from before torch 1.6 and you trust "
+            "who made it: trusted=True"
         )
 
 

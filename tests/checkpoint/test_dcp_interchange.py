@@ -210,7 +210,14 @@ def save_local_again(path: str, layout: MeshLayout) -> None:
 def test_optimizers_of_ours(gloo_pool, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     gloo_pool.run(save_ours, path, LAYOUTS[0], {}, world_size=4)
-    for make in (make_local, make_in_backward, make_local_in_backward):
-        gloo_pool.run(load_on, path, MeshLayout(shard=3), make, world_size=3)
-    gloo_pool.run(load_on, path, MeshLayout(tp=2), make_local, world_size=2)
-    gloo_pool.run(save_local_again, path, MeshLayout(shard=2), world_size=2)
+    gloo_pool.run(load_on, path, MeshLayout(shard=3), make_local_in_backward, world_size=3)
+    gloo_pool.run(save_local_again, path, MeshLayout(tp=2), world_size=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [make_local, make_in_backward])
+def test_more_optimizers_of_ours(gloo_pool, tmp_path: Path, make: Any) -> None:
+    path = str(tmp_path / "saved")
+    gloo_pool.run(save_ours, path, LAYOUTS[1], {}, world_size=4)
+    for layout in (MeshLayout(shard=3), MeshLayout(tp=2), MeshLayout()):
+        gloo_pool.run(load_on, path, layout, make, world_size=layout.world_size)
