@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d.checkpoint.format.dtypes import NAMES
+from parallel3d.checkpoint.format.safetensors_file import header_of
 from parallel3d.checkpoint.hf.conversion import is_transformers, tied_away, to_file
 from parallel3d.checkpoint.hf.entries import Names, entries_of, file_names
 from parallel3d.checkpoint.hf.folder import SINGLE
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
-from parallel3d.checkpoint.hf.safetensors_file import DTYPE_NAMES, header_of
 from parallel3d.checkpoint.pieces import HeldBox, held_boxes, pieces_of
 from parallel3d.checkpoint.ranks import Ranks
 from parallel3d.errors import CheckpointError
@@ -141,7 +142,7 @@ def _check_storable(tensors: Mapping[str, Tensor]) -> None:
     if meta:
         raise CheckpointError(f"save_hf: {len(meta)} tensors are on meta, {meta[0]!r} for one")
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in NAMES:
             raise CheckpointError(
                 f"save_hf: {name!r} is {tensor.dtype}, which safetensors don't have"
             )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from parallel3d.checkpoint.hf.safetensors_file import Stored, read_header
+from parallel3d.checkpoint.format.safetensors_file import Stored, read_header
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["INDEX", "SINGLE", "path_in", "stored_tensors"]

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._arguments import as_bool
+from parallel3d.checkpoint.format.dtypes import DTYPES
+from parallel3d.checkpoint.format.safetensors_file import Stored
 from parallel3d.checkpoint.hf.conversion import Converted, from_file, ignored, is_transformers
 from parallel3d.checkpoint.hf.entries import Entry, Names, entries_of, file_names, listed
 from parallel3d.checkpoint.hf.folder import stored_tensors
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
 from parallel3d.checkpoint.hf.reader import Reader
-from parallel3d.checkpoint.hf.safetensors_file import DTYPES, Stored
 from parallel3d.checkpoint.hf.storage import (
     bring_to_rest,
     mark_changed,

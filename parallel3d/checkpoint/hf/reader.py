@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallel3d.checkpoint.format.blocks import bytes_of
+from parallel3d.checkpoint.format.dtypes import DTYPES
+from parallel3d.checkpoint.format.safetensors_file import Stored
 from parallel3d.checkpoint.hf.folder import path_in
 from parallel3d.checkpoint.hf.layout import Patch
-from parallel3d.checkpoint.hf.safetensors_file import DTYPES, Stored
 from parallel3d.errors import CorruptCheckpointError
 
-__all__ = ["Reader", "bytes_of"]
+__all__ = ["Reader"]
 
 _PIECE = 4 << 20  # bytes read at once, and then copied to where they belong
 _GAP = 4096  # bytes not wanted that are read along: a page, which the disk brings in any case
@@ -141,15 +141,6 @@ class Reader:
         if file not in self._files:
             self._files[file] = os.open(path_in(self.folder, file), os.O_RDONLY)
         return self._files[file]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must live longer than the view."""
-    size = tensor.numel() * tensor.itemsize
-    if not size:
-        return memoryview(b"")
-    buffer: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    return memoryview(buffer).cast("B")
 
 
 def _is_image(out: Tensor, strides: Sequence[int], span: int, dtype: torch.dtype) -> bool:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.format.blocks import bytes_of
+from parallel3d.checkpoint.format.dtypes import NAMES
 from parallel3d.checkpoint.hf import target
 from parallel3d.checkpoint.hf.entries import Names
 from parallel3d.checkpoint.hf.exchange import exchange
 from parallel3d.checkpoint.hf.export_plan import OutFile, OutTensor, as_bytes, plan_export
-from parallel3d.checkpoint.hf.reader import bytes_of
-from parallel3d.checkpoint.hf.safetensors_file import DTYPE_NAMES
 from parallel3d.checkpoint.hf.storage import bring_to_rest
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.errors import CheckpointError
@@ -53,7 +53,7 @@ def save_hf(
     path = Path(os.path.abspath(folder))
 
     def check() -> int:
-        if dtype is not None and not (dtype in DTYPE_NAMES and dtype.is_floating_point):
+        if dtype is not None and not (dtype in NAMES and dtype.is_floating_point):
             raise CheckpointError(f"save_hf: dtype is {dtype!r}; give a floating-point one")
         bring_to_rest(model, "save_hf")
         return as_bytes(max_shard_size)

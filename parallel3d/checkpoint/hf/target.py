@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.checkpoint.format.safetensors_file import is_ours
 from parallel3d.checkpoint.hf.conversion import is_transformers
 from parallel3d.checkpoint.hf.entries import plain_class
 from parallel3d.checkpoint.hf.export_plan import Export
 from parallel3d.checkpoint.hf.folder import INDEX
-from parallel3d.checkpoint.hf.safetensors_file import is_ours
 from parallel3d.errors import CheckpointError
 
 __all__ = ["begin", "finish", "remove", "write_texts"]

@@ -19,30 +19,12 @@ from typing import Any
 
 import torch
 
-from parallel3d.errors import CorruptCheckpointError
+from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "Stored", "header_of", "is_ours", "read_header"]
+__all__ = ["Stored", "header_of", "is_ours", "read_header"]
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_METADATA = {"format": "pt", "made_by": "parallel3d"}
+_EXPORT = {"format": "pt", "made_by": "parallel3d"}
 _LONGEST_HEADER = 100 << 20  # bytes; the library's limit too
 
 
@@ -144,23 +126,27 @@ def is_ours(path: Path) -> bool:
         with open(path, "rb", opener=_open_regular) as opened:
             length = int.from_bytes(opened.read(8), "little")
             said = json.loads(opened.read(min(length, _LONGEST_HEADER)).decode())["__metadata__"]
-            return said.get("made_by") == _METADATA["made_by"]
+            return said.get("made_by") == _EXPORT["made_by"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
-def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The beginning of a file that holds ``tensors`` in this order; their bytes follow it."""
-    header: dict[str, Any] = {"__metadata__": _METADATA}
+def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """The beginning of a file that holds ``tensors`` in this order; their bytes follow it.
+
+    Raises:
+        CheckpointError: the format has no name for a dtype.
+    """
+    header: dict[str, Any] = {"__metadata__": _EXPORT}
     at = 0
     for name, (dtype, shape) in tensors.items():
+        if dtype not in NAMES:
+            raise CheckpointError(
+                f"{name} is {dtype}, which safetensors files can't hold; they can: "
+                f"{', '.join(str(known).removeprefix('torch.') for known in NAMES)}"
+            )
         end = at + prod(shape) * dtype.itemsize
-        offsets = [at, end]
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": offsets,
-        }
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
