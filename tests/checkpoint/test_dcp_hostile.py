@@ -215,7 +215,8 @@ def on_disk_of_a_model(path: Path, name: str, sentinel: Path) -> None:
     if name == "a call":
         folder.metadata.planner_data["x"] = Calls(__import__("os").system, touch(sentinel))
     elif name == "one rank's chunk":
-        folder.files["__1_0.distcp"][folder.place(at, 1).offset + 700] ^= 0xFF
+        rows = model.head.weight.detach()[10:].contiguous().view(-1).view(torch.uint8)
+        folder.files["__1_0.distcp"][folder.files["__1_0.distcp"].find(bytes(rows.tolist()))] ^= 1
     elif name == "cut":
         folder.files["__1_0.distcp"] = folder.files["__1_0.distcp"][:5000]
     elif name == "missing":

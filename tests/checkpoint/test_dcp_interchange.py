@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_models import adamw, check_equal, everything, loss_of, ours, step, theirs
+from dcp_models import adamw, check_equal, everything, loss_of, ours, plain, step, theirs
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -59,6 +59,7 @@ def as_written(form: str, model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 FORMS = ("usual", "tutorial", "titan", "raw")
+FULL = pytest.mark.full
 
 
 def trained(model: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -100,7 +101,12 @@ def goes_on(model: Any, optimizer: Any, found: Any, loaded: Any) -> None:
 
 @pytest.mark.parametrize(
     ("form", "layout"),
-    [("usual", LAYOUTS[0]), ("tutorial", LAYOUTS[1]), ("titan", LAYOUTS[2]), ("raw", LAYOUTS[0])],
+    [
+        ("usual", LAYOUTS[0]),
+        ("titan", LAYOUTS[1]),
+        pytest.param("tutorial", LAYOUTS[2], marks=FULL),
+        pytest.param("raw", LAYOUTS[0], marks=FULL),
+    ],
 )
 def test_from_torch(gloo_pool, tmp_path: Path, form: str, layout: MeshLayout) -> None:
     gloo_pool.run(from_torch, str(tmp_path), form, layout, world_size=4)
@@ -148,12 +154,46 @@ INTO = {
 
 
 @pytest.mark.parametrize(
-    ("form", "layout"), [("usual", LAYOUTS[0]), ("tutorial", LAYOUTS[1]), ("titan", LAYOUTS[2])]
+    ("form", "layout"),
+    [
+        ("usual", LAYOUTS[0]),
+        pytest.param("titan", LAYOUTS[2], marks=FULL),
+        pytest.param("tutorial", LAYOUTS[1], marks=FULL),
+    ],
 )
 def test_into_torch(gloo_pool, tmp_path: Path, form: str, layout: MeshLayout) -> None:
     path = str(tmp_path / "saved")
     gloo_pool.run(save_ours, path, layout, INTO[form], world_size=4)
     gloo_pool.run(into_torch, path, form, 2 if form == "usual" else 1, world_size=4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore")
+def test_forms_alone(tmp_path: Path, form: str) -> None:
+    """Both ways, without any mesh."""
+    model, optimizer = trained(plain(1))
+    expected = everything(model, optimizer)
+    dcp.save(as_written(form, model, optimizer), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    found = plain(2)
+    fresh = adamw(found, lr=1.0)
+    load_dcp(tmp_path / "theirs", found, fresh)
+    check_equal(everything(found, fresh), expected)
+    if form == "raw":
+        return
+    save_dcp(tmp_path / "ours", found, fresh, **INTO[form])
+    back = plain(3)
+    its = adamw(back, lr=1.0)
+    state = as_written(form, back, its)
+    state.pop("train_state", None)
+    dcp.load(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    if form != "tutorial":  # which sets it by itself
+        moments = state.pop("optimizer")
+        weights = state["model"] if form == "usual" else state
+        options = FLAT if form == "titan" else None
+        set_state_dict(
+            back, its, model_state_dict=weights, optim_state_dict=moments, options=options
+        )
+    check_equal(everything(back, its), expected)
 
 
 # -- other optimizers of ours, on other numbers of processes -------------------------------------------------

@@ -155,7 +155,6 @@ CASES = [
     ("plain", "fsdp + tp", make_adamw),
     ("plain", "hsdp", make_local),
     ("tied", "fsdp", make_in_backward),
-    ("frozen", "fsdp + tp", make_local),
     ("packed", "tp", make_adamw),
 ]
 MORE = [
@@ -164,6 +163,7 @@ MORE = [
     ("plain", "hsdp", make_adamw),
     ("plain", "fsdp", make_in_backward),
     ("packed", "tp", make_local),
+    ("frozen", "hsdp", make_local),
 ]
 ALL = [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
 
