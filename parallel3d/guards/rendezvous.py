@@ -209,8 +209,8 @@ class Rendezvous:
         texts = {rank: str(self.at(rank) or "nothing yet") for rank in missing}
         self._conclude(
             event,
-            f"{name_ranks(missing)} did not come to where others wait within {seconds(self._timeout)}: killed, hung, "
-            f"or slower than that. Last known:{describe_places(texts)}",
+            f"{name_ranks(missing)} did not come to where others wait within {seconds(self._timeout)}: "
+            f"killed, hung, or slower than that. Last known:{describe_places(texts)}",
         )
 
     def _to_blame(self, event: Event, seen: set[int]) -> set[int]:
