@@ -18,7 +18,7 @@ from parallel3d.fsdp import fully_shard
 
 RANKS, ODD = 4, 2
 LIMIT = 30.0  # seconds
-GRACE = timedelta(seconds=2)
+GRACE = timedelta(seconds=3)
 
 
 class Branching(Lm):

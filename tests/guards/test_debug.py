@@ -56,9 +56,8 @@ def undisturbed(*args, **options) -> None:
 
 
 def all_undisturbed() -> None:
-    undisturbed((2, 2, 1))
     undisturbed((1, 2, 2), activation_checkpointing=True)
-    undisturbed((4, 1, 1), reshard_after_forward=False)
+    undisturbed((2, 2, 1), reshard_after_forward=False)
 
 
 def test_a_job_that_is_right_runs_as_ever(gloo_pool) -> None:
@@ -107,7 +106,7 @@ def test_diagnosis_from_files_after_a_kill(tmp_path: Path) -> None:
     for rank, (ending, _) in enumerate(found):
         if rank != 2:
             assert ending.error == "AgreementError" and ending.seconds < jobs.LIMIT, ending
-            assert "rank 2 did not come to all_gather on shard" in ending.message
+            assert "rank 2 did not come to where others wait within 4 s" in ending.message
             assert "rank 2: optimizer step (SGD) (step 2, micro-batch 2)" in ending.message
     report = p3d.diagnose(tmp_path)
     assert "rank 2 stopped first" in report.divergence
