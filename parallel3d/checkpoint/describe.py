@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d.checkpoint.model_state import plain_name
+
 __all__ = ["describe", "mesh_of"]
 
 
@@ -27,7 +29,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return {
         "mesh": None if mesh is None else _axes(mesh),
         "plan": {
-            name: str(list(map(str, param.placements)))
+            plain_name(name): str(list(map(str, param.placements)))
             for name, param in model.named_parameters()
             if isinstance(param, DTensor)
         },

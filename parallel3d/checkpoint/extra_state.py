@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from parallel3d.checkpoint.contents import Contents
-from parallel3d.checkpoint.model_state import PREFIX, has_extra
+from parallel3d.checkpoint.model_state import PREFIX, has_extra, plain_name
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode
 from parallel3d.errors import CheckpointError
@@ -24,7 +24,7 @@ class LoadedExtraState:
     """
 
     def __init__(self, model: nn.Module, contents: Contents, stored: Stored) -> None:
-        modules = {name: module for name, module in model.named_modules() if has_extra(module)}
+        modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
         wanted = modules if contents.only is None else {}
         wrong = sorted(wanted.keys() ^ contents.extra_state.keys())
         if wrong:

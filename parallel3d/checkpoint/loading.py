@@ -86,14 +86,17 @@ def load(
     """
     ranks = ranks_of(model)
     run = Path(path)
-    optimizers: list[Optimizer] = []
-    ranks.all(lambda: optimizers.extend(as_optimizers(optimizer)))
+    try:
+        optimizers = as_optimizers(optimizer)
+        wrong = None
+    except CheckpointError as error:  # told to the other ranks, who are on their way
+        optimizers, wrong = [], error
     found = ranks.first(lambda: _find(run))
     skipped: list[tuple[Path, str]] = []
     for folder in found:
         try:
             index, info = ranks.first(partial(folders.open_checkpoint, folder))
-            work = _Load(folder, index, info, ranks)
+            work = _Load(folder, index, info, ranks, wrong)
             result = work.run(model, optimizers, extra, skipped)
         except CorruptCheckpointError as error:
             if folder == run:
@@ -113,7 +116,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     run = Path(path)
 
     def find() -> Path | None:
-        return next(iter(folders.candidates(run)), None) if run.is_dir() else None
+        return next(iter(folders.whole(run)), None) if run.is_dir() else None
 
     return ranks_of().first(find)
 
@@ -145,8 +148,16 @@ def _find(path: Path) -> list[Path]:
 class _Load:
     """One folder, one try."""
 
-    def __init__(self, folder: Path, index: Index, info: dict[str, Any], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: Index,
+        info: dict[str, Any],
+        ranks: Ranks,
+        wrong: CheckpointError | None,
+    ) -> None:
         self.folder, self.index, self.info, self.ranks = folder, index, info, ranks
+        self.wrong = wrong  # with the arguments, on this rank
         self.targets: dict[str, Tensor] = {}
 
     def run(
@@ -197,6 +208,8 @@ class _Load:
         What each rank has whole for itself (random states, values of modules, extra) is read here, so that
         it has been looked at before anything changes.
         """
+        if self.wrong is not None:
+            raise self.wrong
         contents = self.contents = read_contents(self.folder, self.info, self.index)
         stored = Stored(self.folder, self.index)
         for alias, name in contents.ties.items():

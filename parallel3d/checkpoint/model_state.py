@@ -13,9 +13,10 @@ from parallel3d._compat import get_local_tensor
 from parallel3d.checkpoint.values import encode, keeper
 from parallel3d.errors import CheckpointError
 
-__all__ = ["PREFIX", "ModelState", "has_extra", "model_state", "parameter_names"]
+__all__ = ["PREFIX", "ModelState", "has_extra", "model_state", "parameter_names", "plain_name"]
 
 PREFIX = "model."
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass
@@ -43,7 +44,8 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
     """
     state = ModelState()
     first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for given, param in model.named_parameters(remove_duplicate=False):
+        name = plain_name(given)
         if only == "trainable" and not param.requires_grad:
             continue
         known = first.setdefault(id(param), name)
@@ -53,7 +55,9 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
             state.tensors[PREFIX + name] = _checked(name, param)
     if only == "trainable":
         return state
-    for prefix, module in model.named_modules():
+    seen: set[nn.Module] = set()
+    for given, module in model.named_modules(remove_duplicate=False):
+        prefix = plain_name(given)
         at = f"{prefix}." if prefix else ""
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -62,7 +66,8 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
                     state.ties[PREFIX + at + key] = PREFIX + known
                 else:
                     state.tensors[PREFIX + at + key] = _checked(at + key, buffer)
-        if has_extra(module):
+        if has_extra(module) and module not in seen:
+            seen.add(module)
             where = f"{PREFIX}{at}_extra_state"
             state.extra[prefix] = encode(
                 module.get_extra_state(), where, keeper(state.extra_tensors)
@@ -77,7 +82,14 @@ def has_extra(module: nn.Module) -> bool:
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """id of a parameter -> its first name."""
-    return {id(param): name for name, param in model.named_parameters()}
+    return {id(param): plain_name(name) for name, param in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """Without what ``torch.compile(model)`` and checkpoint_wrapper put into it."""
+    if not any(part in name for part in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:

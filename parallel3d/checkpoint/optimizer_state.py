@@ -32,7 +32,8 @@ def as_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimiz
     """
     if given is None:
         return []
-    found = [given] if isinstance(given, Optimizer) else list(given)
+    several = isinstance(given, Iterable) and not isinstance(given, Optimizer)
+    found = list(given) if several else [given]  # type: ignore[arg-type, list-item]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise CheckpointError(

@@ -32,6 +32,8 @@ from parallel3d.errors import CheckpointError
 
 __all__ = ["save"]
 
+_MOST_STEPS = 10**18  # its folder's name has 18 digits at most
+
 
 def save(
     path: str | os.PathLike[str],
@@ -71,6 +73,8 @@ def save(
             what was saved before is as it was.
     """
     step, async_ = as_count("step", step), as_bool("async_", async_)
+    if step >= _MOST_STEPS:
+        raise CheckpointError(f"step is {step}; it must be below {_MOST_STEPS:.0e}")
     if keep is not None:
         as_count("keep", keep, least=1)
     if only not in (None, "trainable"):

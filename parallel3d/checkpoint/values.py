@@ -34,6 +34,9 @@ def keeper(tensors: dict[str, torch.Tensor]) -> Callable[[torch.Tensor, str], st
     """For ``encode``: puts tensors into ``tensors``, each under a name of its own, from ``where``."""
 
     def keep(tensor: torch.Tensor, where: str) -> str:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            kind = tensor.layout if tensor.layout != torch.strided else "on the meta device"
+            raise CheckpointError(f"{where} is {kind}; checkpoints hold dense tensors with values")
         while where in tensors:
             where += "'"
         tensors[where] = tensor
@@ -79,6 +82,8 @@ def encode(
         pairs = [(k, encode(x, f"{where}[{k!r}]", tensor, depth + 1)) for k, x in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(pairs)
+        if any(key != key for key in value):
+            raise CheckpointError(f"a key of {where} is NaN, which no key equals")
         return {"$dict": [[encode(k, f"a key of {where}", None, depth + 1), x] for k, x in pairs]}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}

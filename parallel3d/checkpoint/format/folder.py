@@ -29,12 +29,13 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "step_folder",
+    "whole",
 ]
 
 INFO, INDEX, MARKER = "checkpoint.json", "index.json", "COMPLETE"
 _FORMAT = "parallel3d checkpoint 1"
 _STEP = re.compile(r"step-([0-9]{8,18})(\.old)?")
-_LEFT = re.compile(r"step-[0-9]{8,18}\.tmp-[0-9a-f]{8}")
+_LEFT = re.compile(r"step-[0-9]{8,18}(\.old)?\.tmp-[0-9a-f]{8}")
 _OURS = re.compile(r"COMPLETE|checkpoint\.json|index\.json|rank-[0-9]{5,9}\.safetensors")
 _MOST = {MARKER: 1 << 16, INDEX: 1 << 31, INFO: 1 << 31}  # bytes
 
@@ -54,9 +55,13 @@ def new_folder(final: Path) -> Path:
         raise CheckpointError(
             f"{final} is there and no checkpoint of parallel3d; it is left as it is: save elsewhere"
         )
-    folder = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+    folder = _temporary(final)
     folder.mkdir(parents=True)
     return folder
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
 
 
 def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> None:
@@ -84,12 +89,13 @@ def _old_of(final: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder: the marker first, so that what is left of it is no checkpoint."""
+    """Removes a folder: its name first, so that who is killed leaves no half of a checkpoint."""
     if folder.is_symlink():
         folder.unlink()
         return
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        (folder / MARKER).unlink()
+    if not _LEFT.fullmatch(folder.name) and folder.is_dir():
+        with contextlib.suppress(OSError):
+            folder = folder.rename(_temporary(folder))
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -104,11 +110,10 @@ def prune(run: Path, keep: int) -> None:
             old.rename(final)  # who was replacing it was killed before the new one had its name
         elif _serial(final) and (_serial(old) or _is_ours(old)):
             discard(old)
-    for folder in [folder for folder in candidates(run) if _serial(folder)][keep:]:
+    for folder in whole(run)[keep:]:
         discard(folder)
     for entry in run.iterdir():
-        torn = _STEP.fullmatch(entry.name) and _is_ours(entry) and not (entry / MARKER).exists()
-        if (torn or _LEFT.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink():
+        if _LEFT.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             discard(entry)
 
 
@@ -132,6 +137,11 @@ def candidates(run: Path) -> list[Path]:
             serial = _serial(entry)
             found.append((serial is None, serial or 0, int(match[1]), entry))
     return [entry for *_, entry in sorted(found, reverse=True)]
+
+
+def whole(run: Path) -> list[Path]:
+    """Those of ``candidates`` that were completed; what is in them isn't looked at."""
+    return [folder for folder in candidates(run) if _serial(folder)]
 
 
 def _serial(folder: Path) -> int | None:
