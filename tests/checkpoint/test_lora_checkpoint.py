@@ -127,7 +127,9 @@ MESHES = [(1, 2, 2), (2, 2, 1), None]
 def test_adapters(gloo_pool: GlooPool, tmp_path: Path, sizes) -> None:
     path = str(tmp_path / "run")
     want = (
-        save_on(None, path) if sizes is None else gloo_pool.run(save_on, sizes, path, world_size=4)[0]
+        save_on(None, path)
+        if sizes is None
+        else gloo_pool.run(save_on, sizes, path, world_size=4)[0]
     )
     for other in MESHES:
         if other is None:
