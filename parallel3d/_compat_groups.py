@@ -1,5 +1,6 @@
 """Private torch names about process groups and stores that the guards use."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -8,12 +9,28 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["all_groups", "clone_store", "group_timeout", "set_group_timeout", "wake_waiting"]
+__all__ = [
+    "all_groups",
+    "clone_store",
+    "group_timeout",
+    "set_group_timeout",
+    "set_keys",
+    "wake_waiting",
+]
 
 
 def clone_store(store: dist.Store) -> dist.Store:
     """The same store by a connection of its own: one that waits blocks the other users of its connection."""
     return store.clone()  # type: ignore[attr-defined]
+
+
+def set_keys(store: dist.Store, keys: Sequence[str], text: str) -> None:
+    """Sets all ``keys`` to ``text``, in one round trip where the store can."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        store.multi_set(list(keys), [text] * len(keys))  # type: ignore[attr-defined]
+        return
+    for key in keys:
+        store.set(key, text)
 
 
 def all_groups() -> list[ProcessGroup]:
@@ -33,12 +50,11 @@ def group_timeout(group: ProcessGroup | None = None) -> timedelta:
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Another one for the collectives that begin from now on: on gloo too."""
-    if hasattr(dist, "set_timeout"):  # 2.14
-        dist.set_timeout(timeout, group)
-        return
     for backend in _backends(group):
         if hasattr(backend, "_set_default_timeout"):
             backend._set_default_timeout(timeout)
+        elif hasattr(dist, "set_timeout"):  # 2.14
+            dist.set_timeout(timeout, group)
 
 
 def wake_waiting(group: ProcessGroup) -> None:

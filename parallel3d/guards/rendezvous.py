@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from torch import distributed as dist
 
+from parallel3d._compat_groups import set_keys
 from parallel3d.errors import AgreementError, PeerFailureError
 from parallel3d.guards.events import Event, Journal, describe_places, is_end
 from parallel3d.mesh.naming import name_ranks, seconds
@@ -67,11 +68,7 @@ class Rendezvous:
         self._journal.note(event)
         text = event.to_json()
         keys = [f"log/{self.rank}/{event.number % self._keep}", f"at/{self.rank}", *more]
-        if self._table.has_extended_api():
-            self._table.multi_set(keys, [text] * len(keys))
-            return
-        for key in keys:
-            self._table.set(key, text)
+        set_keys(self._table, keys, text)
 
     def meet(self, event: Event) -> None:
         """This rank is about to do ``event`` together with ``event.ranks``; returns when all are.
