@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed import checkpoint as dcp
@@ -84,8 +85,18 @@ def load(
         CorruptCheckpointError: on all ranks: torn, changed, or no checkpoint of this package.
         CheckpointError: on all ranks: it is another model's, by names, shapes or dtypes.
     """
+    # What is made here must not be inference tensors, and what is there may not be one.
+    with torch.inference_mode(False), torch.no_grad():
+        return _load(Path(path), model, optimizer, extra)
+
+
+def _load(
+    run: Path,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any] | None,
+) -> Info:
     ranks = ranks_of(model)
-    run = Path(path)
     try:
         optimizers = as_optimizers(optimizer)
         wrong = None
@@ -105,7 +116,7 @@ def load(
             continue
         if skipped and ranks.is_first:
             why = "; ".join(text for _, text in skipped)
-            warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=2)
+            warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=3)
         return result
     why = "\n".join(f"  {text}" for _, text in skipped)
     raise CorruptCheckpointError(f"no checkpoint in {run} can be read:\n{why}")
@@ -186,7 +197,7 @@ class _Load:
 
     def _read(self) -> None:
         """Into the tensors that are there, when all ranks have verified what they read. Collective."""
-        with dcp_errors(alone=self.ranks.group is None):
+        with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
             dcp.load(
                 {name: tensor.detach() for name, tensor in self.targets.items()},
                 storage_reader=Reader(self.folder, self.index),

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.optim import Optimizer
@@ -82,9 +83,10 @@ def save(
     ranks = ranks_of(model)
     work = _Work(Path(path).absolute(), step, keep, ranks)
     try:
-        work.collect(model, as_optimizers(optimizer), extra, only)
-        if async_:
-            work.tensors = copy_to_host(work.tensors)
+        with torch.inference_mode(False), torch.no_grad():
+            work.collect(model, as_optimizers(optimizer), extra, only)
+            if async_:
+                work.tensors = copy_to_host(work.tensors)
     except Exception as error:  # told to the other ranks, who are on their way to write
         work.problem = error
     return run_in_background(work.run) if async_ else work.run()
@@ -136,7 +138,7 @@ class _Work:
         writer = Writer(final, lambda: {**self.info, **self.description()})
         try:
             self.ranks.all(self._check)
-            with dcp_errors(alone=self.ranks.group is None):
+            with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
                 dcp.save(
                     self.tensors,
                     storage_writer=writer,

@@ -196,7 +196,8 @@ class _Part:
         for row in range(0, len(target), rows):
             part = buffer[: min(rows, len(target) - row)]
             read_into(file, bytes_of(part), at + row * max(self.row_bytes, 1), where)
-            target[row : row + rows].copy_(part[(slice(None), *columns)])
+            with torch.inference_mode(target.is_inference()):
+                target[row : row + rows].copy_(part[(slice(None), *columns)])
 
     def _rows_at_once(self, whole: bool) -> int:
         size = max(self.row_bytes, 1)
