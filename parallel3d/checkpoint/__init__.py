@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.format.writer import Writer
     from parallel3d.checkpoint.loading import Info, latest, load
     from parallel3d.checkpoint.saving import save
+    from parallel3d.checkpoint.stop import StopSignal
 
 __all__ = [
     "Info",
     "LoadPlanner",
     "Reader",
     "SavePlanner",
+    "StopSignal",
     "Writer",
     "latest",
     "load",
@@ -30,5 +32,6 @@ export_lazily(
         "checkpoint.format.writer": "Writer",
         "checkpoint.loading": "Info latest load",
         "checkpoint.saving": "save",
+        "checkpoint.stop": "StopSignal",
     },
 )
