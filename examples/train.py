@@ -137,6 +137,7 @@ def main(
         report.go_on_from(run.step)
     if run.step >= steps:
         report.print(f"nothing to do: all {steps} steps are done")
+        StepLog(log, layout, device).end(run.step, run.samples, model)
         dist.destroy_process_group()
         return
     first_steps = check and not resumed  # the plain model starts from the beginning
