@@ -29,6 +29,8 @@ from kill_verify import Record, Start, different_end, different_states, differen
 
 STEPS, BATCH = 16, 24
 OPTIONS = ("--size", "nano", "--steps", str(STEPS), "--batch", str(BATCH), "--keep", "2")
+DATA, DATA_BYTES = "text", 9_000
+"""So few that the second epoch begins in step 11."""
 Mesh = tuple[int, int, int]
 
 
@@ -52,6 +54,7 @@ class Job:
         mesh = self.meshes[start % len(self.meshes)]
         axes = zip(("--replicate", "--shard", "--tp"), map(str, mesh), strict=True)
         files = ["--checkpoint", str(folder / "run"), "--log", str(folder / "log")]
+        files += ["--data", str(folder.parent / DATA)]
         options = [*OPTIONS, *self.options, *(part for pair in axes for part in pair), *files]
         return options, mesh[0] * mesh[1] * mesh[2]
 
@@ -102,6 +105,11 @@ class Tester:
     largest: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     whole: dict[object, tuple[Path, Record, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.data = self.folder / DATA
+        self.data.write_bytes((Path(__file__).read_bytes())[:DATA_BYTES])
 
     def kill(self, job: Job, kills: int) -> None:
         """Kills a job so many times; where it is done before, another one like it."""
@@ -163,7 +171,7 @@ class Tester:
             record = Record.read(folder / "log")
             if ending.failed or record.end is None:
                 raise RuntimeError(f"{job.name} fails by itself; see {folder}/output")
-            for text in wrong_samples(record, BATCH):
+            for text in wrong_samples(record, self.data, BATCH):
                 self._problem(folder, text)
             self.whole[key] = folder, record, ending.seconds
         return self.whole[key]
@@ -183,7 +191,7 @@ class Tester:
         found = Record.read(folder / "log")
         wrong, largest = different_steps(whole, found, job.tolerance)
         wrong += different_end(whole, found, job.tolerance)
-        wrong += wrong_samples(found, BATCH)
+        wrong += wrong_samples(found, self.data, BATCH)
         if not job.tolerance:
             wrong += [f"{n} differs" for n in different_states(whole_folder / "run", folder / "run")]
         left = sorted(path.name for path in (folder / "run").iterdir())

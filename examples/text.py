@@ -1,6 +1,8 @@
 """Real text as bytes, and the order in which its sequences are trained on."""
 
+import os
 import sysconfig
+from collections.abc import Collection, Iterator
 from ctypes import string_at
 from hashlib import blake2b
 from pathlib import Path
@@ -24,10 +26,10 @@ def read_text(path: Path | None = None) -> Tensor:
         FileNotFoundError: if ``path`` does not exist.
     """
     if path is None:
-        path = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in path.rglob("*.py") if not _NOT_SOURCE & set(f.relative_to(path).parts)]
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        files = [f for f in _files_in(stdlib, leave_out=_NOT_SOURCE) if f.suffix == ".py"]
     elif path.is_dir():
-        files = [f for f in path.rglob("*") if f.is_file() and not _is_hidden(f.relative_to(path))]
+        files = [f for f in _files_in(path) if not f.name.startswith(".")]
     elif path.is_file():
         files = [path]
     else:
@@ -88,5 +90,8 @@ def shuffled(position: int, count: int, *, key: str) -> int:
             return position
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_in(path: Path, leave_out: Collection[str] = ()) -> Iterator[Path]:
+    """All files in a folder, also deeper; hidden folders, and those of these names, are not entered."""
+    for folder, folders, files in os.walk(path):
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in leave_out]
+        yield from (found for name in files if (found := Path(folder, name)).is_file())

@@ -191,7 +191,7 @@ class Trainer:
 
         self.model, self.clip = model, clip
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
