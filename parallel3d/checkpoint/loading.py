@@ -234,7 +234,7 @@ class _Load:
         for alias, name in state.ties.items():
             if alias in self.index.tensors:
                 self._check_tied(alias, name)
-        self.targets |= {name: t for name, t in state.tensors.items() if name in stored}
+        self.targets |= {name: t.detach() for name, t in state.tensors.items()}
 
     def _check_tied(self, alias: str, name: str) -> None:
         a, b = self.index.tensors[alias], self.index.tensors[name]

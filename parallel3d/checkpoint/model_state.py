@@ -21,7 +21,7 @@ PREFIX = "model."
 
 @dataclass
 class ModelState:
-    """The tensors of a model as they lie, by the name they are stored under.
+    """The tensors of a model as they lie, by the name they are stored under: Parameters, not copies.
 
     Attributes:
         tensors: parameters and persistent buffers, each once.
@@ -74,7 +74,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 def _keeper(tensors: dict[str, Tensor]) -> Callable[[Tensor, str], str]:
     def keep(tensor: Tensor, where: str) -> str:
-        tensors[where] = tensor.detach()
+        tensors[where] = tensor
         return where
 
     return keep
@@ -88,4 +88,4 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
         )
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{name} is {tensor.layout}; checkpoints hold dense tensors only")
-    return tensor.detach()
+    return tensor

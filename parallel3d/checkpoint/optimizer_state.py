@@ -48,7 +48,7 @@ def optimizer_state(
     names = parameter_names(model)
 
     def keep(tensor: Tensor, where: str) -> str:
-        tensors[where] = tensor.detach()
+        tensors[where] = tensor
         return where
 
     groups, state = [], {}

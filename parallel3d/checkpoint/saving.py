@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class _Work:
     Attributes:
         tensors: what DCP stores, by name.
         info: for checkpoint.json.
+        description: more for it.
         problem: why this rank has nothing to write.
     """
 
@@ -101,6 +103,7 @@ class _Work:
     ranks: Ranks
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    description: Callable[[], dict[str, Any]] = dict
     problem: Exception | None = None
 
     def collect(
@@ -111,16 +114,16 @@ class _Work:
         only: str | None,
     ) -> None:
         """Finds all that is to be stored."""
+        self.description = partial(describe, model)  # later: strings by the hundred
         state = model_state(model, only)
         tensors = self.tensors = state.tensors
 
         def keep(tensor: Tensor, where: str) -> str:
-            tensors[where] = tensor.detach()
+            tensors[where] = tensor
             return where
 
         self.info = {
             "step": self.step,
-            **describe(model),
             "ranks": self.ranks.size,
             "rng": rng_state(self.ranks, tensors),
             "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
@@ -131,7 +134,7 @@ class _Work:
     def run(self) -> Path:
         """Writes. Collective."""
         final = folders.step_folder(self.run_folder, self.step)
-        writer = Writer(final, lambda: self.info)
+        writer = Writer(final, lambda: {**self.info, **self.description()})
         try:
             self.ranks.all(self._check)
             with dcp_errors(alone=self.ranks.group is None):
@@ -147,7 +150,7 @@ class _Work:
                 folders.discard(writer.folder)
             raise
         finally:
-            self.tensors = {}
+            self.tensors, self.description = {}, dict  # nothing of the model's is kept
         if self.ranks.is_first and self.keep is not None:
             try:
                 folders.prune(self.run_folder, self.keep)
