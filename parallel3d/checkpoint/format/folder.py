@@ -70,7 +70,11 @@ def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> Non
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder: the marker first, so that what is left of it is no checkpoint."""
+    """Removes a folder: its name first, so that what a killed process leaves of it is known to be nothing."""
+    if _STEP.fullmatch(folder.name):
+        left = folder.with_name(f"{folder.name.removesuffix('.old')}.old-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            folder = folder.rename(left)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (folder / MARKER).unlink()
     shutil.rmtree(folder, ignore_errors=True)
