@@ -25,9 +25,12 @@ CALL_DELAY = 0.002
 """Seconds between the begin of a collective and the kill, so that it comes in the middle of it."""
 
 
+_signal = signal.SIGKILL
+
+
 def die() -> None:
-    """At once: no handler, no ``finally``, no ``atexit``."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    """At once: no handler, no ``finally``, no ``atexit``. Unless it was to be another signal."""
+    os.kill(os.getpid(), _signal)
 
 
 def die_later(seconds: float) -> None:
@@ -52,7 +55,12 @@ class Patch:
             return self.left == 0
 
     def __call__(
-        self, owner: Any, name: str, *, before: Callable[..., object] | None = None, after: bool = False
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., object] | None = None,
+        after: bool = False,
     ) -> None:
         """``before`` is called with the function's arguments; ``after``: dies when the function is done."""
         original = getattr(owner, name)
@@ -71,6 +79,13 @@ class Patch:
 
 def ignore_arguments(function: Callable[[], None]) -> Callable[..., None]:
     return lambda *args, **options: function()
+
+
+def at_start(patch: Patch) -> None:
+    """The ranks have met; the process group is about to be made."""
+    from torch import distributed as dist
+
+    patch(dist, "init_process_group", before=ignore_arguments(die))
 
 
 def in_forward(patch: Patch) -> None:
@@ -154,6 +169,7 @@ def in_load(patch: Patch) -> None:
 
 
 MOMENTS: dict[str, Callable[[Patch], None]] = {
+    "start": at_start,
     "forward": in_forward,
     "backward": in_backward,
     "gradient exchange": in_gradient_exchange,
@@ -174,10 +190,13 @@ def arrange(kill: dict[str, Any] | None) -> None:
     """Arranges the kill that is meant for this rank, if it is.
 
     Args:
-        kill: ``rank``, or "all", and either ``moment`` and ``call`` or ``seconds`` from now on.
+        kill: ``rank``, or "all", and either ``moment`` and ``call`` or ``seconds`` from now on; ``signal``:
+            the name of another than SIGKILL.
     """
+    global _signal
     if kill is None or kill["rank"] not in ("all", int(os.environ.get("RANK", "0"))):
         return
+    _signal = signal.Signals[kill.get("signal", "SIGKILL")]
     if "seconds" in kill:
         die_later(kill["seconds"])
     else:

@@ -1,6 +1,6 @@
 """Kills training with SIGKILL at random moments, and compares it with the same training that nobody killed.
 
-    python examples/kill_test.py [--kills 30] [--others 8] [--torchrun 2] [--seed 0] [--folder FOLDER]
+    python examples/kill_test.py [--kills 30] [--others 8] [--torchrun 3] [--seed 0] [--folder FOLDER]
 
 ``examples/train.py`` runs on 4 gloo processes with FSDP, HSDP and FSDP + TP, saving in the foreground or the
 background. One rank, or all, die at a random moment: by the clock, or in the middle of forward, backward, a
@@ -25,7 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kill_supervisor import Kill, run_by_torchrun, run_ranks
-from kill_verify import Record, Start, different_end, different_states, different_steps, wrong_samples
+from kill_verify import (
+    Record,
+    Start,
+    different_end,
+    different_states,
+    different_steps,
+    wrong_samples,
+)
 
 STEPS, BATCH = 16, 24
 OPTIONS = ("--size", "nano", "--steps", str(STEPS), "--batch", str(BATCH), "--keep", "2")
@@ -53,7 +60,7 @@ class Job:
         """(train.py's options for a start, the number of ranks)."""
         mesh = self.meshes[start % len(self.meshes)]
         axes = zip(("--replicate", "--shard", "--tp"), map(str, mesh), strict=True)
-        files = ["--checkpoint", str(folder / "run"), "--log", str(folder / "log")]
+        files = ["--checkpoint", str(folder / "run"), "--step-log", str(folder / "log")]
         files += ["--data", str(folder.parent / DATA)]
         options = [*OPTIONS, *self.options, *(part for pair in axes for part in pair), *files]
         return options, mesh[0] * mesh[1] * mesh[2]
@@ -72,7 +79,7 @@ OTHERS = (
 AT_TORCHRUN: tuple[Kill, ...] = (
     {"rank": 1, "moment": "backward", "call": 9},
     {"rank": 0, "moment": "before rename", "call": 1},
-    {"rank": 3, "moment": "write", "call": 40},
+    {"rank": 3, "moment": "start", "call": 1},
 )
 
 
@@ -80,8 +87,12 @@ def random_kill(rng: random.Random, ranks: int, seconds: float, *, resumed: bool
     """A rank and a moment; ``seconds``: how long a start would take that isn't killed."""
     steps = rng.randint(1, 6)
     calls = {"forward": 2 * steps, "backward": 2 * steps, "all-reduce": steps, "optimizer": steps}
-    calls |= {"gradient exchange": 2 * steps, "copy": rng.randint(1, 2), "write": rng.randint(1, 100)}
-    calls |= {"before fsync": rng.randint(1, 2)}
+    calls |= {
+        "gradient exchange": 2 * steps,
+        "copy": rng.randint(1, 2),
+        "write": rng.randint(1, 100),
+    }
+    calls |= {"before fsync": rng.randint(1, 2), "start": 1}
     on_first = {name: rng.randint(1, 2) for name in ("before rename", "after rename")}
     on_first |= {"remove": rng.randint(1, 4), "before fsync of rank 0": rng.randint(1, 10)}
     if resumed:
@@ -91,7 +102,11 @@ def random_kill(rng: random.Random, ranks: int, seconds: float, *, resumed: bool
         rank = "all" if name.endswith("all ranks") else rng.randrange(ranks)
         return {"rank": rank, "moment": "clock", "seconds": rng.uniform(0.1, 1.0) * seconds}
     rank = 0 if name in on_first else rng.randrange(ranks)
-    return {"rank": rank, "moment": name.removesuffix(" of rank 0"), "call": (calls | on_first)[name]}
+    return {
+        "rank": rank,
+        "moment": name.removesuffix(" of rank 0"),
+        "call": (calls | on_first)[name],
+    }
 
 
 @dataclass
@@ -123,7 +138,9 @@ class Tester:
 
     def by_torchrun(self, job: Job, kills: Sequence[Kill]) -> None:
         """The same under torchrun, which starts the job again itself."""
-        print(f"\n{job.name} by torchrun --max-restarts {len(kills)}\n{ROW.format(*HEAD)}", flush=True)
+        print(
+            f"\n{job.name} by torchrun --max-restarts {len(kills)}\n{ROW.format(*HEAD)}", flush=True
+        )
         self._whole(job)
         folder = self._new_folder(job)
         arguments, ranks = job.arguments(0, folder)
@@ -193,7 +210,9 @@ class Tester:
         wrong += different_end(whole, found, job.tolerance)
         wrong += wrong_samples(found, self.data, BATCH)
         if not job.tolerance:
-            wrong += [f"{n} differs" for n in different_states(whole_folder / "run", folder / "run")]
+            wrong += [
+                f"{n} differs" for n in different_states(whole_folder / "run", folder / "run")
+            ]
         left = sorted(path.name for path in (folder / "run").iterdir())
         if left != sorted(path.name for path in (whole_folder / "run").iterdir()):
             wrong.append(f"left behind: {left}")
@@ -201,7 +220,9 @@ class Tester:
             self._problem(folder, text)
         self.steps += sum(1 for _ in found.lines())
         self.largest[job.name] = max(largest, self.largest.get(job.name, 0.0))
-        print("done: " + ("NOT as if nobody had killed it" if wrong else VERDICT[not job.tolerance]))
+        print(
+            "done: " + ("NOT as if nobody had killed it" if wrong else VERDICT[not job.tolerance])
+        )
 
     def _new_folder(self, job: Job) -> Path:
         self.jobs += 1
@@ -227,7 +248,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=30, help="on the same processes")
     parser.add_argument("--others", type=int, default=8, help="going on on others, each dtype")
-    parser.add_argument("--torchrun", type=int, default=2, choices=range(4), help="kills under it")
+    parser.add_argument("--torchrun", type=int, default=3, choices=range(4), help="kills under it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for checkpoints, logs and output")
     options = parser.parse_args()

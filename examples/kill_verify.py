@@ -129,7 +129,9 @@ def different_end(whole: Record, killed: Record, tolerance: float) -> list[str]:
 def different_states(one: Path, other: Path) -> list[str]:
     """Names of what is not the same, bit for bit, in the newest checkpoints of two runs."""
     a, b = _state_of(one), _state_of(other)
-    return [name for name in {**a, **b} if name not in a or name not in b or not _same(a[name], b[name])]
+    return [
+        name for name in {**a, **b} if name not in a or name not in b or not _same(a[name], b[name])
+    ]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -93,7 +93,7 @@ def main(
     async_save: Annotated[
         bool, Option("--async-save", help="Write checkpoints in the background.")
     ] = False,
-    log: Annotated[
+    step_log: Annotated[
         Path | None, Option(help="File to append to: what each step consumed, and its loss.")
     ] = None,
 ) -> None:
@@ -137,14 +137,14 @@ def main(
         report.go_on_from(run.step)
     if run.step >= steps:
         report.print(f"nothing to do: all {steps} steps are done")
-        StepLog(log, layout, device).end(run.step, run.samples, model)
+        StepLog(step_log, layout, device).end(run.step, run.samples, model)
         dist.destroy_process_group()
         return
     first_steps = check and not resumed  # the plain model starts from the beginning
     checker = Checker(config, device, lr=lr, steps=steps, seed=seed) if first_steps else None
 
-    step_log = StepLog(log, layout, device)
-    step_log.start(run.step, run.samples)
+    consumed = StepLog(step_log, layout, device)
+    consumed.start(run.step, run.samples)
     rows, data_rank = batch // layout.data_size, layout.data_rank(rank)
     # Put `p3d.guards.watch()` beside `report` to learn which rank failed, and how.
     with report, p3d.checkpoint.StopSignal() as stop:
@@ -156,7 +156,7 @@ def main(
             loss_value, stopping = agree(loss, stop.requested)
             seconds = time.perf_counter() - start
             report.step(loss_value, norm.item(), seconds)
-            step_log.step(run.step, run.samples, tokens, loss=loss_value, norm=norm.item())
+            consumed.step(run.step, run.samples, tokens, loss=loss_value, norm=norm.item())
             if checker and run.step < CHECK_STEPS:
                 whole = samples.batch(run.samples, batch)
                 checker.step(whole.to(device), loss_value, norm.item())
@@ -169,7 +169,7 @@ def main(
             if stopping:
                 break
         run.wait()
-    step_log.end(run.step, run.samples, model)
+    consumed.end(run.step, run.samples, model)
     if stopping:
         report.print(f"asked to stop: after step {run.step}, {run.where}")
     report.print(f"result {report.result}{checker.result if checker else ''}")

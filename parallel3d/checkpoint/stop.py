@@ -25,13 +25,13 @@ class StopSignal:
                     checkpoint.save(path, model, optimizer, step=step + 1)
                     break
 
-    Within the block such a signal does nothing but set ``requested``: a step or a save that is under way goes
-    on. It may come to one rank or to several, also twice: torchrun passes on to all of its workers the SIGTERM
-    it gets (and kills those that still run after ``TORCHELASTIC_SHUTDOWN_TIMEOUT``, by default 30 s), and SLURM's
-    ``--signal=USR1@120`` sends one 120 s before the time is up (torchrun then needs
-    ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``). Before and after the block signals do what
-    they did. Enter it when there is something to save, not before: until then a process that waits for peers
-    which don't come should end at once.
+    Within the block such a signal does nothing but set ``requested``: a step or a save that is under way
+    goes on. It may come to one rank or to several, also twice: torchrun passes on to all of its workers the
+    SIGTERM it gets (and kills those that still run after ``--shutdown-timeout`` seconds, by default 30), and
+    SLURM's ``--signal=USR1@120`` sends one 120 s before the time is up (torchrun then needs
+    ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``). Before and after the block signals do
+    what they did. Enter it when there is something to save, not before: until then a process that waits for
+    peers which don't come should end at once.
 
     Args:
         signals: which; SIGTERM and SIGUSR1 by default.
@@ -50,7 +50,7 @@ class StopSignal:
     def on_any_rank(self) -> bool:
         """Whether any rank of the default group has: the same answer on all. All ranks must call it.
 
-        One all-reduce of one number. Who has an all-reduce in each step already can put ``requested`` into it.
+        One all-reduce of one number. Who has one in each step already can put ``requested`` into that.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self.requested
@@ -61,7 +61,9 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         """Raises StateError in another thread than the main one, which alone can handle signals."""
         if threading.current_thread() is not threading.main_thread():
-            raise StateError("StopSignal must be entered in the main thread: Python handles signals there")
+            raise StateError(
+                "StopSignal must be entered in the main thread: Python handles signals there"
+            )
         for number in self.signals:
             self._before[number] = signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # system calls of torch's threads go on
