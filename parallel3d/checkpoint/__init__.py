@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.hf.save import save_hf
     from parallel3d.checkpoint.loading import Info, latest, load
     from parallel3d.checkpoint.saving import save
+    from parallel3d.checkpoint.stop import StopSignal
     from parallel3d.checkpoint.torch_file import load_torch, save_torch
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LoadPlanner",
     "Reader",
     "SavePlanner",
+    "StopSignal",
     "Writer",
     "latest",
     "load",
@@ -43,6 +45,7 @@ export_lazily(
         "checkpoint.hf.save": "save_hf",
         "checkpoint.loading": "Info latest load",
         "checkpoint.saving": "save",
+        "checkpoint.stop": "StopSignal",
         "checkpoint.torch_file": "load_torch save_torch",
     },
 )

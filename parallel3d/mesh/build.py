@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import MeshError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
+from parallel3d.mesh.fresh_store import fresh_store, outlives_ranks
 from parallel3d.mesh.layout import AXES, MeshLayout
 from parallel3d.mesh.warm_up import warm_up
 
@@ -188,6 +189,8 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     if not missing:
         # The ranks meet at the store; the process group, which could hang, comes after the check.
         store, rank, world_size = next(dist.rendezvous("env://"))
+        if outlives_ranks():
+            store = fresh_store(store, rank, world_size, timeout)
         _check_launch(layout, device_type, world_size, timeout, store=store, rank=rank)
     elif {"RANK", "WORLD_SIZE"} <= set(missing):
         store, rank, world_size = dist.HashStore(), 0, 1
