@@ -61,7 +61,7 @@ def run_plain(steps: int) -> Result:
     sys.path.insert(0, str(EXAMPLES))
     from llama import Llama, LlamaConfig
     from report import WINDOW
-    from text import batch_of
+    from text import Samples
     from train import Trainer, read_text_for
 
     start = time.perf_counter()
@@ -72,11 +72,10 @@ def run_plain(steps: int) -> Result:
         model = Llama(config)
     p3d.materialize(model, device=device, seed=SEED)
     trainer = Trainer(model, nn.utils.clip_grad_norm_, lr=LEARNING_RATE, steps=steps)
-    text = read_text_for(config, None)
+    samples = Samples(read_text_for(config, None), config.max_seq_len, seed=SEED)
     losses = []
     for step in range(steps):
-        tokens = batch_of(text, BATCH, config.max_seq_len, seed=SEED, step=step)
-        loss, _ = trainer.step(tokens.to(device))
+        loss, _ = trainer.step(samples.batch(step * BATCH, BATCH).to(device))
         losses.append(loss.item())
     last = losses[-WINDOW:]
     return {

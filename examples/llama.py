@@ -35,13 +35,14 @@ class LlamaConfig:
 
     @classmethod
     def named(cls, size: str) -> "LlamaConfig":
-        """The configuration called ``size``: ``tiny`` (0.4 M parameters) or ``small`` (24 M)."""
+        """The configuration called ``size``: ``tiny`` (0.4 M parameters), ``small`` (24 M), ``nano``."""
         if size not in SIZES:
             raise ValueError(f"size {size!r} is unknown: choose from {', '.join(SIZES)}")
         return SIZES[size]
 
 
 SIZES = {
+    "nano": LlamaConfig(dim=64, hidden_dim=176, max_seq_len=32),
     "tiny": LlamaConfig(),
     "small": LlamaConfig(
         dim=512, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=1408, max_seq_len=512

@@ -15,7 +15,8 @@ WINDOW = 20
 class Report:
     """Takes the results of each step and shows them, unless it is ``quiet``.
 
-    Use it as a context manager around the steps: it owns the live line.
+    Use it as a context manager around the steps: it owns the live line. ``go_on_from`` says where a run
+    that is resumed begins.
     """
 
     def __init__(self, steps: int, tokens_per_step: int, *, quiet: bool) -> None:
@@ -40,6 +41,10 @@ class Report:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
+
+    def go_on_from(self, step: int) -> None:
+        self.done = step
+        self.progress.update(self.task, completed=step)
 
     def print(self, line: object) -> None:
         self.console.print(str(line))

@@ -2,8 +2,13 @@
 
     torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 --check
 
-Without torchrun it trains in one process. The weights depend on the seed alone and the batches on
-(seed, step) alone, so every mesh trains the same model; ``--check`` shows that it does.
+Without torchrun it trains in one process. The weights depend on the seed alone and the data's order on
+(seed, sample number) alone, so every mesh trains the same model; ``--check`` shows that it does.
+
+With ``--checkpoint FOLDER`` it saves, and goes on from what is saved there: after a crash under
+``torchrun --max-restarts 3``, or when it is started again, also on another number of processes or another
+mesh. No sample is consumed twice or left out. SIGTERM and SIGUSR1 (SLURM's ``--signal``; give torchrun
+``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``) lead to a last checkpoint and a clean end.
 """
 
 import logging
@@ -19,11 +24,15 @@ import torch
 import typer
 from llama import Llama, LlamaConfig
 from report import Report
-from text import batch_of, read_text
+from run import Run
+from step_log import StepLog
+from text import Samples, read_text
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typer import Option
 
 import parallel3d as p3d
@@ -48,6 +57,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 class Size(StrEnum):
+    nano = "nano"
     tiny = "tiny"
     small = "small"
 
@@ -64,6 +74,7 @@ def main(
     mixed_precision: Annotated[
         bool, Option("--mixed-precision", help="Compute in bfloat16, reduce in float32.")
     ] = False,
+    double: Annotated[bool, Option("--double", help="Weights and computation in float64.")] = False,
     hfsdp: Annotated[
         bool, Option("--hfsdp", help="Shard the optimizer's state over replicas too.")
     ] = False,
@@ -74,6 +85,17 @@ def main(
     check: Annotated[
         bool, Option("--check", help="Compare the first steps with the plain model.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None, Option(help="Folder to save to, and to go on from if it has a checkpoint.")
+    ] = None,
+    save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 100,
+    keep: Annotated[int, Option(min=1, help="Checkpoints to leave there.")] = 3,
+    async_save: Annotated[
+        bool, Option("--async-save", help="Write checkpoints in the background.")
+    ] = False,
+    step_log: Annotated[
+        Path | None, Option(help="File to append to: what each step consumed, and its loss.")
+    ] = None,
 ) -> None:
     """Trains a byte-level language model; start it with torchrun to use several ranks."""
     # torch explains at length, on every rank, how it gathers a weight for the check.
@@ -85,41 +107,71 @@ def main(
     if mesh.size() > 1:
         torch.set_num_threads(1)  # on a CPU the ranks are what runs in parallel
     config = LlamaConfig.named(size)
-    text = read_text_for(config, data)
+    samples = Samples(read_text_for(config, data), config.max_seq_len, seed=seed)
     check_sizes(config, layout, batch)
 
     with torch.device("meta"):
         model = Llama(config)
+    if double:
+        model.double()
     report = Report(steps, batch * config.max_seq_len, quiet=rank != 0)
     report.print(f"{layout}, {device.type}")
     if tp > 1:
         report.print(p3d.resolve_plan(model, LLAMA_TP_PLAN, tp_size=tp))
-    policy = BF16 if mixed_precision else p3d.MixedPrecisionPolicy()
     p3d.parallelize(
         model,
         mesh,
         tp_plan=LLAMA_TP_PLAN,
-        mp_policy=policy,
+        mp_policy=BF16 if mixed_precision else p3d.MixedPrecisionPolicy(),
         shard_optimizer_over_replicate=hfsdp,
     )
     p3d.materialize(model, device=device, seed=seed)
     report.print(describe_parameters(model, device))
 
     trainer = Trainer(model, p3d.optim.clip_grad_norm_, lr=lr, steps=steps)
-    checker = Checker(config, device, lr=lr, steps=steps, seed=seed) if check else None
-    data_rank = layout.data_rank(rank)
-    with report:
-        for step in range(steps):
-            tokens = batch_of(text, batch, config.max_seq_len, seed=seed, step=step)
+    fixed = {"--seed": seed, "--size": str(size), "--lr": lr, "--data": samples.digest}
+    run = Run(checkpoint, fixed, every=save_every, keep=keep, background=async_save)
+    resumed = run.resume(*trainer.state)
+    if resumed:
+        report.print(f"goes on from {resumed}")
+        report.go_on_from(run.step)
+    if run.step >= steps:
+        report.print(f"nothing to do: all {steps} steps are done")
+        StepLog(step_log, layout, device).end(run.step, run.samples, model)
+        dist.destroy_process_group()
+        return
+    first_steps = check and not resumed  # the plain model starts from the beginning
+    checker = Checker(config, device, lr=lr, steps=steps, seed=seed) if first_steps else None
+
+    consumed = StepLog(step_log, layout, device)
+    consumed.start(run.step, run.samples)
+    rows, data_rank = batch // layout.data_size, layout.data_rank(rank)
+    # Put `p3d.guards.watch()` beside `report` to learn which rank failed, and how.
+    with report, p3d.checkpoint.StopSignal() as stop:
+        while run.step < steps:
+            p3d.seed_step(mesh, seed=seed, step=run.step)
+            tokens = samples.batch(run.samples + data_rank * rows, rows)
             start = time.perf_counter()
-            loss, norm = trainer.step(tokens.chunk(layout.data_size)[data_rank].to(device))
-            loss_value = mean_over_ranks(loss).item()
-            report.step(loss_value, norm.item(), time.perf_counter() - start)
-            if checker and step < CHECK_STEPS:
-                checker.step(tokens.to(device), loss_value, norm.item())
-            if checker and step + 1 == min(CHECK_STEPS, steps):
+            loss, norm = trainer.step(tokens.to(device))
+            loss_value, stopping = agree(loss, stop.requested)
+            seconds = time.perf_counter() - start
+            report.step(loss_value, norm.item(), seconds)
+            consumed.step(run.step, run.samples, tokens, loss=loss_value, norm=norm.item())
+            if checker and run.step < CHECK_STEPS:
+                whole = samples.batch(run.samples, batch)
+                checker.step(whole.to(device), loss_value, norm.item())
+            run.advance(batch)
+            if checker and run.step == min(CHECK_STEPS, steps):
                 checker.compare_weights(model)
                 report.print(checker)
+            if stopping or run.step == steps or run.is_due():
+                run.save(*trainer.state)
+            if stopping:
+                break
+        run.wait()
+    consumed.end(run.step, run.samples, model)
+    if stopping:
+        report.print(f"asked to stop: after step {run.step}, {run.where}")
     report.print(f"result {report.result}{checker.result if checker else ''}")
     dist.destroy_process_group()
     if checker and checker.failed(tolerance=5e-2 if mixed_precision else 1e-4):
@@ -139,14 +191,20 @@ class Trainer:
 
         self.model, self.clip = model, clip
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+
+    @property
+    def state(self) -> tuple[nn.Module, Optimizer, LRScheduler]:
+        """What a checkpoint holds of it."""
+        return self.model, self.optimizer, self.schedule
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, seq + 1) token ids -> (mean loss over them, gradient norm over all ranks)."""
         logits = self.model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         norm = self.clip(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -230,11 +288,16 @@ def check_sizes(config: LlamaConfig, layout: p3d.MeshLayout, batch: int) -> None
         )
 
 
-def mean_over_ranks(loss: Tensor) -> Tensor:
-    """The mean over all ranks is that over data ranks: those of one tp group have equal losses."""
+def agree(loss: Tensor, stop: bool) -> tuple[float, bool]:
+    """(mean loss, whether any rank is to stop), the same on all ranks, by one all-reduce.
+
+    The mean over all ranks is that over data ranks: those of one tp group have equal losses.
+    """
+    both = torch.stack([loss.double(), torch.full_like(loss, stop, dtype=torch.double)])
     if dist.get_world_size() > 1:
-        dist.all_reduce(loss)
-    return loss / dist.get_world_size()
+        dist.all_reduce(both)
+    total, stopping = both.tolist()
+    return total / dist.get_world_size(), stopping > 0
 
 
 def describe_parameters(model: nn.Module, device: torch.device) -> str:

@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d import checkpoint, fsdp, optim, tp
+    from parallel3d import checkpoint, fsdp, guards, optim, tp
     from parallel3d.errors import (
         AgreementError,
         CheckpointError,
         CorruptCheckpointError,
         MeshError,
         Parallel3dError,
+        PeerFailureError,
         PlanError,
         StateError,
     )
     from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
+    from parallel3d.guards import diagnose
     from parallel3d.init import materialize
     from parallel3d.mesh import MeshLayout, build_mesh
     from parallel3d.parallelize import parallelize
@@ -32,12 +34,15 @@ __all__ = [
     "MeshLayout",
     "MixedPrecisionPolicy",
     "Parallel3dError",
+    "PeerFailureError",
     "PlanError",
     "StateError",
     "build_mesh",
     "checkpoint",
+    "diagnose",
     "fsdp",
     "fully_shard",
+    "guards",
     "materialize",
     "optim",
     "parallelize",
@@ -49,9 +54,10 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "errors": "AgreementError CheckpointError CorruptCheckpointError MeshError Parallel3dError PlanError "
-        "StateError",
+        "errors": "AgreementError CheckpointError CorruptCheckpointError MeshError Parallel3dError "
+        "PeerFailureError PlanError StateError",
         "fsdp": "MixedPrecisionPolicy fully_shard",
+        "guards": "diagnose",
         "init": "materialize",
         "mesh": "MeshLayout build_mesh",
         "parallelize": "parallelize",

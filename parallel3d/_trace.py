@@ -20,15 +20,17 @@ class _Issuing:
     Attributes:
         made_of: (kind, bytes) of the collective that the messages now issued make together, or None.
         noted: whether the recorder has it already.
+        forwards: how many forwards with a gradient roots have begun.
     """
 
-    __slots__ = ("_before", "_one_call", "call", "made_of", "noted", "unit")
+    __slots__ = ("_before", "_one_call", "call", "forwards", "made_of", "noted", "unit")
 
     def __init__(self) -> None:
         self.unit: str = ""
         self.call: object = None  # other for each call that is issued member by member
         self.made_of: tuple[str, int] | None = None
         self.noted = False
+        self.forwards = 0
         self._before: str = ""
         self._one_call = _OneCall(self)
 

@@ -6,6 +6,7 @@ __all__ = [
     "CorruptCheckpointError",
     "MeshError",
     "Parallel3dError",
+    "PeerFailureError",
     "PlanError",
     "StateError",
 ]
@@ -25,6 +26,20 @@ class PlanError(Parallel3dError):
 
 class AgreementError(Parallel3dError):
     """The ranks of one job were launched with different settings. Raised alike on every rank."""
+
+
+class PeerFailureError(Parallel3dError, RuntimeError):
+    """Another rank failed, was killed or hangs, so that this one can't go on; names it and what it said.
+
+    A RuntimeError too, which is what the collective that failed here has raised.
+
+    Attributes:
+        ranks: those that are to blame; empty where nobody knows.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class StateError(Parallel3dError, RuntimeError):

@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "parallel3d"
 # Which packages each may import, beside the modules of parallel3d itself that begin with an underscore.
 MAY = {
     "mesh": set(),
-    "fsdp": {"mesh"},
+    "guards": {"mesh"},
+    "fsdp": {"mesh", "guards"},
     "tp": {"mesh"},
     "optim": {"mesh", "fsdp"},
     "testing": {"mesh", "fsdp", "optim", "parallelize"},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 __all__ = ["run_in_background", "wait_for_background"]
@@ -40,15 +39,19 @@ class _Saving(Future[Path]):
 
 
 _pending: _Saving | None = None
+_thread: ThreadPoolExecutor | None = None
+"""Kept: who starts a thread waits until it has run a little."""
 
 
 def run_in_background(work: Callable[[], Path]) -> Future[Path]:
     """Runs ``work`` in a thread, which the interpreter's end waits for; the one before must be done."""
-    global _pending
+    global _pending, _thread
     assert _pending is None
     _pending = _Saving()
     _pending.set_running_or_notify_cancel()  # it can't be cancelled
-    threading.Thread(target=_pending.run, args=(work,), name="parallel3d-checkpoint").start()
+    if _thread is None:
+        _thread = ThreadPoolExecutor(1, thread_name_prefix="parallel3d-checkpoint")
+    _thread.submit(_pending.run, work)
     return _pending
 
 

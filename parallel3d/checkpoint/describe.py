@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from parallel3d.checkpoint.model_state import plain_name
 
-__all__ = ["describe", "mesh_of"]
+__all__ = ["axes_of", "describe", "mesh_of"]
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -21,18 +24,29 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """JSON values: ``mesh`` (axes and sizes), ``plan`` (parameter -> placements), ``versions``."""
+def describe(model: nn.Module) -> Callable[[], dict[str, Any]]:
+    """Looks at a model that is at rest; what is returned says it, when asked, of the model as it was then.
+
+    JSON values: ``mesh`` (axes and sizes), ``plan`` (parameter -> placements), ``versions``.
+    """
+    # Between the two a forward may show other parameters; and strings by the hundred take their time.
+    mesh = mesh_of(model)
+    placed = [
+        (plain_name(name), param.placements)
+        for name, param in model.named_parameters()
+        if isinstance(param, DTensor)
+    ]
+    return partial(_described, None if mesh is None else axes_of(mesh), placed)
+
+
+def _described(
+    axes: dict[str, int] | None, placed: list[tuple[str, tuple[Placement, ...]]]
+) -> dict[str, Any]:
     import parallel3d
 
-    mesh = mesh_of(model)
     return {
-        "mesh": None if mesh is None else _axes(mesh),
-        "plan": {
-            plain_name(name): str(list(map(str, param.placements)))
-            for name, param in model.named_parameters()
-            if isinstance(param, DTensor)
-        },
+        "mesh": axes,
+        "plan": {name: str(list(map(str, placements))) for name, placements in placed},
         "versions": {
             "parallel3d": parallel3d.__version__,
             "torch": torch.__version__,
@@ -41,6 +55,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _axes(mesh: DeviceMesh) -> dict[str, int]:
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Axis -> size."""
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
     return dict(zip(names, mesh.shape, strict=True))

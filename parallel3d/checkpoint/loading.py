@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from parallel3d._compat import get_local_tensor
 from parallel3d.checkpoint.contents import read_contents
 from parallel3d.checkpoint.dcp_errors import dcp_errors
-from parallel3d.checkpoint.describe import describe, mesh_of
+from parallel3d.checkpoint.describe import axes_of, mesh_of
 from parallel3d.checkpoint.extra_state import LoadedExtraState
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.index import Index
@@ -199,7 +199,7 @@ class _Load:
         """Into the tensors that are there, when all ranks have verified what they read. Collective."""
         with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
             dcp.load(
-                dict(self.targets),
+                {name: tensor.detach() for name, tensor in self.targets.items()},
                 storage_reader=Reader(self.folder, self.index),
                 planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self.ranks.group,
@@ -232,7 +232,9 @@ class _Load:
         self.targets |= self.optimizers.tensors
         self._prepare_extra(extra, stored)
         mesh = mesh_of(model)
-        same = contents.ranks == self.ranks.size and contents.mesh == describe(model)["mesh"]
+        same = contents.ranks == self.ranks.size and contents.mesh == (
+            None if mesh is None else axes_of(mesh)
+        )
         self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
             check_alike(self.folder, name, self.index.tensors[name], target)

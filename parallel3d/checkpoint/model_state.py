@@ -23,7 +23,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass
 class ModelState:
-    """The tensors of a model as they lie, by the name they are stored under.
+    """The tensors of a model as they lie, by the name they are stored under: Parameters, not copies.
 
     Attributes:
         tensors: parameters and persistent buffers, each once.
@@ -109,4 +109,4 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
         )
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{name} is {tensor.layout}; checkpoints hold dense tensors only")
-    return tensor.detach()
+    return tensor

@@ -33,7 +33,7 @@ def as_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimiz
     if given is None:
         return []
     several = isinstance(given, Iterable) and not isinstance(given, Optimizer)
-    found = list(given) if several else [given]  # type: ignore[arg-type, list-item]
+    found: list[Any] = list(given) if several else [given]  # type: ignore[arg-type]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise CheckpointError(

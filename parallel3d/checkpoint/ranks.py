@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 from torch import distributed as dist
@@ -14,10 +15,15 @@ from torch.distributed.tensor import DTensor
 from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.running.members import parameters_at_rest
+from parallel3d.guards.timeouts import keep_for_saving
 
 __all__ = ["Ranks", "ranks_of"]
 
 T = TypeVar("T")
+
+_TIMEOUT = timedelta(hours=2)
+"""For a rank that writes slowly, all others wait; a dead one is noticed at once. ``guards.Timeouts(save=)``
+says otherwise."""
 
 _groups: dict[tuple[int, ...], tuple[ProcessGroup, ProcessGroup]] = {}
 """Ranks -> (the default group at that time, a gloo group of these ranks)."""
@@ -139,7 +145,10 @@ def _ranks_of(model: nn.Module | None) -> Ranks:
     assert world is not None
     known = _groups.get(ranks)
     if known is None or known[0] is not world:
-        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(
+            list(ranks), timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
+        keep_for_saving(group)
         known = _groups[ranks] = world, group
     return Ranks(known[1], dist.get_rank(known[1]), len(ranks), ranks)
 

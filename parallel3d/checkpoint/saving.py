@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,7 @@ class _Work:
     Attributes:
         tensors: what DCP stores, by name.
         info: for checkpoint.json.
+        description: more for it.
         problem: why this rank has nothing to write.
     """
 
@@ -108,6 +109,7 @@ class _Work:
     ranks: Ranks
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    description: Callable[[], dict[str, Any]] = dict
     problem: Exception | None = None
 
     def collect(
@@ -119,11 +121,11 @@ class _Work:
     ) -> None:
         """Finds all that is to be stored."""
         state = model_state(model, only)
+        self.description = describe(model)
         tensors = self.tensors = {**state.tensors, **state.extra_tensors}
         values: dict[str, Tensor] = {}
         self.info = {
             "step": self.step,
-            **describe(model),
             "ranks": self.ranks.size,
             "rng": rng_state(self.ranks, tensors),
             "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
@@ -140,7 +142,7 @@ class _Work:
     def run(self) -> Path:
         """Writes. Collective."""
         final = folders.step_folder(self.run_folder, self.step)
-        writer = Writer(final, lambda: self.info)
+        writer = Writer(final, lambda: {**self.info, **self.description()})
         try:
             self.ranks.all(self._check)
             with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
@@ -156,7 +158,7 @@ class _Work:
                 folders.discard(writer.folder)
             raise
         finally:
-            self.tensors = {}
+            self.tensors, self.description = {}, dict  # nothing of the model's is kept
         if self.ranks.is_first and self.keep is not None:
             try:
                 folders.prune(self.run_folder, self.keep)

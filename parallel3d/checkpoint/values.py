@@ -39,7 +39,7 @@ def keeper(tensors: dict[str, torch.Tensor]) -> Callable[[torch.Tensor, str], st
             raise CheckpointError(f"{where} is {kind}; checkpoints hold dense tensors with values")
         while where in tensors:
             where += "'"
-        tensors[where] = tensor.detach()
+        tensors[where] = tensor
         return where
 
     return keep

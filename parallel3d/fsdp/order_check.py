@@ -17,6 +17,7 @@ from torch import nn
 
 from parallel3d._arguments import as_bool
 from parallel3d.errors import AgreementError, Parallel3dError
+from parallel3d.fsdp.running.digest import ranks_of
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
 
@@ -60,16 +61,9 @@ def check_execution_order(
             f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or "
             "parallelize first"
         )
-    check = OrderCheck(_ranks_of(units), timeout) if enabled else None
+    check = OrderCheck(ranks_of(units), timeout) if enabled else None
     for unit in units:
         unit.order_check = check
-
-
-def _ranks_of(units: list[Unit]) -> list[int]:
-    """All ranks that the units' parameters lie on."""
-    params = [param for unit in units for bucket in unit.group.buckets for param in bucket.params]
-    meshes = {id(param.on.mesh): param.on.mesh for param in params}
-    return sorted({int(rank) for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()})
 
 
 class OrderCheck:

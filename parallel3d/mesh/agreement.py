@@ -4,18 +4,19 @@ A difference that would end in a hang or in wrong numbers becomes one error, the
 The store is a key-value server that exists before any process group: no collective is used.
 """
 
+import hashlib
 import json
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from torch import distributed as dist
 
-from parallel3d import _compat, _compat_simulated
-from parallel3d.errors import AgreementError, StateError
+from parallel3d.errors import AgreementError, PeerFailureError, StateError
+from parallel3d.mesh.naming import describe, name_ranks, seconds
+from parallel3d.mesh.store import next_table, others, ranks_are_played, wait_for
 
 __all__ = ["DEFAULT_TIMEOUT", "check_agreement"]
 
@@ -27,8 +28,6 @@ DEFAULT_TIMEOUT = timedelta(seconds=30)
 _GRACE = timedelta(seconds=5)
 
 _UNSET = "(not set)"
-
-_ONE_PROCESS = ("fake", "emulated")  # backends of ``parallel3d.testing`` without other ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class _Verdict:
     error: str | None
     warning: str | None
     readers: int
+    differs: bool = False  # that, and nothing else, is the error
 
 
 def check_agreement(
@@ -58,6 +58,7 @@ def check_agreement(
     rank: int | None = None,
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
+    details: Callable[[], Mapping[str, str]] | None = None,
 ) -> None:
     """Checks that every rank passes the same ``value``; every rank must call it.
 
@@ -76,34 +77,45 @@ def check_agreement(
         store: the store to use, with ``rank`` and ``world_size``; by default those of the default
             process group.
         ranks: the ranks that compare, where they are not all; the same list on each of them.
+        details: what is behind ``value``, if that is a digest of it: asked for, and compared, only where
+            the digests differ.
 
     Raises:
         AgreementError: on every rank, naming the settings, their values and the odd ranks; or, on
             the ranks that did report, naming those that did not within ``timeout``.
+        PeerFailureError: within ``guards.watch``: another rank has failed meanwhile.
         StateError: there is no process group and no store with rank and world size.
     """
-    if _compat_simulated.ranks_are_simulated():
-        return
     if store is None:
+        if ranks_are_played():
+            return
         if not dist.is_initialized():
             raise StateError(
                 "check_agreement needs the default process group, or a store with rank= and "
                 "world_size=. Call build_mesh or torch.distributed.init_process_group first."
             )
-        if any(name in dist.get_backend_config() for name in _ONE_PROCESS):
+        found = others()
+        if found is None:
             return
-        store, rank, world_size = _compat.default_store(), dist.get_rank(), dist.get_world_size()
+        store, rank, world_size = found
+    elif ranks_are_played():
+        return
     if rank is None or world_size is None:
         raise StateError("check_agreement with a store needs rank= and world_size= as well.")
     members = range(world_size) if ranks is None else sorted(ranks)
     if len(members) == 1:
         return
     if len(members) < world_size:
-        store = dist.PrefixStore(f"ranks {members[0]} and {len(members) - 1} more", store)
+        store = dist.PrefixStore(_name_members(members), store)
 
     try:
         report = _Report(dict(value), sorted(warn_only))
         verdict = _exchange(store, topic, report, timeout, rank, members)
+        if verdict.differs and details is not None:
+            report = _Report(dict(details()), [])
+            found_more = _exchange(store, f"{topic} in detail", report, timeout, rank, members)
+            if found_more.error is not None:
+                verdict = replace(found_more, error=found_more.error.replace(" in detail", "", 1))
     except dist.DistNetworkError as error:
         raise AgreementError(
             f"rank {rank} lost the store while the ranks compared {topic!r}: the process that "
@@ -124,7 +136,7 @@ def _exchange(
     members: Sequence[int],
 ) -> _Verdict:
     """Hands in this rank's report and returns the first member's verdict on all of them."""
-    table = _next_table(store, topic, rank)
+    table = next_table(store, f"agreement/{topic}", rank)
     table.set(_report_key(rank), json.dumps(asdict(report)))
     if rank == members[0]:
         verdict = _judge(table, topic, members, timeout)
@@ -135,15 +147,10 @@ def _exchange(
     return verdict
 
 
-def _next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
-    """The part of the store that belongs to this rank's next call about ``topic``.
-
-    Calls are counted in the store itself, per rank: a counter in this process would run on when the
-    process group is replaced by one with another set of ranks.
-    """
-    topic_store = dist.PrefixStore(f"parallel3d/agreement/{topic}", store)
-    call = topic_store.add(f"calls/{rank}", 1)
-    return dist.PrefixStore(str(call), topic_store)
+def _name_members(members: Sequence[int]) -> str:
+    """Another one for each set of ranks: two of one size may begin with the same rank."""
+    digest = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
+    return f"ranks {members[0]} to {members[-1]}, {digest}"
 
 
 def _report_key(rank: int) -> str:
@@ -154,7 +161,9 @@ def _judge(table: dist.Store, topic: str, ranks: Sequence[int], timeout: timedel
     """The first member's part: collects the reports and compares them."""
     missing: list[int] = []
     try:
-        table.wait([_report_key(rank) for rank in ranks], timeout)
+        wait_for(table, [_report_key(rank) for rank in ranks], timeout)
+    except PeerFailureError:
+        raise
     except RuntimeError:  # the stores share no narrower type for a timeout
         missing = [rank for rank in ranks if not table.check([_report_key(rank)])]
     reports = {
@@ -165,12 +174,13 @@ def _judge(table: dist.Store, topic: str, ranks: Sequence[int], timeout: timedel
     error, warning = _compare(topic, reports)
     if missing:
         absent = (
-            f"{_name_ranks(missing)} of {len(ranks)} did not report {topic!r} within "
-            f"{_seconds(timeout)}. They failed before this call, hang, or never make it: "
+            f"{name_ranks(missing)} of {len(ranks)} did not report {topic!r} within "
+            f"{seconds(timeout)}. They failed before this call, hang, or never make it: "
             f"look at their output first. If they are only slow to start, give a longer timeout."
         )
         error = absent if error is None else f"{absent}\nOf those that did report: {error}"
-    return _Verdict(error, warning, readers=len(reports))
+    differs = error is not None and not missing
+    return _Verdict(error, warning, readers=len(reports), differs=differs)
 
 
 def _await_verdict(
@@ -183,12 +193,12 @@ def _await_verdict(
     )
     for key, limit, what in steps:
         try:
-            table.wait([key], limit)
-        except dist.DistNetworkError:
-            raise  # not a timeout: the caller explains it
+            wait_for(table, [key], limit)
+        except (dist.DistNetworkError, PeerFailureError):
+            raise  # not a timeout: the caller explains the first one
         except RuntimeError as error:
             raise AgreementError(
-                f"rank {first} {what} {topic!r} within {_seconds(limit)}, so rank {rank} can't compare "
+                f"rank {first} {what} {topic!r} within {seconds(limit)}, so rank {rank} can't compare "
                 f"with the others. Rank {first} failed before this call, hangs, or never makes it: "
                 f"look at its output first."
             ) from error
@@ -231,71 +241,12 @@ def _compare(topic: str, reports: Mapping[int, _Report]) -> tuple[str | None, st
     error = warning = None
     if errors:
         error = (
-            f"The ranks disagree about {topic!r}: {_describe(errors, len(reports))}\n"
+            f"The ranks disagree about {topic!r}: {describe(errors, len(reports))}\n"
             f"Start every rank with the same program, arguments and libraries."
         )
     if notices:
         warning = (
             f"The ranks differ in {topic!r}, which may be intended: "
-            f"{_describe(notices, len(reports))}"
+            f"{describe(notices, len(reports))}"
         )
     return error, warning
-
-
-def _describe(differences: Mapping[str, Mapping[str, list[int]]], world_size: int) -> str:
-    """The odd ranks, then each setting on a line with its values, the commonest first."""
-    odd: set[int] = set()
-    lines = []
-    for name, ranks_of in differences.items():
-        # Ties go to the value of the lowest rank: ranks_of is in the order of first appearance.
-        ordered = Counter({value: len(ranks) for value, ranks in ranks_of.items()}).most_common()
-        common, count = ordered[0]
-        if 2 * count > world_size:
-            odd.update(rank for v, ranks in ranks_of.items() if v != common for rank in ranks)
-        parts = [
-            f"{_excerpt(value, ordered[1][0] if value == common else common)} "
-            f"on {_name_ranks(ranks_of[value])}"
-            for value, _ in ordered[:4]
-        ]
-        if len(ordered) > 4:
-            parts.append(f"{len(ordered) - 4} other values on the rest")
-        lines.append(f"\n  {name}: {'; '.join(parts)}")
-    if not odd:
-        head = "no value has a majority."
-    elif len(odd) == 1:
-        head = f"{_name_ranks(odd)} differs from the majority."
-    else:
-        head = f"{_name_ranks(odd)} differ from the majority."
-    return head + "".join(lines)
-
-
-def _excerpt(value: str, other: str, width: int = 160) -> str:
-    """``value``, or of a long one the part where it first differs from ``other``."""
-    if len(value) <= width:
-        return value
-    same = next(
-        (i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b),
-        min(len(value), len(other)),
-    )
-    start = max(0, min(same - width // 4, len(value) - width))
-    end = start + width
-    return f"{'...' if start else ''}{value[start:end]}{'...' if end < len(value) else ''}"
-
-
-def _name_ranks(ranks: Iterable[int], most: int = 8) -> str:
-    """``rank 3`` or ``ranks 0-4, 7``; of many ranges the first ones."""
-    ordered = sorted(ranks)
-    ranges: list[tuple[int, int]] = []
-    for rank in ordered:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1] = (ranges[-1][0], rank)
-        else:
-            ranges.append((rank, rank))
-    parts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most]]
-    rest = sum(last - first + 1 for first, last in ranges[most:])
-    more = f" and {rest} more" if rest else ""
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(parts)}{more}"
-
-
-def _seconds(time: timedelta) -> str:
-    return f"{time.total_seconds():g} s"

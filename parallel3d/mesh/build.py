@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import MeshError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
+from parallel3d.mesh.fresh_store import fresh_store, outlives_ranks
 from parallel3d.mesh.layout import AXES, MeshLayout
+from parallel3d.mesh.warm_up import warm_up
 
 __all__ = ["build_mesh", "read_layout"]
 
@@ -37,7 +39,8 @@ def build_mesh(
 
     Before any group is made, all ranks compare layout, device type and the versions of torch,
     parallel3d and Python; and, for a warning only, their ``NCCL_*``, ``TORCH_*`` and ``GLOO_*``
-    variables. Without a default process group, one is started: from ``torchrun``'s environment, or
+    variables. Then each axis of more than one rank makes its first collective, in the order of the
+    axes. Without a default process group, one is started: from ``torchrun``'s environment, or
     in a plain single process a group of one rank. The caller ends it, as any other, by
     ``torch.distributed.destroy_process_group()``.
 
@@ -48,8 +51,9 @@ def build_mesh(
         timeout: how long ranks wait for each other's report. Collectives keep torch's timeout.
 
     Raises:
-        MeshError: the layout does not fit the world, there is no way to start a process group, or
-            the device type is not one of this machine or of the process group.
+        MeshError: the layout does not fit the world, there is no way to start a process group, the
+            device type is not one of this machine or of the process group, or an axis's first
+            collective failed.
         AgreementError: the ranks were started with different settings, or some did not report in
             time. The same error on every rank.
     """
@@ -103,7 +107,9 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
 
 
 def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
-    return init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+    warm_up(mesh)
+    return mesh
 
 
 def _default_device_type() -> str:
@@ -183,6 +189,8 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     if not missing:
         # The ranks meet at the store; the process group, which could hang, comes after the check.
         store, rank, world_size = next(dist.rendezvous("env://"))
+        if outlives_ranks():
+            store = fresh_store(store, rank, world_size, timeout)
         _check_launch(layout, device_type, world_size, timeout, store=store, rank=rank)
     elif {"RANK", "WORLD_SIZE"} <= set(missing):
         store, rank, world_size = dist.HashStore(), 0, 1

@@ -22,8 +22,8 @@ from parallel3d._compat_simulated import (
     update_sizes,
     value_on_rank,
 )
+from parallel3d._recorder import collective_signature
 from parallel3d.errors import StateError
-from parallel3d.testing.recorder import collective_signature
 
 __all__ = ["SimulationMode"]
 

@@ -20,9 +20,9 @@ from parallel3d._compat import (
     inner_tensors,
 )
 from parallel3d._compat_simulated import LocalTensor, LocalTensorMode
+from parallel3d._recorder import active_recorders
 from parallel3d.errors import MeshError, StateError
 from parallel3d.testing._simulation import SimulationMode
-from parallel3d.testing.recorder import active_recorders
 
 __all__ = ["FakeWorld", "LocalWorld", "fake_world", "local_world"]
 

@@ -1,7 +1,9 @@
 """Saves and loads of several ranks: errors of one are errors of all, the background, random numbers."""
 
+import json
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,33 @@ def background(path: str) -> None:
 
 def test_background(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(background, str(tmp_path), world_size=2, timeout=60)
+
+
+def described_while_gathered(path: str) -> None:
+    """What checkpoint.json says is of the time of the call, not of when it is written."""
+    model, optimizer = build((1, 2, 1), 1)
+    go = threading.Event()
+    original = os.write
+
+    def wait(*args: Any) -> int:
+        assert go.wait(30)
+        return original(*args)
+
+    os.write = wait  # type: ignore[assignment]
+    try:
+        future = save(path, model, optimizer, step=1, async_=True)
+        model.unshard()  # shows plain parameters
+        go.set()
+        folder = future.result()  # type: ignore[union-attr]
+    finally:
+        os.write = original
+    info = json.loads((folder / "checkpoint.json").read_text())
+    assert info["mesh"] == {"replicate": 1, "shard": 2, "tp": 1} and "a.weight" in info["plan"]
+    assert load(path, model, optimizer).rng == "restored"
+
+
+def test_described_while_gathered(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(described_while_gathered, str(tmp_path), world_size=2, timeout=60)
 
 
 # -- sharded values beside the model

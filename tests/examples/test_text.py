@@ -1,10 +1,10 @@
-"""The example's data: the same bytes and batches on every rank."""
+"""The example's data: the same bytes on every rank, in an order that depends on the seed alone."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from text import batch_of, read_text
+from text import Samples, read_text, shuffled
 
 
 def test_a_folder_is_its_files_sorted(tmp_path: Path) -> None:
@@ -12,6 +12,8 @@ def test_a_folder_is_its_files_sorted(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "z.py").write_text("one ")
     (tmp_path / ".hidden").write_text("no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.py").write_text("no")
     assert bytes(read_text(tmp_path).tolist()) == b"one two"
     assert bytes(read_text(tmp_path / "b.txt").tolist()) == b"two"
 
@@ -26,11 +28,56 @@ def test_missing_path(tmp_path: Path) -> None:
         read_text(tmp_path / "nowhere")
 
 
-def test_batches_depend_on_seed_and_step_alone() -> None:
-    text = torch.arange(200, dtype=torch.uint8)
-    one = batch_of(text, 4, 8, seed=1, step=3)
-    assert one.shape == (4, 9)
-    assert torch.equal(one, batch_of(text, 4, 8, seed=1, step=3))
-    assert not torch.equal(one, batch_of(text, 4, 8, seed=1, step=4))
-    assert not torch.equal(one, batch_of(text, 4, 8, seed=2, step=3))
-    assert torch.equal(one[:, 1:] - one[:, :-1], torch.ones(4, 8, dtype=torch.long))
+@pytest.mark.parametrize("count", [*range(1, 20), 64, 65, 1000, 4097])
+def test_a_shuffle_has_each_number_once(count: int) -> None:
+    orders = [[shuffled(i, count, key=key) for i in range(count)] for key in ("0 0", "0 1")]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert count < 10 or (orders[0] != orders[1] and orders[0] != sorted(orders[0]))
+
+
+def test_the_order_is_the_same_everywhere_and_for_ever() -> None:
+    """Runs that were begun with another version go on with it."""
+    assert [shuffled(i, 10, key="7 1") for i in range(10)] == [6, 0, 9, 2, 1, 7, 8, 3, 4, 5]
+
+
+def test_a_shuffle_keeps_no_neighbours_together() -> None:
+    count = 10_000
+    order = torch.tensor([shuffled(i, count, key="0 0") for i in range(count)])
+    assert (order.diff().abs() == 1).sum() < 20  # of a random order: 2
+    halves = (order[: count // 2] < count // 2).sum().item()
+    assert abs(halves - count / 4) < 200  # of a random order: 25 at a time
+
+
+def sequences(samples: Samples, first: int, batches: list[int]) -> list[int]:
+    """The first bytes of the samples that such batches have."""
+    rows = []
+    for size in batches:
+        rows += samples.batch(first, size)[:, 0].tolist()
+        first += size
+    return rows
+
+
+def test_an_epoch_has_every_sequence_once_however_it_is_split() -> None:
+    samples = Samples(torch.arange(201, dtype=torch.uint8), 4, seed=3)
+    assert len(samples) == 50
+    epochs = sequences(samples, 0, [100])
+    for splits in ([50, 50], [16] * 6 + [4], [1] * 100, [30, 7, 63]):
+        assert sequences(samples, 0, splits) == epochs
+    assert sorted(epochs[:50]) == sorted(epochs[50:]) == list(range(0, 200, 4))
+    assert epochs[:50] != epochs[50:]
+    assert sequences(samples, 37, [10, 53]) == epochs[37:]
+    ranks = [samples.batch(24 + 6 * rank, 6) for rank in range(4)]
+    assert torch.equal(torch.cat(ranks), samples.batch(24, 24))
+
+
+def test_samples() -> None:
+    text = torch.arange(201, dtype=torch.uint8)
+    one = Samples(text, 8, seed=1)
+    rows = one.batch(3, 4)
+    assert rows.shape == (4, 9) and rows.dtype == torch.long
+    assert torch.equal(rows[:, 1:] - rows[:, :-1], torch.ones(4, 8, dtype=torch.long))
+    assert not torch.equal(rows, Samples(text, 8, seed=2).batch(3, 4))
+    assert one.digest == Samples(text, 4, seed=2).digest != Samples(text[1:], 8, seed=1).digest
+    assert len(Samples(text[:9], 8, seed=0)) == 1
+    with pytest.raises(ValueError, match="8 bytes are no sequence of 9"):
+        Samples(text[:8], 8, seed=0)

@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from parallel3d._compat import backward_id, queue_backward_callback, untraced
 from parallel3d._trace import issuing
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.precision.eval_precision import follow_mode
+from parallel3d.fsdp.running.digest import begins_to_communicate, compare_ranks
 from parallel3d.fsdp.running.half_way import HalfWay, bucket_to_count
 from parallel3d.fsdp.running.members import unit_of
 from parallel3d.fsdp.running.resident import Residents
@@ -38,6 +41,8 @@ class RunContext:
         schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
         half_way: the next gather of the backward, where it was put off.
         may_put_off: whether one may be, in this backward; None before anything has asked.
+        to_compare: where the ranks will compare what they have: the first "forward" or "backward" that
+            communicates; "" as soon as they have.
     """
 
     def __init__(self, root: Unit, comm: Comm) -> None:
@@ -55,6 +60,7 @@ class RunContext:
         self.residents = Residents()
         self.half_way: HalfWay | None = None
         self.may_put_off: bool | None = None
+        self.to_compare = ""
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
@@ -79,6 +85,7 @@ class RunContext:
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
                 unit.name(name or type(root_module).__name__)
                 context.add(unit)
+        context.to_compare = begins_to_communicate(context.units)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
         limit_inputs(context.comm, buckets, at_least=context.comm.max_inputs)
         return context
@@ -103,7 +110,11 @@ class RunContext:
 
     def begin_forward(self) -> Sequence[Unit]:
         """The root's forward begins. Returns the units, to be held while its graph is there."""
+        if self.to_compare == "forward":
+            compare_ranks(self, forward=True)
         self.iteration += 1
+        if torch.is_grad_enabled():
+            issuing.forwards += 1
         self.running = True
         if self.schedule is not None:
             self.schedule.begin_pass()
@@ -205,6 +216,8 @@ class RunContext:
     def enter_backward(self) -> None:
         """Called by every pre-backward hook; queues the callback once."""
         if not self.in_backward:
+            if self.to_compare:
+                compare_ranks(self, forward=False)
             self.in_backward = True
             self.backward_id = backward_id()
             self.may_put_off = None

@@ -1,0 +1,144 @@
+"""Why a collective of this rank failed: which rank is to blame, and what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import distributed as dist
+
+from parallel3d._compat_groups import group_timeout
+from parallel3d.errors import Parallel3dError, PeerFailureError
+from parallel3d.guards.board import Note
+from parallel3d.guards.monitor import Monitor
+from parallel3d.mesh.naming import name_ranks, seconds
+
+__all__ = ["find_cause", "is_of_communication", "peer_failure", "short"]
+
+# What errors of backends have in them; gloo's are plain RuntimeErrors.
+_MARKS = (
+    "gloo",
+    "NCCL",
+    "ncclSystemError",
+    "ProcessGroup",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Application timeout caused pair closure",
+    "Timed out waiting",
+)
+_TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether ``error`` is one that a collective or the store has raised because of somebody else."""
+    if isinstance(error, PeerFailureError | dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, Parallel3dError):
+        return False
+    return any(mark in str(error) for mark in _MARKS)
+
+
+def short(error: BaseException, width: int = 2000) -> str:
+    """Type and text of an exception; of a long text the beginning."""
+    text = str(error)
+    text = text if len(text) <= width else f"{text[:width]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def peer_failure(note: Note, rank: int) -> PeerFailureError:
+    """What rank ``rank`` raises when ``note`` is the first failure."""
+    return PeerFailureError(
+        f"rank {note.rank} failed first, at {note.where}: {note.error}\nRank {rank} can't go on without it. "
+        f"Look at the output of rank {note.rank}.",
+        (note.rank,),
+    )
+
+
+def find_cause(
+    monitor: Monitor, error: BaseException, where: str, last_known: Callable[[int], str]
+) -> PeerFailureError:
+    """Asks the others, for up to ``monitor.grace`` seconds, who is to blame for ``error`` of this rank.
+
+    Args:
+        where: this rank is.
+        last_known: what is known of where another rank was; "" if nothing.
+    """
+    rank = monitor.rank
+    others = [each for each in range(monitor.world_size) if each != rank]
+    monitor.post(Note("lost", rank, short(error), where))
+    if not any(note.kind == "roll" for note in monitor.notes()):
+        monitor.post(Note("roll", rank))
+
+    def all_have_posted() -> bool:
+        posted = {note.rank for note in monitor.notes() if note.kind not in ("roll", "end")}
+        return monitor.failure() is not None or posted.issuperset(others)
+
+    monitor.wait_until(all_have_posted, monitor.grace)
+    failure = monitor.failure()
+    if failure is not None:
+        return peer_failure(failure, rank)
+    own = f"Rank {rank} was at {where}; its collective failed: {short(error, 300)}"
+    late = _others_gave_up(monitor)
+    if monitor.store_lost and late:
+        return PeerFailureError(f"{late}. {own}")
+    if monitor.store_lost:
+        return PeerFailureError(
+            "the process that hosts the store has ended: rank 0, or the launcher (torchrun's agent) on its "
+            f"machine. Look at its output first. {own}"
+        )
+    return _blame_the_silent(monitor, others, error, own, last_known)
+
+
+def _blame_the_silent(
+    monitor: Monitor,
+    others: list[int],
+    error: BaseException,
+    own: str,
+    last_known: Callable[[int], str],
+) -> PeerFailureError:
+    notes = [note for note in monitor.notes() if note.kind in ("lost", "left")]
+    posted = {note.rank for note in notes}
+    silent = [each for each in others if each not in posted]
+    answers = monitor.answers(silent)
+    lost = [each for each in silent if each not in answers]
+    left = [note for note in notes if note.kind == "left" and note.rank != monitor.rank]
+    limit = f"did not come within {seconds(group_timeout())}"
+    waited = limit if _timed_out(error) else "is not in this collective"
+    lines: list[str] = []
+    for each in lost:
+        known = last_known(each)
+        lines.append(f"rank {each} is lost: killed or hung; it posted no error and does not answer")
+        lines[-1] += f". Last known: {known}" if known else ""
+    for each, state in answers.items():
+        lines.append(
+            f"rank {each} {waited}: its process lives, at {state['where']}, and is in {state['stack']}"
+        )
+    if not lost and not answers:
+        lines += [f"rank {note.rank} has left the watched part, at {note.where}" for note in left]
+    if not lines:
+        lines.append(_others_gave_up(monitor))
+    blamed = lost or list(answers) or [note.rank for note in left]
+    head = _head(lost, list(answers))
+    return PeerFailureError(f"{head}{'; '.join(lines)}.\n{own}", tuple(blamed))
+
+
+def _others_gave_up(monitor: Monitor) -> str:
+    """Where nobody posted an error of its own, and all that is known is that others lost a collective too."""
+    notes = [n for n in monitor.notes() if n.kind == "lost" and n.rank != monitor.rank]
+    if not notes:
+        return ""
+    return (
+        f"{name_ranks(note.rank for note in notes)} lost a collective before this rank did, rank "
+        f"{notes[0].rank} at {notes[0].where}: {notes[0].error[:200]}. This rank came too late for "
+        "it, or the network between the ranks failed"
+    )
+
+
+def _head(lost: Iterable[int], hung: Iterable[int]) -> str:
+    ranks = [*lost, *hung]
+    return f"{name_ranks(ranks)}: " if len(ranks) > 1 else ""
+
+
+def _timed_out(error: BaseException) -> bool:
+    return any(mark in str(error) for mark in _TIMED_OUT)

@@ -1,0 +1,124 @@
+"""Monitor: a thread that reads the board while the main thread computes or waits.
+
+It answers roll calls, so that a rank that hangs is told from one that was killed; it remembers what was
+posted, also when the store's host is gone; and where the main thread still waits for a collective that can't
+end any more, it lets the wait fail (gloo only, see ``wake_waiting``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch import distributed as dist
+
+from parallel3d._compat_groups import all_groups, clone_store, wake_waiting
+from parallel3d.guards.board import Board, Note
+from parallel3d.guards.progress import here, stack_of
+
+__all__ = ["Monitor"]
+
+
+class Monitor(threading.Thread):
+    """One rank's.
+
+    Attributes:
+        rank, world_size: of the default process group.
+        grace: seconds that ranks are given to post what they have to say.
+        store_lost: whether the process that hosts the store has ended.
+    """
+
+    def __init__(self, table: dist.Store, rank: int, world_size: int, grace: float) -> None:
+        super().__init__(name="parallel3d-guards", daemon=True)
+        self.rank = rank
+        self.world_size = world_size
+        self.grace = grace
+        self.store_lost = False
+        self._board = Board(clone_store(table))  # a connection of its own
+        self._main = threading.get_ident()
+        self._notes: list[Note] = []
+        self._lock = threading.Lock()
+        self._waking = threading.Lock()
+        self._ended = threading.Event()
+        self._seen: float | None = None  # when the first failure was
+        self._woken = False
+
+    # -- for the main thread -------------------------------------------------------------------------
+
+    def notes(self) -> list[Note]:
+        """What was posted so far, by others and this rank."""
+        with self._lock:
+            return list(self._notes)
+
+    def failure(self) -> Note | None:
+        """The first error that another rank has had of its own, if there is one."""
+        notes = self.notes()
+        return next((n for n in notes if n.kind == "failed" and n.rank != self.rank), None)
+
+    def post(self, note: Note) -> None:
+        """Tells the others."""
+        self._do(lambda: self._board.post(note))
+
+    def answers(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
+        """Those of ``ranks`` that have answered the roll call."""
+        return self._do(lambda: self._board.answers(ranks)) or {}
+
+    def look(self) -> None:
+        """Reads what there is now, without waiting for the thread to do so."""
+        self._do(self._read)
+
+    def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Waits for ``done()``, reading on; whether it came in time."""
+        end = time.monotonic() + seconds
+        while not done():
+            if self.store_lost or time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+            self.look()
+        return True
+
+    def end(self) -> None:
+        """Stops the thread; nothing is woken any more."""
+        with self._waking:
+            self._ended.set()
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until ``end``."""
+        while not self._ended.wait(self.grace / 10) and not self.store_lost:
+            self.look()
+            self._wake()
+
+    def _read(self) -> None:
+        notes = self._board.read()
+        if any(note.kind == "roll" for note in notes):
+            state = {"where": str(here), "stack": stack_of(self._main)}
+            self._board.answer(self.rank, state)
+        self._notes += notes
+        others = (n for n in notes if n.kind in ("failed", "lost") and n.rank != self.rank)
+        if self._seen is None and any(True for _ in others):
+            self._seen = time.monotonic()
+
+    def _wake(self) -> None:
+        """Not at once: it may well find out by itself, or have failed in the same way as the others."""
+        if self._woken or self._seen is None or time.monotonic() - self._seen < 0.4 * self.grace:
+            return
+        with self._waking:
+            if self._ended.is_set():
+                return
+            self._woken = True
+            for group in all_groups():
+                with suppress(Exception):  # destroyed meanwhile, or of a backend we don't know
+                    wake_waiting(group)
+
+    def _do(self, what: Callable[[], Any]) -> Any:
+        with self._lock:
+            try:
+                return what()
+            except RuntimeError:  # a DistNetworkError, or what the store says after one
+                self.store_lost = True
+                return None

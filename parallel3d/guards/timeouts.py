@@ -1,0 +1,138 @@
+"""Timeouts per phase: long for start-up and checkpoints, short for steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from weakref import WeakSet
+
+import torch
+from torch.distributed import ProcessGroup
+
+from parallel3d._compat_groups import all_groups, group_timeout, set_group_timeout
+from parallel3d.errors import Parallel3dError
+from parallel3d.guards.progress import here
+from parallel3d.mesh.agreement import check_agreement
+from parallel3d.mesh.store import others
+
+__all__ = ["Schedule", "Timeouts", "keep_for_saving", "phase"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long a collective may take in each phase of a job; None: what the groups have.
+
+    Attributes:
+        start: until the first optimizer step is over: compilers and caches are cold, data is opened.
+        step: from then on.
+        save: within ``phase("save")``; and always for what ``parallel3d.checkpoint`` communicates, which
+            may go on in the background of steps.
+
+    Raises:
+        Parallel3dError: one is no positive ``datetime.timedelta``.
+    """
+
+    start: timedelta | None = None
+    step: timedelta | None = None
+    save: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
+                raise Parallel3dError(
+                    f"Timeouts: {field.name} is {value!r}; it must be a positive datetime.timedelta, such "
+                    "as timedelta(seconds=100)"
+                )
+
+    def of(self, name: str) -> timedelta | None:
+        """That of phase ``name``."""
+        return {"start": self.start, "step": self.step, "save": self.save}.get(name)
+
+
+class Schedule:
+    """What a watch's timeouts are at the moment."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self.timeouts = timeouts
+        self._before: dict[ProcessGroup, timedelta] = {}
+
+    def begin(self) -> None:
+        """Sets what ``start`` says, as soon as there are groups."""
+        if not self._before and others() is not None:
+            self._before = {group: group_timeout(group) for group in all_groups()}
+            _set_all(self.timeouts.start)
+            for group in _for_saving:
+                self.set_save(group)
+
+    def set_save(self, group: ProcessGroup) -> None:
+        """Gives a group that saves the timeout for that."""
+        if self.timeouts.save is not None:
+            set_group_timeout(group, self.timeouts.save)
+
+    def change(self, name: str) -> None:
+        """To those of phase ``name``, which all ranks enter; waits for them where a timeout gets shorter.
+
+        Before that a rank could give up on another that is still in the phase with the longer one.
+        """
+        new = self.timeouts.of(name)
+        if new is None or others() is None:
+            return
+        now = max(group_timeout(group) for group in all_groups())
+        if new < now:
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            check_agreement("timeouts", {"phase": name}, timeout=now)
+        _set_all(new)
+
+    def end(self) -> None:
+        """Gives the groups back what they had before the watch; not those made within it."""
+        alive = set(all_groups() if others() is not None else ())
+        for group, timeout in self._before.items():
+            if group in alive:
+                set_group_timeout(group, timeout)
+
+
+active: list[Schedule] = []  # innermost last
+_for_saving: WeakSet[ProcessGroup] = WeakSet()
+
+
+def keep_for_saving(group: ProcessGroup) -> None:
+    """``group`` is used for checkpoints alone, also in the background: phases leave its timeout as it is."""
+    _for_saving.add(group)
+    if active:
+        active[-1].set_save(group)
+
+
+def _set_all(timeout: timedelta | None) -> None:
+    if timeout is not None:
+        for group in all_groups():
+            if group not in _for_saving:
+                set_group_timeout(group, timeout)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What runs in the body is phase ``name`` in what guards report; with the timeouts that
+    ``guards.watch`` was given for it, if any. On all ranks alike.
+
+    Args:
+        name: ``"start"``, ``"step"``, ``"save"``, or any other word, which has no timeouts of its own.
+
+    Raises:
+        AgreementError: on leaving, where timeouts get shorter: other ranks did not come within the
+            longer one.
+    """
+    if not isinstance(name, str) or not name:
+        raise Parallel3dError(f"phase: {name!r} is no name of a phase, such as 'save'")
+    before, here.phase = here.phase, name
+    try:
+        if active:
+            active[-1].change(name)
+        yield
+        if active:
+            active[-1].change(before)
+    finally:
+        here.phase = before

@@ -1,0 +1,62 @@
+"""A signal that asks to stop is a flag; all ranks agree on it."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch import distributed as dist
+
+from parallel3d import StateError
+from parallel3d.checkpoint import StopSignal
+from parallel3d.testing import GlooPool
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_within_the_block_it_is_a_flag(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop.requested and not stop.on_any_rank()
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # as torchrun and its own caller may both send it
+        assert stop.requested and stop.on_any_rank()
+        assert stop.received is number
+    assert signal.getsignal(number) is before
+
+
+def test_handlers_come_back_after_an_error() -> None:
+    mine = signal.signal(signal.SIGUSR1, lambda *args: None)
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(ZeroDivisionError), StopSignal(signal.SIGUSR1):
+            _ = 1 / 0
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, mine)
+
+
+def test_other_signals_do_what_they_did() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal(signal.SIGUSR1):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_thread() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StateError, match="main thread"):
+        pool.submit(StopSignal().__enter__).result()
+
+
+def stop_on(rank: int | None) -> list[bool]:
+    with StopSignal() as stop:
+        before = stop.on_any_rank()
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [before, stop.on_any_rank(), stop.requested]
+
+
+def test_one_rank_is_enough(gloo_pool: GlooPool) -> None:
+    found = gloo_pool.run(stop_on, 1, world_size=3)
+    assert found == [[False, True, rank == 1] for rank in range(3)]
+    assert gloo_pool.run(stop_on, None, world_size=2) == [[False] * 3] * 2

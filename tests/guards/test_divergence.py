@@ -1,0 +1,46 @@
+"""Ranks that diverge, fail or hang: each kind ends on every rank, in time, with the cause named."""
+
+from pathlib import Path
+
+import jobs
+import pytest
+from cases import CASES, WATCH, Case, table
+from launch import launch
+
+DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
+
+
+def check(case: Case, endings: list[jobs.Ending | None]) -> None:
+    for rank, ending in enumerate(endings):
+        if rank == case.dying:
+            assert ending is None
+            continue
+        assert ending is not None
+        assert ending.seconds < jobs.LIMIT
+        told = (rank, ending.error, ending.message)
+        if rank == jobs.ODD and case.odd is not None:
+            error, text = case.odd
+            assert ending.error == error and text in ending.message, told
+            continue
+        assert ending.error == case.error, told
+        for text in case.texts:
+            assert text in ending.message, told
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.finder != WATCH], ids=lambda c: c.kind)
+def test_divergence_is_named_on_every_rank(gloo_pool, case: Case) -> None:
+    limit = 2 * jobs.LIMIT
+    check(case, gloo_pool.run(jobs.ending, case.job, world_size=jobs.RANKS, timeout=limit))
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("case", [c for c in CASES if c.finder == WATCH], ids=lambda c: c.kind)
+def test_failure_is_named_on_every_rank(case: Case) -> None:
+    """In processes of their own, which end as those of a job do."""
+    dying = () if case.dying is None else (case.dying,)
+    found = launch(jobs.ending, case.job, ranks=jobs.RANKS, timeout=2 * jobs.LIMIT, dying=dying)
+    check(case, [ending for ending, _ in found])
+
+
+def test_the_table_in_the_documentation() -> None:
+    assert table() in DOCS.read_text()
