@@ -36,7 +36,7 @@ def describe(model: nn.Module) -> Callable[[], dict[str, Any]]:
         for name, param in model.named_parameters()
         if isinstance(param, DTensor)
     ]
-    return partial(_described, None if mesh is None else axes_of(mesh), placed)
+    return partial(_described, axes_of(mesh), placed)
 
 
 def _described(
@@ -55,7 +55,9 @@ def _described(
     }
 
 
-def axes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """Axis -> size."""
+def axes_of(mesh: DeviceMesh | None) -> dict[str, int] | None:
+    """Axis -> size; None for no mesh."""
+    if mesh is None:
+        return None
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
     return dict(zip(names, mesh.shape, strict=True))

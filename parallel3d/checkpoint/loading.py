@@ -232,9 +232,7 @@ class _Load:
         self.targets |= self.optimizers.tensors
         self._prepare_extra(extra, stored)
         mesh = mesh_of(model)
-        same = contents.ranks == self.ranks.size and contents.mesh == (
-            None if mesh is None else axes_of(mesh)
-        )
+        same = contents.ranks == self.ranks.size and contents.mesh == axes_of(mesh)
         self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
             check_alike(self.folder, name, self.index.tensors[name], target)

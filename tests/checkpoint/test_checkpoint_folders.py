@@ -209,9 +209,7 @@ def killed_at(function: str, count: int, body: Callable[[], object]) -> bool:
     return status != 0
 
 
-@pytest.mark.parametrize(
-    "function", ["write", "fsync", "rename", "mkdir", "unlink", "rmdir", "open"]
-)
+@pytest.mark.parametrize("function", ["write", "fsync", "rename", "mkdir", "unlink", "rmdir"])
 @pytest.mark.parametrize("step", [2, 3])
 def test_killed(tmp_path: Path, function: str, step: int) -> None:
     """At each call: what load finds is the last whole one, and the next save clears up."""
