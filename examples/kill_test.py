@@ -110,7 +110,7 @@ def random_kill(rng: random.Random, ranks: int, seconds: float, *, resumed: bool
 
 
 @dataclass
-class Tester:
+class Killer:
     """Runs jobs, kills them, compares; keeps what came of it."""
 
     folder: Path
@@ -255,23 +255,23 @@ def main() -> None:
     begin = time.monotonic()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-test-"))
     print(f"in {folder}")
-    tester = Tester(folder, random.Random(options.seed))
+    killer = Killer(folder, random.Random(options.seed))
     for index, job in enumerate(SAME):
-        tester.kill(job, options.kills * (index + 1) // 3 - options.kills * index // 3)
+        killer.kill(job, options.kills * (index + 1) // 3 - options.kills * index // 3)
     for job in OTHERS:
-        tester.kill(job, options.others)
+        killer.kill(job, options.others)
     if options.torchrun:
-        tester.by_torchrun(SAME[0], AT_TORCHRUN[: options.torchrun])
+        killer.by_torchrun(SAME[0], AT_TORCHRUN[: options.torchrun])
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
     print(
-        f"\n{tester.kills} kills, {tester.starts} starts, {tester.steps} steps compared, in {minutes} min "
-        f"{seconds} s; ranks that had to be ended because they hung: {tester.forced}; the others ended at "
-        f"most {tester.slowest_end:.1f} s after the one that was killed"
+        f"\n{killer.kills} kills, {killer.starts} starts, {killer.steps} steps compared, in {minutes} min "
+        f"{seconds} s; ranks that had to be ended because they hung: {killer.forced}; the others ended at "
+        f"most {killer.slowest_end:.1f} s after the one that was killed"
     )
-    for name, difference in tester.largest.items():
+    for name, difference in killer.largest.items():
         print(f"largest difference of the loss, {name}: {difference:.1e}")
-    if tester.problems:
-        sys.exit("\n".join(["NOT ok:", *tester.problems]))
+    if killer.problems:
+        sys.exit("\n".join(["NOT ok:", *killer.problems]))
     print("all ok")
 
 
