@@ -7,7 +7,6 @@ import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
 from operator import attrgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +29,6 @@ __all__ = [
     "TorchDispatchMode",
     "TorchMixedPrecisionPolicy",
     "all_gather_single",
-    "all_groups",
     "assert_async",
     "backend_name",
     "backward_id",
@@ -49,7 +47,6 @@ __all__ = [
     "gradient_hooks",
     "grads_may_differ_in_dtype",
     "graph_is_kept",
-    "group_timeout",
     "has_gradient_hooks",
     "has_tensor_hooks",
     "hook_gradient",
@@ -70,7 +67,6 @@ __all__ = [
     "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
-    "set_group_timeout",
     "set_local_tensor",
     "spec_of",
     "storage_uses",
@@ -78,7 +74,6 @@ __all__ = [
     "torch_function_off",
     "unflatten_mesh",
     "untraced",
-    "wake_waiting",
 ]
 
 from torch._ops import OpOverload
@@ -136,59 +131,6 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """The one axis of ``mesh``, which has a name, as several; makes their groups on all ranks of its root."""
     return mesh._unflatten(0, tuple(sizes), tuple(names))
-
-
-def all_groups() -> list[ProcessGroup]:
-    """The process groups of this process that it is a member of, in the order they were made."""
-    return [group for group in dist.distributed_c10d._world.pg_map if group is not None]
-
-
-def group_timeout(group: ProcessGroup | None = None) -> timedelta:
-    """How long a collective of ``group``, by default the default one, may take: its backends' longest."""
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
-    options = [getattr(backend, "options", None) for backend in _backends(group)]
-    timeouts = [each._timeout for each in options if hasattr(each, "_timeout")]
-    return max(timeouts, default=dist.distributed_c10d.default_pg_timeout)
-
-
-def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Another one for the collectives that begin from now on: on gloo too."""
-    if hasattr(dist, "set_timeout"):  # 2.14
-        dist.set_timeout(timeout, group)
-        return
-    for backend in _backends(group):
-        if hasattr(backend, "_set_default_timeout"):
-            backend._set_default_timeout(timeout)
-
-
-def wake_waiting(group: ProcessGroup) -> None:
-    """Lets every wait for a collective of ``group`` fail, in this process and on gloo its peers' too.
-
-    For a job that can't go on. gloo closes a group's connections when a message does not arrive in time,
-    which ends the waits of other threads: hence one that nobody sends. Other backends are left alone: an
-    aborted NCCL kernel ends without an error, and what it has left half-way would pass for a result.
-    """
-    for backend in _backends(group):
-        if backend.name() != "gloo":
-            continue
-        for peer in range(group.size()):
-            if peer == group.rank():
-                continue
-            with suppress(RuntimeError):  # what it is for
-                backend.recv([torch.empty(1)], peer, _UNSENT).wait(timedelta(milliseconds=1))
-
-
-_UNSENT = 0x70336421  # a tag that no message has
-
-
-def _backends(group: ProcessGroup) -> list[Any]:
-    found = {}
-    for device in group._device_types:
-        with suppress(RuntimeError):  # none for it
-            backend = group._get_backend(device)
-            found[id(backend)] = backend
-    return list(found.values())
 
 
 def default_store() -> dist.Store:

@@ -6,6 +6,7 @@ and peak memory is the shards plus one module.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.running.members import unit_of
 
-__all__ = ["materialize"]
+__all__ = ["check_can_initialise", "give_memory", "materialize"]
 
 
 def materialize(
@@ -48,11 +49,33 @@ def materialize(
             "materialize: no parameter or buffer of the model is on the meta device; build the model "
             "under torch.device('meta') first"
         )
-    _check_initialisers(model, modules)
+    check_can_initialise(model, modules)
     work = _Materialization(model, target, seed)
     for name, module in modules:
         work.initialise(name, module)
     return model
+
+
+def give_memory(model: nn.Module, initialised: Sequence[tuple[str, nn.Module]]) -> None:
+    """Gives what is on meta memory: for a model whose values come from elsewhere.
+
+    Args:
+        initialised: name and module of those that get initial values too, as ``materialize`` gives them
+            with seed 0; their parameters that were not on meta lose theirs. All else is undefined.
+    """
+    target = _target_device(model, None)
+    work = _Materialization(model, target, seed=0)
+    for name, module in initialised:
+        work.initialise(name, module)
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                empty = torch.empty_like(param.detach(), device=target)
+                real = nn.Parameter(empty, requires_grad=param.requires_grad)
+                module._parameters[key] = work.plain.setdefault(id(param), real)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=target)
 
 
 def _target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -86,7 +109,8 @@ def _has_meta(module: nn.Module) -> bool:
     return any(t is not None and t.device.type == "meta" for t in own)
 
 
-def _check_initialisers(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises Parallel3dError unless each of ``modules`` (name, module) has a way to initialise itself."""
     if hasattr(model, "_init_weights"):
         return
     lacking = [

@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 from parallel3d._arguments import as_count
 from parallel3d.mesh.build import read_layout
 
-__all__ = ["StepSeed", "last_step_seed", "seed_step"]
+__all__ = ["StepSeed", "last_step_seed", "number_of", "seed_step", "set_step_seed"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,14 @@ def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_bat
         The seed that ``torch.manual_seed`` was given: the first 8 bytes of BLAKE2b of
         (seed, step, micro-batch, data rank), without the sign bit.
     """
-    global _last
     given = StepSeed(
         as_count("seed", seed), as_count("step", step), as_count("micro_batch", micro_batch)
     )
+    return set_step_seed(given, number_of(given, mesh))
+
+
+def number_of(given: StepSeed, mesh: DeviceMesh | None) -> int:
+    """The seed that these integers make on this rank."""
     data_rank = 0
     if mesh is not None:
         layout = read_layout(mesh)
@@ -54,7 +58,12 @@ def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_bat
         data_rank = replicate * layout.shard + at.get("shard", at.get("dp_shard", 0))
     text = f"{given.seed} {given.step} {given.micro_batch} {data_rank}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1
+
+
+def set_step_seed(given: StepSeed, number: int) -> int:
+    """Seeds the generators; ``number`` is what ``number_of`` returned."""
+    global _last
     torch.manual_seed(number)
     _last = given
     return number

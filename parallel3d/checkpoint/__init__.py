@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
+    from parallel3d.checkpoint.dcp import load_dcp, save_dcp
     from parallel3d.checkpoint.format.planners import LoadPlanner, SavePlanner
     from parallel3d.checkpoint.format.reader import Reader
     from parallel3d.checkpoint.format.writer import Writer
+    from parallel3d.checkpoint.hf.load import load_hf
+    from parallel3d.checkpoint.hf.save import save_hf
     from parallel3d.checkpoint.loading import Info, latest, load
     from parallel3d.checkpoint.saving import save
     from parallel3d.checkpoint.stop import StopSignal
+    from parallel3d.checkpoint.torch_file import load_torch, save_torch
 
 __all__ = [
     "Info",
@@ -21,17 +25,27 @@ __all__ = [
     "Writer",
     "latest",
     "load",
+    "load_dcp",
+    "load_hf",
+    "load_torch",
     "save",
+    "save_dcp",
+    "save_hf",
+    "save_torch",
 ]
 
 export_lazily(
     __name__,
     {
+        "checkpoint.dcp": "load_dcp save_dcp",
         "checkpoint.format.planners": "LoadPlanner SavePlanner",
         "checkpoint.format.reader": "Reader",
         "checkpoint.format.writer": "Writer",
+        "checkpoint.hf.load": "load_hf",
+        "checkpoint.hf.save": "save_hf",
         "checkpoint.loading": "Info latest load",
         "checkpoint.saving": "save",
         "checkpoint.stop": "StopSignal",
+        "checkpoint.torch_file": "load_torch save_torch",
     },
 )

@@ -14,6 +14,12 @@ class _Saving(Future[Path]):
 
     told = False
 
+    def tell(self) -> None:
+        """Raises what it has raised, if nobody has been told."""
+        error = None if self.told else self.exception()
+        if error is not None:
+            raise error
+
     def result(self, timeout: float | None = None) -> Path:
         found = self.exception(timeout)
         if found is not None:
@@ -33,9 +39,8 @@ class _Saving(Future[Path]):
 
 
 _pending: _Saving | None = None
-_thread: ThreadPoolExecutor | None = (
-    None  # kept: starting one means waiting until it has run a little
-)
+_thread: ThreadPoolExecutor | None = None
+"""Kept: who starts a thread waits until it has run a little."""
 
 
 def run_in_background(work: Callable[[], Path]) -> Future[Path]:
@@ -43,18 +48,20 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
     global _pending, _thread
     assert _pending is None
     _pending = _Saving()
+    _pending.set_running_or_notify_cancel()  # it can't be cancelled
     if _thread is None:
         _thread = ThreadPoolExecutor(1, thread_name_prefix="parallel3d-checkpoint")
     _thread.submit(_pending.run, work)
     return _pending
 
 
-def wait_for_background() -> None:
-    """Returns when no save is under way. Raises what the last one raised, if nobody has been told."""
+def wait_for_background() -> _Saving | None:
+    """Returns when no save is under way: the last one, if it has failed."""
     global _pending
-    if _pending is not None:
-        pending, _pending = _pending, None
-        told = pending.told
-        error = pending.exception()
-        if error is not None and not told:
-            raise error
+    pending, _pending = _pending, None
+    if pending is None:
+        return None
+    told = pending.told
+    failed = pending.exception() is not None
+    pending.told = told
+    return pending if failed else None

@@ -15,11 +15,12 @@ __all__ = ["dcp_errors"]
 
 
 @contextmanager
-def dcp_errors(*, alone: bool) -> Iterator[None]:
+def dcp_errors(*, alone: bool, size: int = 1) -> Iterator[None]:
     """Turns a CheckpointException, which DCP raises on all ranks, into one CheckpointError.
 
     Args:
         alone: for one process, where DCP warns that it is.
+        size: how many ranks there are, to name those that failed if not all did.
     """
     try:
         if alone:
@@ -33,7 +34,7 @@ def dcp_errors(*, alone: bool) -> Iterator[None]:
         for problem in problems.values():
             if not isinstance(problem, Exception):  # a KeyboardInterrupt
                 raise problem from error
-        found = as_checkpoint_error(problems, 1)  # type: ignore[arg-type]
+        found = as_checkpoint_error(problems, size)  # type: ignore[arg-type]
         if error.args[0] == "read":
             found = CheckpointError(
                 f"{found}\nThis came while values were read in: some are the checkpoint's now, others not. "

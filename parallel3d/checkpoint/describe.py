@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d.checkpoint.model_state import plain_name
+
 __all__ = ["describe", "mesh_of"]
 
 
@@ -25,11 +27,9 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
     mesh = mesh_of(model)
     return {
-        "mesh": None
-        if mesh is None
-        else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)),
+        "mesh": None if mesh is None else _axes(mesh),
         "plan": {
-            name: str(list(map(str, param.placements)))
+            plain_name(name): str(list(map(str, param.placements)))
             for name, param in model.named_parameters()
             if isinstance(param, DTensor)
         },
@@ -39,3 +39,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _axes(mesh: DeviceMesh) -> dict[str, int]:
+    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
+    return dict(zip(names, mesh.shape, strict=True))

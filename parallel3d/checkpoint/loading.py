@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel3d._compat import get_local_tensor
+from parallel3d.checkpoint.contents import read_contents
 from parallel3d.checkpoint.dcp_errors import dcp_errors
 from parallel3d.checkpoint.describe import describe, mesh_of
+from parallel3d.checkpoint.extra_state import LoadedExtraState
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.index import Index
 from parallel3d.checkpoint.format.planners import LoadPlanner
 from parallel3d.checkpoint.format.reader import Reader
-from parallel3d.checkpoint.model_state import PREFIX, ModelState, model_state
+from parallel3d.checkpoint.matching import check_alike, matched
+from parallel3d.checkpoint.model_state import model_state
 from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
 from parallel3d.checkpoint.ranks import Ranks, ranks_of
-from parallel3d.checkpoint.rng import RngTarget
-from parallel3d.checkpoint.values import decode, encode
+from parallel3d.checkpoint.rng import LoadedRng
+from parallel3d.checkpoint.stored import Stored
+from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["Info", "latest", "load"]
@@ -82,15 +85,30 @@ def load(
         CorruptCheckpointError: on all ranks: torn, changed, or no checkpoint of this package.
         CheckpointError: on all ranks: it is another model's, by names, shapes or dtypes.
     """
+    # What is made here must not be inference tensors, and what is there may not be one.
+    with torch.inference_mode(False), torch.no_grad():
+        return _load(Path(path), model, optimizer, extra)
+
+
+def _load(
+    run: Path,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    extra: Mapping[str, Any] | None,
+) -> Info:
     ranks = ranks_of(model)
-    run = Path(path)
+    try:
+        optimizers = as_optimizers(optimizer)
+        wrong = None
+    except CheckpointError as error:  # told to the other ranks, who are on their way
+        optimizers, wrong = [], error
     found = ranks.first(lambda: _find(run))
     skipped: list[tuple[Path, str]] = []
     for folder in found:
         try:
             index, info = ranks.first(partial(folders.open_checkpoint, folder))
-            work = _Load(folder, index, info, ranks)
-            result = work.run(model, as_optimizers(optimizer), extra, skipped)
+            work = _Load(folder, index, info, ranks, wrong)
+            result = work.run(model, optimizers, extra, skipped)
         except CorruptCheckpointError as error:
             if folder == run:
                 raise
@@ -98,7 +116,7 @@ def load(
             continue
         if skipped and ranks.is_first:
             why = "; ".join(text for _, text in skipped)
-            warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=2)
+            warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=3)
         return result
     why = "\n".join(f"  {text}" for _, text in skipped)
     raise CorruptCheckpointError(f"no checkpoint in {run} can be read:\n{why}")
@@ -109,7 +127,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     run = Path(path)
 
     def find() -> Path | None:
-        return next(iter(folders.candidates(run)), None) if run.is_dir() else None
+        return next(iter(folders.whole(run)), None) if run.is_dir() else None
 
     return ranks_of().first(find)
 
@@ -141,8 +159,16 @@ def _find(path: Path) -> list[Path]:
 class _Load:
     """One folder, one try."""
 
-    def __init__(self, folder: Path, index: Index, info: dict[str, Any], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: Index,
+        info: dict[str, Any],
+        ranks: Ranks,
+        wrong: CheckpointError | None,
+    ) -> None:
         self.folder, self.index, self.info, self.ranks = folder, index, info, ranks
+        self.wrong = wrong  # with the arguments, on this rank
         self.targets: dict[str, Tensor] = {}
 
     def run(
@@ -154,9 +180,26 @@ class _Load:
     ) -> Info:
         """Verifies, reads, and only then gives optimizers and generators their state. Collective."""
         self.ranks.all(lambda: self._prepare(model, optimizers, extra))
-        with dcp_errors(alone=self.ranks.group is None):
+        if self.extra_state.any:
+            self.ranks.undone_unless(self.extra_state.apply, self._read, self.extra_state.undo)
+        else:
+            self._read()
+        self.optimizers.commit()
+        return Info(
+            path=self.folder,
+            step=self.contents.step,
+            extra=self.extra,
+            mesh=self.contents.mesh,
+            versions=self.contents.versions,
+            rng=self.rng.apply(),
+            skipped=skipped,
+        )
+
+    def _read(self) -> None:
+        """Into the tensors that are there, when all ranks have verified what they read. Collective."""
+        with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
             dcp.load(
-                dict(self.targets),
+                {name: tensor.detach() for name, tensor in self.targets.items()},
                 storage_reader=Reader(self.folder, self.index),
                 planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self.ranks.group,
@@ -167,155 +210,50 @@ class _Load:
                 increment_version(tensor)
                 if isinstance(tensor, DTensor):
                     increment_version(get_local_tensor(tensor))
-        self.optimizers.commit()
-        for module, value in self.extra_state:
-            module.set_extra_state(value)
-        return Info(
-            path=self.folder,
-            step=self.info["step"],
-            extra=self.extra,
-            mesh=self.info.get("mesh"),
-            versions=self.info.get("versions", {}),
-            rng=self.rng.apply(mesh_of(model)),
-            skipped=skipped,
-        )
 
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> None:
-        """Finds what is to be read where to; raises if it doesn't fit. Changes nothing."""
-        stored = _dict(self.info.get("model"), "model")
-        if type(self.info.get("step")) is not int:
-            raise CorruptCheckpointError(f"{self.folder}: checkpoint.json has no step")
-        trainable = stored.get("only") == "trainable"
-        for alias, name in _dict(stored.get("ties"), "ties").items():
-            if name in self.index.tensors:
-                self.index.tensors.setdefault(alias, self.index.tensors[name])
-        self._match(model_state(model, stored.get("only")), model, trainable)
-        modules = dict(model.named_modules())
-        self.extra_state = [
-            (modules[name], decode(value, self._whole))
-            for name, value in _dict(stored.get("extra_state"), "extra_state").items()
-            if name in modules
-        ]
-        state = self.info.get("optimizer")
-        if optimizers and state is None:
-            raise CheckpointError(
-                f"{self.folder} was saved without an optimizer; load it without one"
-            )
-        self.optimizers = LoadedOptimizers(
-            model,
-            optimizers,
-            state or {"state": {}, "groups": []},
-            self.index,
-            partial=not optimizers,
-        )
+        """Finds what is to be read where to; raises if anything doesn't fit. Changes nothing.
+
+        What each rank has whole for itself (random states, values of modules, extra) is read here, so that
+        it has been looked at before anything changes.
+        """
+        if self.wrong is not None:
+            raise self.wrong
+        contents = self.contents = read_contents(self.folder, self.info, self.index)
+        stored = Stored(self.folder, self.index)
+        for alias, name in contents.ties.items():
+            self.index.tensors[alias] = self.index.tensors[name]
+        state = model_state(model, contents.only)
+        self.targets |= matched(self.folder, self.index, state, contents)
+        self.extra_state = LoadedExtraState(model, contents, stored)
+        self.optimizers = LoadedOptimizers(model, optimizers, contents, stored)
         self.targets |= self.optimizers.tensors
-        self._prepare_extra(extra)
-        same = self.info.get("ranks") == self.ranks.size
-        same = same and self.info.get("mesh") == describe(model)["mesh"]
-        self.rng = RngTarget(self.info, self.index, self.ranks, same)
-        self.targets |= self.rng.tensors
-        self._check_targets()
+        self._prepare_extra(extra, stored)
+        mesh = mesh_of(model)
+        same = contents.ranks == self.ranks.size and contents.mesh == describe(model)["mesh"]
+        self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
+        for name, target in self.targets.items():
+            check_alike(self.folder, name, self.index.tensors[name], target)
 
-    def _match(self, state: ModelState, model: nn.Module, trainable: bool) -> None:
-        """The model's tensors, if they and the stored ones have the same names."""
-        stored = {name for name in self.index.tensors if name.startswith(PREFIX)}
-        extra = {f"{PREFIX}{m}." if m else PREFIX for m, _ in model.named_modules()}
-        known = {*state.tensors, *state.ties}
-        missing = [name for name in state.tensors if name not in stored]
-        lost = [
-            name
-            for name in sorted(stored - known)
-            if not any(name.startswith(f"{at}_extra_state") for at in extra)
-        ]
-        if missing or lost:
-            raise CheckpointError(_mismatch(self.folder, missing, lost, known, stored, trainable))
-        for alias, name in state.ties.items():
-            if alias in self.index.tensors:
-                self._check_tied(alias, name)
-        self.targets |= {name: t.detach() for name, t in state.tensors.items()}
-
-    def _check_tied(self, alias: str, name: str) -> None:
-        a, b = self.index.tensors[alias], self.index.tensors[name]
-        if a is not b and [c.crc for c in a.chunks] != [c.crc for c in b.chunks]:
-            raise CheckpointError(
-                f"{_short(alias)} and {_short(name)} are one parameter of the model, but {self.folder} has "
-                "different values for them"
-            )
-
-    def _prepare_extra(self, given: Mapping[str, Any] | None) -> None:
+    def _prepare_extra(self, given: Mapping[str, Any] | None, stored: Stored) -> None:
         targets: dict[str, Tensor] = {}
-
-        def collect(tensor: Tensor, where: str) -> str:
-            targets[where] = tensor.detach()
-            return where
-
         if given is not None:
-            encode(dict(given), "extra", collect)
+            encode(dict(given), "extra", keeper(targets))
+        read = stored.reader("extra[")
 
         def target(name: str) -> Tensor:
-            if name in targets and name in self.index.tensors:
-                self.targets[name] = targets[name]
-                return targets[name]
-            return self._whole(name)
+            if name not in targets:
+                return read(name)
+            stored.take(name, "extra[")
+            self.targets[name] = targets.pop(name)
+            return self.targets[name]
 
-        self.extra = _dict(decode(self.info.get("extra"), target), "extra")
-
-    def _whole(self, name: Any) -> Tensor:
-        """Memory on the CPU for a stored tensor."""
-        entry = self.index.tensors.get(name) if isinstance(name, str) else None
-        if entry is None:
-            raise CorruptCheckpointError(
-                f"checkpoint.json names the tensor {name!r:.80}, which isn't stored"
+        self.extra = decode(self.contents.extra, target)
+        if not isinstance(self.extra, dict):
+            raise CorruptCheckpointError(f"{self.folder}: checkpoint.json is damaged: no extra")
+        if targets:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {next(iter(targets))}, which load was given to read into"
             )
-        self.targets[name] = torch.empty(entry.shape, dtype=entry.dtype)
-        return self.targets[name]
-
-    def _check_targets(self) -> None:
-        for name, target in self.targets.items():
-            entry = self.index.tensors[name]
-            if entry.shape != tuple(target.shape) or entry.dtype != target.dtype:
-                raise CheckpointError(
-                    f"{_short(name)} is {_kind(entry.dtype, entry.shape)} in {self.folder}, but here "
-                    f"{_kind(target.dtype, target.shape)}"
-                )
-
-
-def _mismatch(
-    folder: Path,
-    missing: list[str],
-    lost: list[str],
-    known: set[str],
-    stored: set[str],
-    trainable: bool,
-) -> str:
-    parts = [f"{folder} is not of this model"]
-    if trainable:
-        parts[0] += " (it was saved with only='trainable')"
-    for names, others, what in (
-        (missing, stored, "it doesn't have"),
-        (lost, known, "the model doesn't have its"),
-    ):
-        if names:
-            near = get_close_matches(names[0], others, n=1, cutoff=0.6)
-            like = f" (nearest: {_short(near[0])})" if near else ""
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            parts.append(f"{what} {', '.join(map(_short, names[:3]))}{more}{like}")
-    return "; ".join(parts)
-
-
-def _short(name: str) -> str:
-    return name.removeprefix(PREFIX)
-
-
-def _kind(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
-
-
-def _dict(value: Any, what: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"checkpoint.json is damaged: {what} is {value!r:.80}")
-    return value

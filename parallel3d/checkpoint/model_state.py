@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import get_local_tensor
-from parallel3d.checkpoint.values import encode
+from parallel3d.checkpoint.values import encode, keeper
 from parallel3d.errors import CheckpointError
 
-__all__ = ["ModelState", "model_state", "parameter_names"]
+__all__ = ["PREFIX", "ModelState", "has_extra", "model_state", "parameter_names", "plain_name"]
 
 PREFIX = "model."
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass
@@ -27,11 +27,13 @@ class ModelState:
         tensors: parameters and persistent buffers, each once.
         ties: other names of these -> the first.
         extra: modules' ``get_extra_state()``, encoded; by module.
+        extra_tensors: that are in these.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    extra_tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 def model_state(model: nn.Module, only: str | None = None) -> ModelState:
@@ -42,7 +44,8 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
     """
     state = ModelState()
     first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for given, param in model.named_parameters(remove_duplicate=False):
+        name = plain_name(given)
         if only == "trainable" and not param.requires_grad:
             continue
         known = first.setdefault(id(param), name)
@@ -52,7 +55,9 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
             state.tensors[PREFIX + name] = _checked(name, param)
     if only == "trainable":
         return state
-    for prefix, module in model.named_modules():
+    seen: set[nn.Module] = set()
+    for given, module in model.named_modules(remove_duplicate=False):
+        prefix = plain_name(given)
         at = f"{prefix}." if prefix else ""
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -61,23 +66,30 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
                     state.ties[PREFIX + at + key] = PREFIX + known
                 else:
                     state.tensors[PREFIX + at + key] = _checked(at + key, buffer)
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra(module) and module not in seen:
+            seen.add(module)
             where = f"{PREFIX}{at}_extra_state"
-            state.extra[prefix] = encode(module.get_extra_state(), where, _keeper(state.tensors))
+            state.extra[prefix] = encode(
+                module.get_extra_state(), where, keeper(state.extra_tensors)
+            )
     return state
+
+
+def has_extra(module: nn.Module) -> bool:
+    """Whether it has a ``get_extra_state`` of its own."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """id of a parameter -> its first name."""
-    return {id(param): name for name, param in model.named_parameters()}
+    return {id(param): plain_name(name) for name, param in model.named_parameters()}
 
 
-def _keeper(tensors: dict[str, Tensor]) -> Callable[[Tensor, str], str]:
-    def keep(tensor: Tensor, where: str) -> str:
-        tensors[where] = tensor
-        return where
-
-    return keep
+def plain_name(name: str) -> str:
+    """Without what ``torch.compile(model)`` and checkpoint_wrapper put into it."""
+    if not any(part in name for part in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d.checkpoint.format.index import Index
+from parallel3d.checkpoint.contents import Contents
 from parallel3d.checkpoint.model_state import parameter_names
-from parallel3d.checkpoint.values import decode, encode
-from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.checkpoint.optimizer_groups import LoadedGroups
+from parallel3d.checkpoint.stored import Stored
+from parallel3d.checkpoint.values import decode, encode, keeper
+from parallel3d.errors import CheckpointError
 
 __all__ = ["LoadedOptimizers", "as_optimizers", "optimizer_state"]
 
 PREFIX = "optimizer."
+_NO_OPTIONS = ("params", "param_names")
 
 
 def as_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
@@ -28,7 +32,8 @@ def as_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimiz
     """
     if given is None:
         return []
-    found = [given] if isinstance(given, Optimizer) else list(given)
+    several = isinstance(given, Iterable) and not isinstance(given, Optimizer)
+    found: list[Any] = list(given) if several else [given]  # type: ignore[arg-type]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise CheckpointError(
@@ -46,23 +51,36 @@ def optimizer_state(
         CheckpointError: a parameter isn't the model's, or a value can't be kept.
     """
     names = parameter_names(model)
-
-    def keep(tensor: Tensor, where: str) -> str:
-        tensors[where] = tensor
-        return where
-
-    groups, state = [], {}
+    keep = keeper(tensors)
+    groups: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    known: set[str] = set()
     for optimizer in optimizers:
+        _check_keys(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             mine = _names_of(group, number, names)
-            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            groups.append({"params": mine, "options": encode(options, f"group {number}", keep)})
+            twice = next((name for name in mine if name in known), None)
+            known.update(mine)
+            if twice is not None or len(set(mine)) != len(mine):
+                raise CheckpointError(f"parameter {twice or mine[0]!r} is in two of the optimizers")
+            options = {k: v for k, v in group.items() if k not in _NO_OPTIONS}
+            options = encode(options, f"{PREFIX}group {len(groups)}", keep)
+            groups.append({"params": mine, "options": options})
             for name, param in zip(mine, group["params"], strict=True):
                 entry = optimizer.state.get(param)
                 if entry:
                     where = f"{PREFIX}{name}"
                     state[name] = {k: encode(v, f"{where}.{k}", keep) for k, v in entry.items()}
     return {"groups": groups, "state": state}
+
+
+def _check_keys(optimizer: Optimizer) -> None:
+    for key in optimizer.state:
+        if not isinstance(key, Tensor) and optimizer.state[key]:
+            raise CheckpointError(
+                f"the optimizer has state for {key!r:.80}, which is no parameter; a checkpoint holds state "
+                "of parameters: put that into extra"
+            )
 
 
 def _names_of(group: dict[str, Any], number: int, names: dict[int, str]) -> list[str]:
@@ -92,31 +110,35 @@ class LoadedOptimizers:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        stored: Any,
-        index: Index,
-        *,
-        partial: bool,
+        contents: Contents,
+        stored: Stored,
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._index = index
+        self._stored = stored
         self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        if not optimizers:
+            return
+        if contents.groups is None:
+            raise CheckpointError(
+                f"{stored.folder} was saved without an optimizer; load it without one"
+            )
         names = parameter_names(model)
-        state, options_of = _read(stored)
+        loaded = LoadedGroups(contents, stored)
         wanted: set[str] = set()
         for optimizer in optimizers:
             entries: dict[Tensor, dict[str, Any]] = {}
             for number, group in enumerate(optimizer.param_groups):
                 mine = _names_of(group, number, names)
                 wanted.update(mine)
-                self._options.append((group, _options_for(number, mine, options_of)))
+                self._options.append((group, loaded.options(optimizer, number, mine)))
                 for name, param in zip(mine, group["params"], strict=True):
-                    if name in state:
+                    if name in contents.state:
                         old = optimizer.state.get(param) or {}
-                        entries[param] = self._entry(name, param, state[name], old)
+                        entries[param] = self._entry(name, param, contents.state[name], old)
             self._states.append((optimizer, entries))
-        lost = [name for name in options_of if name not in wanted]
-        if lost and not partial:
+        lost = [name for name in loaded.names if name not in wanted]
+        if lost:
             raise CheckpointError(
                 f"the checkpoint has optimizer state of {len(lost)} parameters that the optimizer doesn't "
                 f"have, the first {lost[0]!r}; give it the same parameters"
@@ -127,36 +149,38 @@ class LoadedOptimizers:
     ) -> dict[str, Any]:
         entry = {}
         for key, value in stored.items():
-            found = self._in_place(value, old.get(key), param)
-            entry[key] = (
-                decode(value, lambda at: self._target(at, param)) if found is None else found
-            )
+            where = f"{PREFIX}{name}.{key}"
+            at = value.get("$tensor") if isinstance(value, dict) and len(value) == 1 else None
+            found = self._in_place(at, old.get(key), where) if isinstance(at, str) else None
+            if found is None:
+                found = decode(value, partial(self._target, param=param, where=where))
+            entry[key] = found
         return entry
 
-    def _in_place(self, value: Any, old: Any, param: Tensor) -> Tensor | None:
+    def _in_place(self, at: str, old: Any, where: str) -> Tensor | None:
         """The tensor that is there already, if it is as the stored one will be."""
-        at = value.get("$tensor") if isinstance(value, dict) else None
-        if not isinstance(at, str) or at not in self._index.tensors or not isinstance(old, Tensor):
+        entry = self._stored.index.tensors.get(at)
+        if entry is None or not isinstance(old, Tensor):
             return None
-        entry = self._index.tensors[at]
+        if old.dim() and tuple(old.shape) != entry.shape:
+            raise CheckpointError(
+                f"{where.removeprefix(PREFIX)} of the optimizer has the shape {tuple(old.shape)}, in the "
+                f"checkpoint {entry.shape}"
+            )
         fits = tuple(old.shape) == entry.shape and old.dtype == entry.dtype
         if not fits or old.is_inference() or old.requires_grad:
             return None
+        self._stored.take(at, where)
         self.tensors[at] = old.detach()
         return old
 
-    def _target(self, at: Any, param: Tensor) -> Tensor:
+    def _target(self, at: str, *, param: Tensor, where: str) -> Tensor:
         """Memory for the stored tensor ``at``."""
-        if not isinstance(at, str) or at not in self._index.tensors:
-            raise CorruptCheckpointError(
-                f"checkpoint.json names the tensor {at!r:.80}, which isn't stored"
-            )
-        entry = self._index.tensors[at]
+        entry = self._stored.take(at, where)
         if entry.shape == tuple(param.shape):
             made = torch.empty_like(param.detach(), dtype=entry.dtype)
         else:
-            whole = len(entry.chunks) <= 1
-            if not whole:
+            if len(entry.chunks) > 1:
                 raise CheckpointError(
                     f"{at} is stored in parts, of shape {entry.shape}, other than its parameter's "
                     f"{tuple(param.shape)}: how it is to lie on this mesh isn't known before the optimizer "
@@ -179,44 +203,3 @@ class LoadedOptimizers:
                 optimizer.state[param] = entry
         for group, options in self._options:
             group.update(options)
-
-
-def _read(stored: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(parameter -> its encoded state, parameter -> its group's options)."""
-    try:
-        state = {str(name): dict(entry) for name, entry in stored["state"].items()}
-        options = {
-            str(name): group["options"] for group in stored["groups"] for name in group["params"]
-        }
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise CorruptCheckpointError(
-            f"checkpoint.json is damaged: its optimizer isn't one ({error!r:.80})"
-        ) from None
-    return state, options
-
-
-def _options_for(
-    number: int, names: list[str], stored: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """The options that the parameters of a group were saved with.
-
-    Raises:
-        CheckpointError: they have none, or different ones.
-    """
-    missing = [name for name in names if name not in stored]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has no optimizer state of {len(missing)} parameters of the optimizer's group "
-            f"{number}, the first {missing[0]!r}; give the optimizer the parameters that it had"
-        )
-    found = [stored[name] for name in names]
-    different = next((n for n, o in zip(names, found, strict=True) if o != found[0]), None)
-    if different is not None:
-        raise CheckpointError(
-            f"the optimizer's group {number} has {names[0]!r} and {different!r}, which were saved in groups "
-            "with different options; divide the parameters into the groups that they had"
-        )
-    options = decode(found[0]) if found else {}
-    if not isinstance(options, dict):
-        raise CorruptCheckpointError("checkpoint.json is damaged: a group has no options")
-    return options

@@ -93,6 +93,21 @@ class Ranks:
             raise as_checkpoint_error({0: answer[1]}, 1) from problem
         return answer[0]
 
+    def undone_unless(
+        self, change: Callable[[], object], rest: Callable[[], None], undo: Callable[[], None]
+    ) -> None:
+        """``change`` on every rank, then ``rest``, a collective; ``undo`` if either fails on any.
+
+        Raises:
+            CheckpointError: as ``all``, or by ``rest``.
+        """
+        try:
+            self.all(change)
+            rest()
+        except BaseException:
+            undo()
+            raise
+
     def meet(self) -> None:
         """Returns when all ranks have called it."""
         if self.group is not None:
@@ -103,9 +118,19 @@ def ranks_of(model: nn.Module | None = None) -> Ranks:
     """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model.
 
     Collective among them when first called. Waits for a save that is under way in the background, which
-    uses the same group; raises what it raised.
+    uses the same group.
+
+    Raises:
+        CheckpointError: on all of them: what that save has raised, if it hasn't been told on one of them.
     """
-    wait_for_background()
+    failed = wait_for_background()
+    ranks = _ranks_of(model)
+    if failed is not None:
+        ranks.all(failed.tell)
+    return ranks
+
+
+def _ranks_of(model: nn.Module | None) -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(None, 0, 1, (0,))
     ranks = tuple(range(dist.get_world_size()))

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.optim import Optimizer
@@ -27,10 +28,12 @@ from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
 from parallel3d.checkpoint.ranks import Ranks, ranks_of
 from parallel3d.checkpoint.rng import rng_state
 from parallel3d.checkpoint.staging import copy_to_host
-from parallel3d.checkpoint.values import encode
+from parallel3d.checkpoint.values import encode, keeper
 from parallel3d.errors import CheckpointError
 
 __all__ = ["save"]
+
+_MOST_STEPS = 10**18  # its folder's name has 18 digits at most
 
 
 def save(
@@ -71,16 +74,19 @@ def save(
             what was saved before is as it was.
     """
     step, async_ = as_count("step", step), as_bool("async_", async_)
+    if step >= _MOST_STEPS:
+        raise CheckpointError(f"step is {step}; it must be below {_MOST_STEPS:.0e}")
     if keep is not None:
         as_count("keep", keep, least=1)
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
     ranks = ranks_of(model)
-    work = _Work(Path(path), step, keep, ranks)
+    work = _Work(Path(path).absolute(), step, keep, ranks)
     try:
-        work.collect(model, as_optimizers(optimizer), extra, only)
-        if async_:
-            work.tensors = copy_to_host(work.tensors)
+        with torch.inference_mode(False), torch.no_grad():
+            work.collect(model, as_optimizers(optimizer), extra, only)
+            if async_:
+                work.tensors = copy_to_host(work.tensors)
     except Exception as error:  # told to the other ranks, who are on their way to write
         work.problem = error
     return run_in_background(work.run) if async_ else work.run()
@@ -116,19 +122,14 @@ class _Work:
         """Finds all that is to be stored."""
         self.description = partial(describe, model)  # later: strings by the hundred
         state = model_state(model, only)
-        tensors = self.tensors = state.tensors
-
-        def keep(tensor: Tensor, where: str) -> str:
-            tensors[where] = tensor
-            return where
-
+        tensors = self.tensors = {**state.tensors, **state.extra_tensors}
         self.info = {
             "step": self.step,
             "ranks": self.ranks.size,
             "rng": rng_state(self.ranks, tensors),
             "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
             "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
-            "extra": encode(dict(extra or {}), "extra", keep),
+            "extra": encode(dict(extra or {}), "extra", keeper(tensors)),
         }
 
     def run(self) -> Path:
@@ -137,7 +138,7 @@ class _Work:
         writer = Writer(final, lambda: {**self.info, **self.description()})
         try:
             self.ranks.all(self._check)
-            with dcp_errors(alone=self.ranks.group is None):
+            with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
                 dcp.save(
                     self.tensors,
                     storage_writer=writer,

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from parallel3d.checkpoint.format.index import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["decode", "encode", "is_scalar"]
+__all__ = ["decode", "encode", "is_scalar", "keeper"]
+
+_DEEPEST = 64  # lists and dicts within each other
+_LONGEST = 14_000  # bits of an integer; Python writes and reads no longer ones as decimal
 
 
 def is_scalar(tensor: torch.Tensor) -> bool:
@@ -26,32 +30,61 @@ def is_scalar(tensor: torch.Tensor) -> bool:
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def encode(value: Any, where: str, tensor: Callable[[torch.Tensor, str], str] | None = None) -> Any:
+def keeper(tensors: dict[str, torch.Tensor]) -> Callable[[torch.Tensor, str], str]:
+    """For ``encode``: puts tensors into ``tensors``, each under a name of its own, from ``where``."""
+
+    def keep(tensor: torch.Tensor, where: str) -> str:
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            kind = tensor.layout if tensor.layout != torch.strided else "on the meta device"
+            raise CheckpointError(f"{where} is {kind}; checkpoints hold dense tensors with values")
+        while where in tensors:
+            where += "'"
+        tensors[where] = tensor
+        return where
+
+    return keep
+
+
+def encode(
+    value: Any,
+    where: str,
+    tensor: Callable[[torch.Tensor, str], str] | None = None,
+    depth: int = 0,
+) -> Any:
     """``value`` as what ``json.dumps`` takes.
 
     Args:
         where: what it is, for the error.
         tensor: given a tensor and what it is, stores it apart and returns its name; without it only scalars
             on the CPU can be kept.
+        depth: how many lists and dicts it is within.
 
     Raises:
-        CheckpointError: something in it has a type that can't be kept.
+        CheckpointError: something in it has a type that can't be kept, or is too large or too deep.
     """
-    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+    if value is None or isinstance(value, (bool, str)) or type(value) is float:
         return value
+    if type(value) is int:
+        if value.bit_length() > _LONGEST:
+            raise CheckpointError(f"{where} is an integer of {value.bit_length()} bits: too large")
+        return value
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{where[:80]}...: lists and dicts are more than {_DEEPEST} deep")
     if isinstance(value, torch.Tensor):
         if is_scalar(value) and not value.requires_grad:
             return {"$scalar": [_name(value.dtype), value.item()]}
         if tensor is not None:
             return {"$tensor": tensor(value, where)}
     if type(value) in (list, tuple):
-        items = [encode(item, f"{where}[{i}]", tensor) for i, item in enumerate(value)]
+        items = [encode(x, f"{where}[{i}]", tensor, depth + 1) for i, x in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
     if type(value) in (dict, OrderedDict):
-        pairs = [(key, encode(item, f"{where}[{key!r}]", tensor)) for key, item in value.items()]
+        pairs = [(k, encode(x, f"{where}[{k!r}]", tensor, depth + 1)) for k, x in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(pairs)
-        return {"$dict": [[encode(key, f"a key of {where}"), item] for key, item in pairs]}
+        if any(key != key for key in value):
+            raise CheckpointError(f"a key of {where} is NaN, which no key equals")
+        return {"$dict": [[encode(k, f"a key of {where}", None, depth + 1), x] for k, x in pairs]}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -66,52 +99,91 @@ def encode(value: Any, where: str, tensor: Callable[[torch.Tensor, str], str] | 
     )
 
 
-def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None, depth: int = 0) -> Any:
     """What ``encode`` was given.
+
+    Args:
+        tensor: gives the tensor that was stored apart, by its name.
+        depth: as for ``encode``.
 
     Raises:
         CorruptCheckpointError: it can't have made this.
     """
+    if isinstance(value, (list, dict)) and depth > _DEEPEST + 2:
+        raise CorruptCheckpointError("no value: it is too deep")
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [decode(item, tensor, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
-    if not kind.startswith("$"):
-        return {key: decode(item, tensor) for key, item in value.items()}
+    if not any(key.startswith("$") for key in value):
+        return {key: decode(item, tensor, depth + 1) for key, item in value.items()}
     try:
-        return _special(kind, value[kind], tensor)
+        if len(value) != 1:
+            raise ValueError(kind)
+        return _special(kind, value[kind], tensor, depth + 1)
     except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CorruptCheckpointError(f"no value: {kind} {str(value[kind])[:80]}") from error
+        raise CorruptCheckpointError(f"no value: {shown(value)}") from error
 
 
-def _special(kind: str, content: Any, tensor: Callable[[str], torch.Tensor] | None) -> Any:
+def _special(
+    kind: str, content: Any, tensor: Callable[[str], torch.Tensor] | None, depth: int
+) -> Any:
     if kind == "$scalar":
-        dtype, number = content
-        return torch.tensor(number, dtype=_dtype(dtype))
-    if kind == "$tensor" and tensor is not None:
+        dtype, number = _several(content, 2)
+        return _scalar(_dtype(dtype), number)
+    if kind == "$tensor" and tensor is not None and isinstance(content, str):
         return tensor(content)
     if kind == "$tuple":
-        return tuple(decode(item, tensor) for item in content)
+        return tuple(decode(item, tensor, depth) for item in _several(content))
     if kind == "$dict":
-        return {decode(key, tensor): decode(item, tensor) for key, item in content}
-    if kind == "$bytes":
+        pairs = [_several(pair, 2) for pair in _several(content)]
+        found = {decode(k, None, depth): decode(item, tensor, depth) for k, item in pairs}
+        if len(found) != len(pairs):
+            raise ValueError("a key comes twice")
+        return found
+    if kind == "$bytes" and isinstance(content, str):
         return base64.b64decode(content, validate=True)
     if kind == "$dtype":
         return _dtype(content)
     if kind == "$complex":
-        return complex(*content)
+        real, imag = _several(content, 2)
+        return complex(_real(real), _real(imag))
     raise ValueError(kind)
+
+
+def _several(content: Any, count: int | None = None) -> list[Any]:
+    if not isinstance(content, list) or count not in (None, len(content)):
+        raise ValueError(content)
+    return content
+
+
+def _real(number: Any) -> float:
+    if type(number) is not float:
+        raise ValueError(number)
+    return number
+
+
+def _scalar(dtype: torch.dtype, number: Any) -> torch.Tensor:
+    kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+    if type(number) is not kind or dtype.is_complex:
+        raise ValueError(number)
+    found = torch.tensor(number, dtype=dtype)
+    if found.item() != number and number == number:
+        raise ValueError(number)  # not of this dtype
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+_DTYPES = {_name(found): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str):
         raise ValueError(name)
-    return found
+    return _DTYPES[name]

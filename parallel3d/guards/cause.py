@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import distributed as dist
 
-from parallel3d._compat import group_timeout
+from parallel3d._compat_groups import group_timeout
 from parallel3d.errors import Parallel3dError, PeerFailureError
 from parallel3d.guards.board import Note
 from parallel3d.guards.monitor import Monitor
@@ -130,8 +130,8 @@ def _others_gave_up(monitor: Monitor) -> str:
         return ""
     return (
         f"{name_ranks(note.rank for note in notes)} lost a collective before this rank did, rank "
-        f"{notes[0].rank} at {notes[0].where}: {notes[0].error[:200]}. This rank came too late for it, or the "
-        "network between the ranks failed"
+        f"{notes[0].rank} at {notes[0].where}: {notes[0].error[:200]}. This rank came too late for "
+        "it, or the network between the ranks failed"
     )
 
 

@@ -95,8 +95,8 @@ def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:
             f"{name} part{'s' if len(odd) == 1 else ''} from the rest with:{describe_places(first)}"
         )
     last = {rank: each[-1].number if each else 0 for rank, each in done.items()}
-    behind = [rank for rank in last if last[rank] < max(last.values())]
-    if not behind:
+    behind = [rank for rank in last if last[rank] == min(last.values())]
+    if len(behind) == len(last):
         return ""
     texts = {rank: str(done[rank][-1]) if done[rank] else "nothing" for rank in events}
-    return f"{name_ranks(behind)} stopped before the rest; last were:{describe_places(texts)}"
+    return f"{name_ranks(behind)} stopped first; last were:{describe_places(texts)}"

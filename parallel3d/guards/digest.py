@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
-from parallel3d._compat import group_timeout
+from parallel3d._compat_groups import group_timeout
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 

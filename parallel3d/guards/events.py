@@ -68,8 +68,8 @@ class Event:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Event:
-        """Raises ValueError, TypeError or KeyError for a line that is none."""
+    def from_json(cls, text: Any) -> Event:
+        """Of str or bytes. Raises ValueError, TypeError or KeyError for a line that is none."""
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 

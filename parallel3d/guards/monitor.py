@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from parallel3d._compat import all_groups, wake_waiting
+from parallel3d._compat_groups import all_groups, clone_store, wake_waiting
 from parallel3d.guards.board import Board, Note
 from parallel3d.guards.progress import here, stack_of
 
@@ -37,7 +37,7 @@ class Monitor(threading.Thread):
         self.world_size = world_size
         self.grace = grace
         self.store_lost = False
-        self._board = Board(table.clone())  # a connection of its own
+        self._board = Board(clone_store(table))  # a connection of its own
         self._main = threading.get_ident()
         self._notes: list[Note] = []
         self._lock = threading.Lock()

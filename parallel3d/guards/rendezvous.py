@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from torch import distributed as dist
 
+from parallel3d._compat_groups import set_keys
 from parallel3d.errors import AgreementError, PeerFailureError
 from parallel3d.guards.events import Event, Journal, describe_places, is_end
 from parallel3d.mesh.naming import name_ranks, seconds
@@ -60,10 +61,14 @@ class Rendezvous:
 
     def note(self, event: Event) -> None:
         """This rank is about to do ``event``; nobody is waited for."""
+        self._say(event)
+
+    def _say(self, event: Event, *more: str) -> None:
+        """Puts ``event`` into the journal and the store, there under the keys ``more`` too."""
         self._journal.note(event)
         text = event.to_json()
-        self._table.set(f"log/{self.rank}/{event.number % self._keep}", text)
-        self._table.set(f"at/{self.rank}", text)
+        keys = [f"log/{self.rank}/{event.number % self._keep}", f"at/{self.rank}", *more]
+        set_keys(self._table, keys, text)
 
     def meet(self, event: Event) -> None:
         """This rank is about to do ``event`` together with ``event.ranks``; returns when all are.
@@ -72,11 +77,11 @@ class Rendezvous:
             AgreementError: one of them does something else, or does not come; the same on all ranks.
             PeerFailureError: one of them has failed.
         """
-        self.note(event)
         if len(event.ranks) < 2:
+            self._say(event)
             return
         keys = [self._place(event, rank) for rank in event.ranks]
-        self._table.set(self._place(event, self.rank), event.to_json())
+        self._say(event, self._place(event, self.rank))
         self._wait(event, keys)
         for text in self._table.multi_get(keys):
             if not event.agrees_with(Event.from_json(text)):
@@ -197,13 +202,25 @@ class Rendezvous:
         )
 
     def _give_up(self, event: Event) -> NoReturn:
-        missing = self._missing(event)
+        missing = sorted(self._to_blame(event, set()))
         texts = {rank: str(self.at(rank) or "nothing yet") for rank in missing}
         self._conclude(
             event,
-            f"{name_ranks(missing)} did not come to {event} within {seconds(self._timeout)}: killed, hung, "
-            f"or slower than that. Last known:{describe_places(texts)}",
+            f"{name_ranks(missing)} did not come to where others wait within {seconds(self._timeout)}: "
+            f"killed, hung, or slower than that. Last known:{describe_places(texts)}",
         )
+
+    def _to_blame(self, event: Event, seen: set[int]) -> set[int]:
+        """Those that the ranks at ``event`` wait for, and that wait for nobody themselves."""
+        found: set[int] = set()
+        for rank in self._missing(event):
+            if rank in seen:
+                continue
+            seen.add(rank)
+            where = self.at(rank)
+            waits = where is not None and len(where.ranks) > 1 and self._missing(where)
+            found |= self._to_blame(where, seen) if where is not None and waits else {rank}
+        return found
 
     def _conclude(self, event: Event, text: str) -> NoReturn:
         """Makes ``text`` the verdict, unless another rank was first, and raises it."""

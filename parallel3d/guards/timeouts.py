@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import all_groups, group_timeout, set_group_timeout
+from parallel3d._compat_groups import all_groups, group_timeout, set_group_timeout
 from parallel3d.errors import Parallel3dError
 from parallel3d.guards.progress import here
 from parallel3d.mesh.agreement import check_agreement
@@ -57,12 +57,12 @@ class Schedule:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self.timeouts = timeouts
-        self._before: timedelta | None = None
+        self._before: dict[ProcessGroup, timedelta] = {}
 
     def begin(self) -> None:
         """Sets what ``start`` says, as soon as there are groups."""
-        if self._before is None and others() is not None:
-            self._before = group_timeout()
+        if not self._before and others() is not None:
+            self._before = {group: group_timeout(group) for group in all_groups()}
             _set_all(self.timeouts.start)
             for group in _for_saving:
                 self.set_save(group)
@@ -80,7 +80,7 @@ class Schedule:
         new = self.timeouts.of(name)
         if new is None or others() is None:
             return
-        now = group_timeout()
+        now = max(group_timeout(group) for group in all_groups())
         if new < now:
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
@@ -88,9 +88,11 @@ class Schedule:
         _set_all(new)
 
     def end(self) -> None:
-        """Gives the groups back what they had before the watch."""
-        if self._before is not None and others() is not None:
-            _set_all(self._before)
+        """Gives the groups back what they had before the watch; not those made within it."""
+        alive = set(all_groups() if others() is not None else ())
+        for group, timeout in self._before.items():
+            if group in alive:
+                set_group_timeout(group, timeout)
 
 
 active: list[Schedule] = []  # innermost last

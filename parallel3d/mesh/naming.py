@@ -6,7 +6,7 @@ from datetime import timedelta
 
 __all__ = ["describe", "excerpt", "name_ranks", "seconds"]
 
-_MOST_LINES = 8  # a model in another dtype differs in every parameter
+_MOST_LINES = 16  # a model in another dtype differs in every parameter
 
 
 def describe(differences: Mapping[str, Mapping[str, list[int]]], world_size: int) -> str:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import parallel3d as p3d
 from parallel3d import MeshLayout
+from parallel3d.testing import shards_of
 
 VOCAB, DIM, HEADS, HIDDEN = 17, 8, 6, 6
 Whole = dict[str, torch.Tensor]
@@ -77,23 +78,59 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
         model.count += step
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Whole:
-    """All values by name, whole: what must come back bit by bit."""
+def truth(sizes: tuple[int, int, int]) -> Whole:
+    """What the mesh ``sizes`` saves, whole: values of the model and of AdamW, by name."""
+    generator = torch.Generator().manual_seed(sum(n << (8 * i) for i, n in enumerate(sizes)))
+    found: Whole = {}
+    for name, param in Odd().named_parameters():
+        found[name] = torch.rand(param.shape, generator=generator)
+        if param.requires_grad:
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{name} {key}"] = torch.rand(param.shape, generator=generator)
+            found[f"{name} step"] = torch.tensor(2.0)
+    found["count"] = torch.randint(0, 1 << 40, (3,), generator=generator)
+    found["lr"] = torch.rand(2, generator=generator, dtype=torch.float64)
+    return found
+
+
+def named(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Whole:
+    """As they lie, by the names that ``truth`` has."""
     found = {**dict(model.named_parameters()), "count": model.count}
-    if optimizer is not None:
-        for name, param in model.named_parameters():
-            for key, value in optimizer.state.get(param, {}).items():
-                found[f"{name} {key}"] = value
-        options = optimizer.param_groups
-        found["lr"] = torch.tensor([group["lr"] for group in options], dtype=torch.float64)
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in found.items()
-    }
+    for name, param in model.named_parameters():
+        for key, value in (optimizer.state.get(param, {}) if optimizer else {}).items():
+            found[f"{name} {key}"] = value
+    return {name: t.detach() for name, t in found.items()}
 
 
-def same(found: Whole, want: Whole) -> None:
-    assert found.keys() == want.keys()
-    for name, value in want.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, values: Whole) -> None:
+    """Writes ``values`` into the model and the optimizer, whose state is made if it isn't there."""
+    for param in (param for param in model.parameters() if param.requires_grad):
+        if param not in optimizer.state:
+            optimizer.state[param] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(param.detach()),
+                "exp_avg_sq": torch.zeros_like(param.detach()),
+            }
+    for name, value in named(model, optimizer).items():
+        for _, box, part in shards_of(value):
+            part.copy_(values[name][box])
+    for group, lr in zip(optimizer.param_groups, values["lr"].tolist(), strict=True):
+        group["lr"] = lr
+
+
+def same_parts(model: nn.Module, optimizer: torch.optim.Optimizer, want: Whole) -> None:
+    """Whether this rank's parts are those of ``want``; without a collective."""
+    found = named(model, optimizer)
+    assert {*found, "lr"} == want.keys()
+    for name, value in found.items():
+        for rank, box, part in shards_of(value):
+            assert part.dtype == want[name].dtype, name
+            assert torch.equal(part, want[name][box]), f"{name} on rank {rank}"
+    assert [group["lr"] for group in optimizer.param_groups] == want["lr"].tolist()
+
+
+def same_whole(model: nn.Module, want: Whole) -> None:
+    """Whether the model's values are those of ``want``, by torch's own ``full_tensor``."""
+    for name, value in named(model, None).items():
+        found = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(found, want[name]), name

@@ -155,7 +155,7 @@ CASES = [
     _watch(
         "a rank hangs",
         jobs.one_hangs,
-        "rank 2 did not come within 3 s: its process lives, at step 3, phase step, and is in jobs.py:",
+        "rank 2 did not come within 2 s: its process lives, at step 3, phase step, and is in jobs.py:",
         "hangs_in_the_data_loader",
         odd=("PeerFailureError", "lost a collective before this rank did"),
     ),

@@ -18,7 +18,7 @@ from parallel3d.fsdp import fully_shard
 
 RANKS, ODD = 4, 2
 LIMIT = 30.0  # seconds
-GRACE = timedelta(seconds=2)
+GRACE = timedelta(seconds=3)
 
 
 class Branching(Lm):
@@ -247,11 +247,11 @@ def host_is_killed() -> None:
 
 
 def hangs_in_the_data_loader() -> None:
-    time.sleep(10)
+    time.sleep(9)
 
 
 def one_hangs() -> None:
-    timeouts = guards.Timeouts(start=timedelta(seconds=60), step=timedelta(seconds=3))
+    timeouts = guards.Timeouts(start=timedelta(seconds=60), step=timedelta(seconds=2))
     watched(odd_at_3(lambda step, model: hangs_in_the_data_loader()), timeouts)
 
 

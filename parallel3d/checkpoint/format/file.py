@@ -1,13 +1,10 @@
 """Writes one rank's file: the safetensors layout, a checksum of every block on the way.
 
-The layout (https://github.com/huggingface/safetensors#format): the header's length as 8 bytes, little-endian;
-the header, JSON; the tensors' bytes one after the other. The library itself takes a whole file's bytes at
-once, which would be a second copy of what a rank holds.
+The library itself takes a whole file's bytes at once, which would be a second copy of what a rank holds.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +14,11 @@ from pathlib import Path
 import torch
 
 from parallel3d.checkpoint.format.blocks import bytes_of, crcs_of, write_all
-from parallel3d.checkpoint.format.dtypes import NAMES
 from parallel3d.checkpoint.format.index import Chunk
+from parallel3d.checkpoint.format.safetensors_file import header_of
 from parallel3d.errors import CheckpointError
 
-__all__ = ["Stored", "header_of", "write_file"]
+__all__ = ["Stored", "write_file"]
 
 
 @dataclass(frozen=True)
@@ -54,28 +51,6 @@ class Stored:
         return f"{self.name}@{','.join(map(str, self.offsets))}"
 
 
-def header_of(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """The first bytes of a safetensors file with ``tensors`` (name, dtype, shape) in this order.
-
-    Raises:
-        CheckpointError: safetensors has no name for a dtype.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, dtype, shape in tensors:
-        if dtype not in NAMES:
-            raise CheckpointError(
-                f"{name} is {dtype}, which safetensors files can't hold; they can: "
-                f"{', '.join(str(known).removeprefix('torch.') for known in NAMES)}"
-            )
-        end = begin + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def write_file(path: Path, items: Sequence[Stored]) -> tuple[list[Chunk], int]:
     """Writes ``items`` to a new file and on to the disk.
 
@@ -84,7 +59,7 @@ def write_file(path: Path, items: Sequence[Stored]) -> tuple[list[Chunk], int]:
     """
     # Larger elements first, so that each tensor begins at a multiple of its element's size.
     order = sorted(range(len(items)), key=lambda i: -items[i].dtype.itemsize)
-    header = header_of([(items[i].key, items[i].dtype, items[i].sizes) for i in order])
+    header = header_of({items[i].key: (items[i].dtype, items[i].sizes) for i in order})
     chunks: dict[int, Chunk] = {}
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:

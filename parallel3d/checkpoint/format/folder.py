@@ -13,11 +13,11 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.format.index import Index, loads
+from parallel3d.checkpoint.format.opening import check_file, read_small
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
@@ -29,12 +29,15 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "step_folder",
+    "whole",
 ]
 
 INFO, INDEX, MARKER = "checkpoint.json", "index.json", "COMPLETE"
 _FORMAT = "parallel3d checkpoint 1"
-_STEP = re.compile(r"step-(\d{8,18})(\.old)?")
-_LEFT = re.compile(r"step-\d{8,18}\.(tmp|old)(-[0-9a-f]{8})?")
+_STEP = re.compile(r"step-([0-9]{8,18})(\.old)?")
+_LEFT = re.compile(r"step-[0-9]{8,18}(\.old)?\.tmp-[0-9a-f]{8}")
+_OURS = re.compile(r"COMPLETE|checkpoint\.json|index\.json|rank-[0-9]{5,9}\.safetensors")
+_MOST = {MARKER: 1 << 16, INDEX: 1 << 31, INFO: 1 << 31}  # bytes
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -43,10 +46,22 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def new_folder(final: Path) -> Path:
-    """Makes the folder that ``final`` is written in until it is whole."""
-    folder = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+    """Makes the folder that ``final`` is written in until it is whole.
+
+    Raises:
+        CheckpointError: there is something at ``final`` that is no checkpoint, and won't be replaced.
+    """
+    if os.path.lexists(final) and not is_checkpoint(final) and not _is_ours(final):
+        raise CheckpointError(
+            f"{final} is there and no checkpoint of parallel3d; it is left as it is: save elsewhere"
+        )
+    folder = _temporary(final)
     folder.mkdir(parents=True)
     return folder
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
 
 
 def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> None:
@@ -60,8 +75,8 @@ def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> Non
     marker = {"format": _FORMAT, "serial": serial, "sha256": digests}
     _write(folder / MARKER, json.dumps(marker))
     _sync(folder)
-    old = final.with_name(f"{final.name}.old")
-    if final.exists():  # the same step again: while the names change, the old one counts
+    old = _old_of(final)
+    if os.path.lexists(final):  # the same step again: while the names change, the old one counts
         discard(old)
         final.rename(old)
     folder.rename(final)
@@ -69,25 +84,44 @@ def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> Non
     discard(old)
 
 
+def _old_of(final: Path) -> Path:
+    return final.with_name(f"{final.name}.old")
+
+
 def discard(folder: Path) -> None:
-    """Removes a folder: its name first, so that what a killed process leaves of it is known to be nothing."""
-    if _STEP.fullmatch(folder.name):
-        left = folder.with_name(f"{folder.name.removesuffix('.old')}.old-{secrets.token_hex(4)}")
+    """Removes a folder: its name first, so that who is killed leaves no half of a checkpoint."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if not _LEFT.fullmatch(folder.name) and folder.is_dir():
         with contextlib.suppress(OSError):
-            folder = folder.rename(left)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        (folder / MARKER).unlink()
+            folder = folder.rename(_temporary(folder))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def prune(run: Path, keep: int) -> None:
-    """Leaves the ``keep`` checkpoints saved last, and removes what killed processes have left."""
-    complete = [folder for folder in candidates(run) if (folder / MARKER).exists()]
-    for folder in complete[keep:]:
+    """Leaves the ``keep`` checkpoints saved last, and removes what killed processes have left.
+
+    A damaged one is no checkpoint: it doesn't count, and stays for somebody to look at.
+    """
+    for old in [entry for entry in run.glob("step-*.old") if _STEP.fullmatch(entry.name)]:
+        final = old.with_suffix("")
+        if _serial(old) and not os.path.lexists(final):
+            old.rename(final)  # who was replacing it was killed before the new one had its name
+        elif _serial(final) and (_serial(old) or _is_ours(old)):
+            discard(old)
+    for folder in whole(run)[keep:]:
         discard(folder)
     for entry in run.iterdir():
         if _LEFT.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             discard(entry)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a folder that has nothing but a checkpoint's files, all or some."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(_OURS.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def candidates(run: Path) -> list[Path]:
@@ -105,6 +139,11 @@ def candidates(run: Path) -> list[Path]:
     return [entry for *_, entry in sorted(found, reverse=True)]
 
 
+def whole(run: Path) -> list[Path]:
+    """Those of ``candidates`` that were completed; what is in them isn't looked at."""
+    return [folder for folder in candidates(run) if _serial(folder)]
+
+
 def _serial(folder: Path) -> int | None:
     """Which save of its run made it; None where that can't be read."""
     try:
@@ -112,7 +151,7 @@ def _serial(folder: Path) -> int | None:
     except (CorruptCheckpointError, OSError):
         return None
     serial = marker.get("serial") if isinstance(marker, dict) else None
-    return serial if type(serial) is int and serial > 0 else None
+    return serial if type(serial) is int and 0 < serial < 1 << 62 else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -126,8 +165,8 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
     Raises:
         CorruptCheckpointError: something isn't.
     """
-    marker = loads(_read(folder, MARKER), MARKER)
-    if not isinstance(marker, dict) or marker.get("format") != _FORMAT:
+    marker = _loads(folder, MARKER, _read(folder, MARKER))
+    if marker.get("format") != _FORMAT:
         raise CorruptCheckpointError(f"{folder}: {MARKER} isn't that of a {_FORMAT!r}")
     digests = marker.get("sha256")
     texts = {}
@@ -137,35 +176,31 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
         if not isinstance(digests, dict) or digests.get(name) != found:
             raise CorruptCheckpointError(f"{folder}: {name} has changed since it was saved")
     try:
-        index, info = Index.from_json(texts[INDEX]), loads(texts[INFO], INFO)
+        index = Index.from_json(texts[INDEX])
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{folder}: {error}") from None
-    if not isinstance(info, dict):
-        raise CorruptCheckpointError(f"{folder}: {INFO} is no JSON object")
+    info = _loads(folder, INFO, texts[INFO])
     for name, size in index.files.items():
-        _check_file(folder / name, size)
+        check_file(folder / name, size)
     return index, info
+
+
+def _loads(folder: Path, name: str, text: bytes) -> dict[str, Any]:
+    try:
+        found = loads(text, name)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{folder}: {error}") from None
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f"{folder}: {name} is no JSON object")
+    return found
 
 
 def _read(folder: Path, name: str) -> bytes:
     path = folder / name
-    if not path.exists():
+    if not os.path.lexists(path):
         what = "was not completed" if is_checkpoint(folder) else "is no checkpoint of parallel3d"
         raise CorruptCheckpointError(f"{folder} {what}: it has no {name}")
-    _check_file(path)
-    return path.read_bytes()
-
-
-def _check_file(path: Path, size: int | None = None) -> None:
-    """Raises unless it is an ordinary file, of this size: no link, which may lead anywhere."""
-    try:
-        found = path.lstat()
-    except OSError as error:
-        raise CorruptCheckpointError(f"{path} can't be read: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CorruptCheckpointError(f"{path} is no ordinary file")
-    if size is not None and found.st_size != size:
-        raise CorruptCheckpointError(f"{path} has {found.st_size} bytes; saved were {size}")
+    return read_small(path, _MOST[name])
 
 
 def _write(path: Path, text: str) -> None:

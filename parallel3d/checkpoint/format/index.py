@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -17,9 +19,12 @@ from parallel3d.checkpoint.format.blocks import BLOCK
 from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
 from parallel3d.errors import CorruptCheckpointError
 
-__all__ = ["Chunk", "Index", "TensorEntry", "file_name", "loads"]
+__all__ = ["Chunk", "Index", "TensorEntry", "file_name", "loads", "shown"]
 
-_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
+_FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+_LARGEST = 1 << 62  # numbers are below
+_MOST_DIMS = 64  # that torch's kernels take
+_MOST_CUTS = 8  # dims that a tensor is cut in; a mesh has three axes
 
 
 def file_name(rank: int) -> str:
@@ -92,27 +97,42 @@ class Index:
             index.files[name] = _number(size, f"size of {name}")
         for name, entry in _items(content, "tensors"):
             index.tensors[name] = _tensor(name, entry, index.files)
+        _check_apart(index.tensors)
         index.objects = dict(_items(content, "objects"))
         return index
 
 
 def loads(text: str | bytes, what: str) -> Any:
-    """``json.loads``, whose errors are CorruptCheckpointErrors."""
+    """``json.loads``, whose errors are CorruptCheckpointErrors; so is a key that an object has twice."""
     try:
-        return json.loads(text)
+        text = text.decode() if isinstance(text, bytes) else text  # not another encoding than UTF-8
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{what} is no valid JSON: {error}") from None
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"it has the key {twice[:80]!r} twice")
+    return found
+
+
 def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
     _expect(isinstance(entry, dict), f"{name!r} is no tensor")
-    _expect(entry.get("dtype") in DTYPES, f"{name!r} has the unknown dtype {entry.get('dtype')!r}")
-    dtype, shape = DTYPES[entry["dtype"]], _numbers(entry.get("shape"), f"shape of {name!r}")
+    kind = entry.get("dtype")
+    _expect(isinstance(kind, str) and kind in DTYPES, f"{name!r} has the dtype {shown(kind)}")
+    dtype, shape = DTYPES[kind], _numbers(entry.get("shape"), f"shape of {name!r}")
+    _expect(len(shape) <= _MOST_DIMS, f"{name!r} has {len(shape)} dims")
+    nbytes = prod(max(n, 1) for n in shape) * dtype.itemsize
+    _expect(nbytes < _LARGEST, f"{name!r} has a shape of too many elements")
     chunks = entry.get("chunks")
     _expect(isinstance(chunks, list), f"{name!r} has no chunks")
     result = TensorEntry(dtype, shape)
-    for chunk in chunks:
-        result.chunks.append(_chunk(name, chunk, dtype, shape, files))
+    found = [_chunk(name, chunk, dtype, shape, files) for chunk in chunks]
+    result.chunks = [chunk for chunk in found if prod(chunk.sizes)]
     _expect(_tile(shape, result.chunks), f"the chunks of {name!r} overlap or leave parts out")
     return result
 
@@ -127,7 +147,7 @@ def _chunk(
     inside = all(o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
     _expect(inside, f"a chunk of {name!r} reaches beyond its shape {shape}")
     file, begin = chunk[2], _number(chunk[3], f"begin in {name!r}")
-    _expect(isinstance(file, str) and file in files, f"{name!r} lies in {file!r}, not listed")
+    _expect(isinstance(file, str) and file in files, f"{name!r} lies in {shown(file)}, not listed")
     size = prod(sizes) * dtype.itemsize
     _expect(begin + size <= files[file], f"a chunk of {name!r} reaches beyond the end of {file}")
     crc = _numbers(chunk[4], f"checksums in {name!r}")
@@ -136,49 +156,36 @@ def _chunk(
 
 
 def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    """Whether each element of a tensor is in exactly one chunk."""
-    held = [chunk for chunk in chunks if prod(chunk.sizes)]
-    return sum(prod(c.sizes) for c in held) == prod(shape) and _disjoint(held, 0)
+    """Whether each element of a tensor is in exactly one of ``chunks``, in one pass.
 
-
-def _disjoint(chunks: list[Chunk], dim: int) -> bool:
-    """Whether no two chunks, which overlap in the dims before ``dim``, have an element in common.
-
-    Those whose intervals in ``dim`` meet are looked at together in the next; ranks cut alike, so that is
-    one pass for each dim.
+    The differences of a box's indicator along all dims are +1 and -1 at its corners, by the parity of its
+    upper ends, and 0 elsewhere; and they determine the indicator. So boxes tile the whole exactly if their
+    corners add up to the whole's. Dims that no chunk is cut in add nothing.
     """
-    if len(chunks) < 2:
-        return True
-    if dim == len(chunks[0].sizes):
+    cut = [d for d, n in enumerate(shape) if any(c.sizes[d] != n for c in chunks)]
+    if len(cut) > _MOST_CUTS:
         return False
-    ordered = sorted(chunks, key=lambda chunk: chunk.offsets[dim])
-    group: list[Chunk] = []
-    end = -1
-    mixed = False
-    for chunk in ordered:
-        start, stop = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
-        if group and start >= end:
-            if not _group_disjoint(group, dim, mixed):
-                return False
-            group, mixed = [], False
-        elif group and (start, stop) != (group[0].offsets[dim], end):
-            mixed = True
-        end = max(end, stop) if group else stop
-        group.append(chunk)
-    return _group_disjoint(group, dim, mixed)
+    corners: dict[tuple[int, ...], int] = {}
+    whole = ((0,) * len(cut), tuple(shape[d] for d in cut), -1)
+    boxes = [(tuple(c.offsets[d] for d in cut), tuple(c.sizes[d] for d in cut), 1) for c in chunks]
+    for offsets, sizes, sign in (*boxes, *([whole] if prod(shape) else ())):
+        for ends in product((0, 1), repeat=len(cut)):
+            at = tuple(o + s * e for o, s, e in zip(offsets, sizes, ends, strict=True))
+            corners[at] = corners.get(at, 0) + (-sign if sum(ends) % 2 else sign)
+    return not any(corners.values())
 
 
-def _group_disjoint(group: list[Chunk], dim: int, mixed: bool) -> bool:
-    if not mixed:  # all have the same interval
-        return _disjoint(group, dim + 1)
-    return not any(_meet(a, b) for i, a in enumerate(group) for b in group[:i])
-
-
-def _meet(a: Chunk, b: Chunk) -> bool:
-    return all(
-        max(p, q) < min(p + n, q + m)
-        for p, n, q, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+def _check_apart(tensors: dict[str, TensorEntry]) -> None:
+    """Raises if two chunks have a byte of a file in common."""
+    by_file: dict[str, list[tuple[int, int, str]]] = {}
+    for name, entry in tensors.items():
+        for chunk in entry.chunks:
+            end = chunk.begin + prod(chunk.sizes) * entry.dtype.itemsize
+            by_file.setdefault(chunk.file, []).append((chunk.begin, end, name))
+    for file, ranges in by_file.items():
+        ranges.sort()
+        for (_, end, name), (begin, _, other) in pairwise(ranges):
+            _expect(begin >= end, f"{name!r} and {other!r} share bytes of {file}")
 
 
 def _items(content: dict[str, Any], key: str) -> Any:
@@ -188,15 +195,21 @@ def _items(content: dict[str, Any], key: str) -> Any:
 
 
 def _numbers(value: Any, what: str) -> tuple[int, ...]:
-    _expect(isinstance(value, list) and len(value) <= 1 << 24, f"the {what} is no list")
-    return tuple(_number(item, what) for item in value)
+    _expect(isinstance(value, list), f"the {what} is no list")
+    return tuple([_number(item, what) for item in value])
 
 
 def _number(value: Any, what: str) -> int:
-    _expect(type(value) is int and 0 <= value < 1 << 62, f"the {what} is {value!r:.40}")
-    return int(value)
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise CorruptCheckpointError(f"index.json is damaged: the {what} is {shown(value)}")
+    return value
 
 
 def _expect(holds: bool, problem: str) -> None:
     if not holds:
         raise CorruptCheckpointError(f"index.json is damaged: {problem}")
+
+
+def shown(value: Any) -> str:
+    """A value for an error: of any size or depth, a short text."""
+    return reprlib.repr(value)

@@ -32,6 +32,8 @@ from torch.futures import Future
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.blocks import BLOCK, BlockCheck, bytes_of, read_into
 from parallel3d.checkpoint.format.index import Chunk, Index
+from parallel3d.checkpoint.format.opening import opened
+from parallel3d.checkpoint.values import decode
 
 __all__ = ["Reader"]
 
@@ -90,7 +92,10 @@ class Reader(StorageReader):
         }
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verifies all blocks that this rank will read."""
+        """Verifies all blocks and values that this rank will read."""
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                decode(self.index.objects[item.storage_index.fqn])
         wanted: dict[str, dict[int, tuple[int, int]]] = {}
         for part in self._parts(plan):
             blocks = wanted.setdefault(part.chunk.file, {})
@@ -100,7 +105,7 @@ class Reader(StorageReader):
                 blocks[part.chunk.begin + begin] = size, part.chunk.crc[number]
         check = BlockCheck()
         for name, blocks in wanted.items():
-            with _opened(self.path / name) as file:
+            with opened(self.path / name) as file:
                 for begin, (size, crc) in sorted(blocks.items()):
                     check.verify(file, begin, size, crc, os.fspath(self.path / name))
         return plan
@@ -119,7 +124,7 @@ class Reader(StorageReader):
         for part in self._parts(plan):
             by_file.setdefault(part.chunk.file, []).append(part)
         for name, parts in by_file.items():
-            with _opened(self.path / name) as file:
+            with opened(self.path / name) as file:
                 for part in sorted(parts, key=lambda part: part.chunk.begin + part.first_byte):
                     target = planner.resolve_tensor(part.item).detach()
                     part.read(file, target, os.fspath(self.path / name))
@@ -191,21 +196,9 @@ class _Part:
         for row in range(0, len(target), rows):
             part = buffer[: min(rows, len(target) - row)]
             read_into(file, bytes_of(part), at + row * max(self.row_bytes, 1), where)
-            target[row : row + rows].copy_(part[(slice(None), *columns)])
+            with torch.inference_mode(target.is_inference()):
+                target[row : row + rows].copy_(part[(slice(None), *columns)])
 
     def _rows_at_once(self, whole: bool) -> int:
         size = max(self.row_bytes, 1)
         return max(1, (16 * _ROWS if whole else _ROWS) // size)
-
-
-class _opened:
-    """A file, by its number; not through a link."""
-
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-
-    def __enter__(self) -> int:
-        return self.number
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.number)

@@ -1,0 +1,153 @@
+"""The safetensors format: headers read and checked, headers written.
+
+A file is eight bytes (the header's length, little endian), the header (JSON: name -> dtype, shape and
+``data_offsets``, from the header's end), and the tensors' bytes one after another without gaps. Reading it
+here, rather than through the safetensors library, keeps the file out of this process's memory (the library
+maps whole files) and turns a file that ends early into an error (reading a mapped one is a signal).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["Stored", "header_of", "is_ours", "read_header"]
+
+_EXPORT = {"format": "pt", "made_by": "parallel3d"}
+_LONGEST_HEADER = 100 << 20  # bytes; the library's limit too
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        file: the file's name in its folder.
+        dtype: as the format writes it.
+        start, end: its bytes, from the file's beginning.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: Path, file: str) -> dict[str, Stored]:
+    """The tensors of a file.
+
+    Raises:
+        CorruptCheckpointError: it is no safetensors file, or not all of one.
+        OSError: it can't be read.
+    """
+    with open(path, "rb", opener=_open_regular) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        first = opened.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > min(_LONGEST_HEADER, size - 8):
+            raise CorruptCheckpointError(
+                f"{path} is no safetensors file, or cut short: {size} bytes, and a header of {length}"
+            )
+        text = opened.read(length)
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_once)
+        if not isinstance(header, dict):
+            raise ValueError("it is no JSON object")
+        header.pop("__metadata__", None)
+        found = {name: _stored(file, name, said, 8 + length) for name, said in header.items()}
+        _check_gapless(found, 8 + length, size)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: its header can't be right: {error}") from error
+    return found
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a file, and nothing that could block or act, such as a pipe or a device."""
+    opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise CorruptCheckpointError(f"{path} is no ordinary file")
+    return opened
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _stored(file: str, name: str, said: Any, begin: int) -> Stored:
+    if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
+        raise ValueError(f"{name!r} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets):
+        raise ValueError(f"{name!r} is {said}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name!r} lies at {offsets}")
+    known = DTYPES.get(dtype)
+    if known is not None and prod(shape) * known.itemsize != offsets[1] - offsets[0]:
+        taken = offsets[1] - offsets[0]
+        raise ValueError(f"{name!r}, {dtype} of shape {shape}, can't have {taken} bytes")
+    return Stored(file, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+        for value in values
+    )
+
+
+def _check_gapless(found: Mapping[str, Stored], begin: int, size: int) -> None:
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if stored.start != begin:
+            raise ValueError(f"{name!r} begins at byte {stored.start}, not at {begin}")
+        begin = stored.end
+    if begin != size:
+        raise ValueError(f"its tensors end at byte {begin}, the file at {size}")
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file says that ``header_of`` made its header."""
+    try:
+        with open(path, "rb", opener=_open_regular) as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            said = json.loads(opened.read(min(length, _LONGEST_HEADER)).decode())["__metadata__"]
+            return said.get("made_by") == _EXPORT["made_by"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """The beginning of a file that holds ``tensors`` in this order; their bytes follow it.
+
+    Raises:
+        CheckpointError: the format has no name for a dtype.
+    """
+    header: dict[str, Any] = {"__metadata__": _EXPORT}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in NAMES:
+            raise CheckpointError(
+                f"{name} is {dtype}, which safetensors files can't hold; they can: "
+                f"{', '.join(str(known).removeprefix('torch.') for known in NAMES)}"
+            )
+        end = at + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text

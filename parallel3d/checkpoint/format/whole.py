@@ -1,0 +1,44 @@
+"""read_whole: a stored tensor, all of it, verified."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import torch
+
+from parallel3d.checkpoint.format.blocks import BLOCK, bytes_of, read_into
+from parallel3d.checkpoint.format.index import Index
+from parallel3d.checkpoint.format.opening import opened
+from parallel3d.errors import CorruptCheckpointError
+
+__all__ = ["read_whole"]
+
+
+def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
+    """The tensor ``name``, on the CPU.
+
+    Raises:
+        CorruptCheckpointError: its bytes are not those that were saved.
+    """
+    entry = index.tensors[name]
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for chunk in entry.chunks:
+        box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        target = whole[box]
+        part = target if target.is_contiguous() else torch.empty(chunk.sizes, dtype=entry.dtype)
+        data, path = bytes_of(part), folder / chunk.file
+        with opened(path) as file:
+            read_into(file, data, chunk.begin, os.fspath(path))
+        for number, crc in enumerate(chunk.crc):
+            begin = number * BLOCK
+            block = data[begin : begin + BLOCK]
+            if zlib.crc32(block) != crc:
+                raise CorruptCheckpointError(
+                    f"{path}: the bytes {chunk.begin + begin} to {chunk.begin + begin + len(block)}, of "
+                    f"{name!r}, are not those that were saved"
+                )
+        if part is not target:
+            target.copy_(part)
+    return whole

@@ -1,0 +1,244 @@
+"""DcpFolder: what a folder of ``torch.distributed.checkpoint`` holds, and where; nothing of it is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+
+from parallel3d.checkpoint.torch_formats.pickled import Record, read_pickle
+from parallel3d.checkpoint.torch_formats.vocabulary import DCP_METADATA, sizes_of
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["DcpFolder", "StoredAt", "StoredChunk", "StoredTensor", "file_within"]
+
+METADATA = ".metadata"
+_MAX_METADATA = 1 << 31
+
+
+@dataclass(frozen=True)
+class StoredAt:
+    """Bytes [offset, offset + length) of a file in the folder."""
+
+    path: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A box of a tensor, and where it is; ``at`` is None for what the folder has not."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: StoredAt | None
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in the folder. Its chunks lie within it; whether they cover it is not checked here."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True)
+class DcpFolder:
+    """The folder's table of contents.
+
+    Attributes:
+        tensors, blobs: by their flat names, "model.layers.0.weight"; a blob is anything else than a tensor.
+    """
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    blobs: Mapping[str, StoredAt]
+
+    @classmethod
+    def read(cls, path: Path, *, trusted: bool) -> DcpFolder:
+        """Of the folder ``path``.
+
+        Args:
+            trusted: unpickle with ``pickle``, which runs what the file says.
+
+        Raises:
+            CheckpointError: no such folder, or names in it that such a file has no need of.
+            CorruptCheckpointError: what it says can't be.
+        """
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is no folder; load_dcp reads those that dcp.save has written"
+            )
+        file = path / METADATA
+        if not os.path.lexists(file):
+            raise CheckpointError(
+                f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or one "
+                "whose save didn't end"
+            )
+        what = str(file)
+        size = file_within(path, METADATA).stat().st_size
+        if size > _MAX_METADATA:
+            raise CorruptCheckpointError(f"{what} has {size} bytes")
+        data = file.read_bytes()
+        if trusted:
+            content = _unpickled(data, what)
+        else:
+            content = read_pickle(data, DCP_METADATA, what=what)
+        try:
+            return cls(path, *_contents(content))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CorruptCheckpointError(
+                f"{what} is no table of contents of torch.distributed.checkpoint: {error}"
+            ) from None
+
+
+def file_within(folder: Path, name: str) -> Path:
+    """The file that ``name``, from a table of contents, stands for.
+
+    Raises:
+        CheckpointError: it would be outside of ``folder``, or is no file.
+    """
+    pure, windows = PurePosixPath(name), PureWindowsPath(name)
+    outside = (
+        not name
+        or "\0" in name
+        or pure.is_absolute()
+        or bool(windows.drive or windows.root)
+        or ".." in (*pure.parts, *windows.parts)
+    )
+    if outside:
+        raise CheckpointError(f"{folder}: it refers to the file {name[:200]!r}, which isn't in it")
+    path = folder / name
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if not real.is_relative_to(home):
+        raise CheckpointError(f"{folder}: {name[:200]!r} is a link to outside of it")
+    try:
+        mode = real.stat().st_mode
+    except OSError:
+        raise CorruptCheckpointError(f"{folder}: the file {name[:200]!r} is missing") from None
+    if not stat.S_ISREG(mode):
+        raise CorruptCheckpointError(f"{folder}: {name[:200]!r} is no file")
+    return path
+
+
+# -- the table of contents ---------------------------------------------------------------------------------
+
+
+def _unpickled(data: bytes, what: str) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"{what} is no whole pickle ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _fields(value: Any, *kinds: str) -> dict[str, Any]:
+    """What the object ``value``, a Record or of torch's class, has in it."""
+    kind = value.kind if type(value) is Record else type(value).__name__
+    if kind not in kinds:
+        raise ValueError(f"a {kind} where a {' or '.join(kinds)} must be")
+    state = value.state if type(value) is Record else vars(value)
+    if kind == "TensorProperties":
+        dtype = state[0] if type(value) is Record else state["dtype"]
+        return {"dtype": dtype}
+    if kind == "BytesStorageMetadata":
+        return {}
+    if not isinstance(state, dict):
+        raise ValueError(f"a {kind} with nothing in it")
+    return state
+
+
+def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]:
+    found = _fields(value, "Metadata")
+    described, places = found["state_dict_metadata"], found["storage_data"]
+    if not isinstance(described, dict) or not isinstance(places, dict):
+        raise ValueError("no lists of what is stored, and where")
+    stored = dict(_place(index, at) for index, at in places.items())
+    _check_apart(stored.values())
+    _check_paths(described, found.get("planner_data"))
+    tensors: dict[str, StoredTensor] = {}
+    blobs: dict[str, StoredAt] = {}
+    for name, entry in described.items():
+        if type(name) is not str:
+            raise ValueError("a name that is no string")
+        kind = entry.kind if type(entry) is Record else type(entry).__name__
+        if kind == "TensorStorageMetadata":
+            tensors[name] = _tensor(name, _fields(entry, kind), stored)
+            continue
+        _fields(entry, "BytesStorageMetadata")
+        at = stored.get((name, None))
+        if at is None:
+            raise ValueError(f"{name} is listed and nowhere stored")
+        blobs[name] = at
+    return tensors, blobs
+
+
+def _check_apart(places: Iterable[StoredAt]) -> None:
+    """Raises if two values are said to be at one place: every one was written to its own."""
+    ordered = sorted((at.path, at.offset, at.length) for at in places)
+    for (path, start, length), (other, begin, _) in pairwise(ordered):
+        if path == other and start + length > begin:
+            raise ValueError(f"two values at bytes {begin} to {start + length} of {path!r:.100}")
+
+
+def _check_paths(described: dict[Any, Any], planned: Any) -> None:
+    """Raises if a name is not what torch's planner has made of the keys that led to the value."""
+    if not isinstance(planned, dict):
+        return  # of another planner
+    for name, path in planned.items():
+        whole = isinstance(path, (tuple, list)) and all(type(key) in (str, int) for key in path)
+        if not whole or name not in described or ".".join(map(str, path)) != name:
+            raise ValueError(f"the path to {name!r:.100} leads elsewhere")
+    if len(planned) != len(described):
+        raise ValueError("other paths than names")
+
+
+def _place(index: Any, at: Any) -> tuple[tuple[str, tuple[int, ...] | None], StoredAt]:
+    fields, place = _fields(index, "MetadataIndex"), _fields(at, "_StorageInfo")
+    name, offset = fields["fqn"], fields.get("offset")
+    path, start, length = place["relative_path"], place["offset"], place["length"]
+    if type(name) is not str or type(path) is not str:
+        raise ValueError("a name that is no string")
+    if place.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{name} was written through an extension (compressed, say), which is not undone here; write it "
+            "without"
+        )
+    sizes_of((start, length))
+    return (name, None if offset is None else sizes_of(offset)), StoredAt(path, start, length)
+
+
+def _tensor(
+    name: str,
+    fields: dict[str, Any],
+    stored: Mapping[tuple[str, tuple[int, ...] | None], StoredAt],
+) -> StoredTensor:
+    dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
+    if type(dtype) is not torch.dtype:
+        raise ValueError(f"{name} has no dtype")
+    shape = sizes_of(fields["size"])
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredChunk] = {}
+    for each in fields["chunks"]:
+        box = _fields(each, "ChunkStorageMetadata")
+        offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"{name}, {shape}, has a chunk at {offsets} of {sizes}, outside of it")
+        chunks[offsets, sizes] = StoredChunk(offsets, sizes, stored.get((name, offsets)))
+    if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
+        raise ValueError(f"the chunks of {name}, {shape}, overlap or don't cover it")
+    return StoredTensor(dtype, shape, tuple(chunks.values()))

@@ -1,0 +1,150 @@
+"""ModelTarget: what of a checkpoint goes where in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
+
+from parallel3d.checkpoint.pieces import pieces_of
+from parallel3d.checkpoint.torch_formats.archive import Entry
+from parallel3d.checkpoint.torch_formats.names import shown
+from parallel3d.checkpoint.torch_formats.sources import Box, Source, whole
+from parallel3d.errors import CheckpointError
+from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
+from parallel3d.fsdp.whole.other_form import check_at_rest, to_rest
+
+__all__ = ["ModelTarget", "boxes_of", "fill", "state_at_rest"]
+
+_EXTRA = "_extra_state"
+_SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+def state_at_rest(model: nn.Module, what: str) -> dict[str, Any]:
+    """The model's state dict, of the tensors it computes with; units come to rest.
+
+    Raises:
+        StateError: in a forward or backward, or without values.
+    """
+    for unit in units_of(model, True):
+        check_at_rest(unit, what)
+        to_rest(unit)
+    return model_state_dict(model, type=_SHARDED, offload_to_cpu=False)
+
+
+def boxes_of(tensor: Tensor) -> list[Box]:
+    """What this rank holds of it."""
+    return [(piece.offsets, piece.sizes) for piece in pieces_of(tensor)]
+
+
+def fill(tensor: Tensor, source: Source) -> None:
+    """Copies what this rank holds of ``tensor``."""
+    for piece in pieces_of(tensor):
+        source.copy((piece.offsets, piece.sizes), piece.local)
+
+
+class ModelTarget:
+    """A model and what it is to have.
+
+    Attributes:
+        state: its state dict: the very tensors.
+        copies: names with a source. values: what isn't copied into a tensor that is there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        stored: Mapping[str, Any],
+        unexpected: Collection[str],
+        *,
+        strict: bool,
+        cast: bool,
+    ) -> None:
+        self.model, self.state = model, state
+        if strict:
+            _check_names(state, stored, unexpected)
+        self.copies: dict[str, Source] = {}
+        self.values: dict[str, Any] = {}
+        for name, value in stored.items():
+            if name not in state:
+                continue
+            if isinstance(value, Source) and name.endswith(_EXTRA):
+                self.values[name] = value
+            elif isinstance(value, Source):
+                _check_fits(name, state[name], value, cast)
+                self.copies[name] = value
+            elif isinstance(state[name], Tensor):
+                raise CheckpointError(
+                    f"{name} is a tensor in the model, and none in the checkpoint"
+                )
+            else:
+                self.values[name] = value
+
+    def entries(self) -> list[Entry]:
+        """The records that this rank reads."""
+        found: list[Entry] = []
+        for name, source in self.copies.items():
+            found += source.entries(boxes_of(self.state[name]))
+        for value in self.values.values():
+            if isinstance(value, Source):
+                found += value.entries([whole(value)])
+        return found
+
+    def apply(self) -> None:
+        """Copies into the model's tensors, and lets ``load_state_dict`` do what else it does."""
+        for name, source in self.copies.items():
+            fill(self.state[name], source)
+        for name, value in self.values.items():
+            if isinstance(value, Source):
+                self.state[name] = torch.empty(value.shape, dtype=value.dtype)
+                fill(self.state[name], value)
+            else:
+                self.state[name] = value
+        load_model_state_dict(self.model, self.state, type=_SHARDED)
+
+
+def _check_names(
+    state: Mapping[str, Any], stored: Mapping[str, Any], unexpected: Collection[str]
+) -> None:
+    if unexpected:
+        raise CheckpointError(
+            f"the checkpoint has {shown(unexpected)}, which the model hasn't; is it of another model? "
+            "strict=False leaves them out"
+        )
+    there = {id(value) for name, value in state.items() if name in stored}
+    missing = [
+        name
+        for name, value in state.items()
+        if name not in stored
+        and not (
+            isinstance(value, Tensor) and id(value) in there
+        )  # tied: it is there by another name
+        and not name.endswith(_EXTRA)
+    ]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {shown(missing)}, which the model has; strict=False leaves them alone"
+        )
+
+
+def _check_fits(name: str, target: Any, source: Source, cast: bool) -> None:
+    if not isinstance(target, Tensor):
+        raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the model")
+    if target.is_meta:
+        raise CheckpointError(
+            f"{name} is on the meta device; call parallel3d.materialize or to_empty before loading"
+        )
+    if tuple(target.shape) != tuple(source.shape):
+        raise CheckpointError(
+            f"{name} has the shape {tuple(source.shape)} in the checkpoint and {tuple(target.shape)} in the "
+            "model"
+        )
+    if target.dtype != source.dtype and not cast:
+        raise CheckpointError(
+            f"{name} is {source.dtype} in the checkpoint and {target.dtype} in the model; cast=True converts"
+        )

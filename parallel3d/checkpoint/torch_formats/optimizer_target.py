@@ -1,0 +1,188 @@
+"""What an optimizer's saved state is loaded into: what it has, or new tensors laid out as the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from parallel3d._compat import get_local_tensor, make_dtensor, make_spec
+from parallel3d.checkpoint.torch_formats.archive import Entry
+from parallel3d.checkpoint.torch_formats.model_target import boxes_of, fill
+from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
+from parallel3d.checkpoint.torch_formats.sources import Box, Source, whole
+from parallel3d.errors import CheckpointError
+from parallel3d.fsdp.whole.optim_state_dict import check_optimizer, named_params, state_keys
+from parallel3d.optim.local import LocalMatrixSteps
+
+__all__ = ["OptimizerTarget", "Slot"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One entry of a parameter's state to be: ``source`` goes into ``tensor()``.
+
+    Attributes:
+        existing: what is loaded into; None: a new one.
+        dtype: of the new one.
+        replicated: whether a new one of another shape than the parameter's is a DTensor, whole on each rank.
+    """
+
+    key: str
+    param: nn.Parameter
+    source: Source
+    existing: Tensor | None
+    dtype: torch.dtype
+    replicated: bool
+
+    @property
+    def lies_as_param(self) -> bool:
+        return self.key != "step" and tuple(self.param.shape) == tuple(self.source.shape)
+
+    def boxes(self) -> list[Box]:
+        """What this rank will hold of it."""
+        if self.existing is not None:
+            return boxes_of(self.existing)
+        return boxes_of(self.param) if self.lies_as_param else [whole(self.source)]
+
+    def tensor(self) -> Tensor:
+        """The existing one, or one without values."""
+        if self.existing is not None:
+            return self.existing
+        param, shape, dtype = self.param, torch.Size(self.source.shape), self.dtype
+        if isinstance(param, DTensor) and self.lies_as_param:
+            local = torch.empty_like(get_local_tensor(param.detach()), dtype=dtype)
+            spec = make_spec(param.device_mesh, param.placements, shape, dtype)
+            return make_dtensor(local, spec)
+        device = "cpu" if self.key == "step" else param.device
+        local = torch.empty(shape, dtype=dtype, device=device)
+        if isinstance(param, DTensor) and self.replicated and shape:
+            mesh = param.device_mesh
+            return make_dtensor(local, make_spec(mesh, [Replicate()] * mesh.ndim, shape, dtype))
+        return local
+
+
+class OptimizerTarget:
+    """An optimizer of ``model``'s parameters, and what it is to have.
+
+    Attributes:
+        slots: tensors of its state, by the parameter's place in the order of the groups. values: what else
+            is in it.
+        tensors: those of ``slots``, once allocated.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, saved: SavedOptimizer, *, cast: bool
+    ) -> None:
+        check_optimizer(optimizer)
+        self.optimizer, self.cast = optimizer, cast
+        named = named_params(model, optimizer)
+        self.raw = optimizer.state_dict()
+        self.keys = state_keys(self.raw)
+        self.params = [param for _, param in named]
+        states, options = saved.for_names([name for name, _ in named])
+        self.groups = self._groups(options)
+        self.slots: list[tuple[int, Slot]] = []
+        self.values: list[tuple[int, str, Any]] = []
+        self.tensors: list[Tensor] = []
+        for index, ((_, param), state) in enumerate(zip(named, states, strict=True)):
+            existing = self.raw["state"].get(self.keys[index], {})
+            for key, value in state.items():
+                if isinstance(value, Source):
+                    self.slots.append((index, self._slot(key, param, value, existing)))
+                else:
+                    self.values.append((index, key, value))
+
+    def _slot(
+        self, key: str, param: nn.Parameter, source: Source, existing: dict[str, Any]
+    ) -> Slot:
+        dtype = source.dtype
+        if self.cast and key != "step" and param.is_floating_point() and dtype.is_floating_point:
+            dtype = param.dtype
+        now = existing.get(key)
+        replicated = not isinstance(self.optimizer, LocalMatrixSteps)
+        if isinstance(now, Tensor):
+            # Numbers are made anew: one may be shared by several parameters.
+            fits = now.ndim > 0 and now.shape == torch.Size(source.shape) and now.dtype == dtype
+            replicated = isinstance(now, DTensor)
+            if not fits:
+                now = None
+        else:
+            now = None
+        return Slot(key, param, source, now, dtype, replicated)
+
+    def _groups(self, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Our groups with the options that their parameters were saved with."""
+        found = []
+        start = 0
+        for group in self.raw["param_groups"]:
+            count = len(group["params"])
+            mine, start = options[start : start + count], start + count
+            chosen = mine[0] if mine else group
+            if any(other is not chosen and not same(other, chosen) for other in mine):
+                raise CheckpointError(
+                    "parameters of one group of the optimizer were saved with different options (lr, say); "
+                    "give the optimizer groups as it had them"
+                )
+            own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            _check_same_kind(own, chosen)
+            kept = {k: group[k] for k in ("param_names",) if k in group}
+            changed = {k: v for k, v in chosen.items() if k not in ("params", "param_names")}
+            found.append({**own, **changed, **kept, "params": group["params"]})
+        return found
+
+    def entries(self) -> list[Entry]:
+        """The records that this rank reads."""
+        return [entry for _, slot in self.slots for entry in slot.source.entries(slot.boxes())]
+
+    def allocate(self) -> None:
+        """Makes the tensors that are not there yet."""
+        self.tensors = [slot.tensor() for _, slot in self.slots]
+
+    def apply(self) -> None:
+        """Gives the optimizer its new state and options."""
+        state: dict[Any, dict[str, Any]] = {}
+        for (index, slot), tensor in zip(self.slots, self.tensors, strict=True):
+            fill(tensor, slot.source)
+            state.setdefault(self.keys[index], {})[slot.key] = tensor
+        for index, key, value in self.values:
+            state.setdefault(self.keys[index], {})[key] = value
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.groups})
+        if not self.cast:
+            self._undo_casts()
+
+    def _undo_casts(self) -> None:
+        """``load_state_dict`` casts state to the parameter's dtype; it is to be as it was saved."""
+        for (index, slot), tensor in zip(self.slots, self.tensors, strict=True):
+            entry = self.optimizer.state.get(self.params[index], {})
+            now = entry.get(slot.key)
+            if slot.key != "step" and isinstance(now, Tensor) and now.dtype != tensor.dtype:
+                entry[slot.key] = tensor
+
+
+def _check_same_kind(ours: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises if each has options that the other hasn't: they are of two classes of optimizers."""
+    only_ours = sorted(ours.keys() - saved.keys() - {"initial_lr"})
+    only_saved = sorted(
+        map(str, saved.keys() - ours.keys() - {"params", "param_names", "initial_lr"})
+    )
+    if only_ours and only_saved:
+        raise CheckpointError(
+            f"the saved optimizer has the options {', '.join(only_saved)}, the optimizer has "
+            f"{', '.join(only_ours)} instead; it is of another class"
+        )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two options are equal; tensors count by their values."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return both and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b or a != a)

@@ -1,0 +1,136 @@
+"""Models on both sides of a DCP folder: torch's own FSDP2 + TP, and ours."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+
+DIM = 6
+VOCAB = 20
+
+PLAN = {
+    "embed": "embedding",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Linear(hidden, DIM)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+
+class Lm(nn.Module):
+    def __init__(self, *hidden: int, vocab: int = VOCAB) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, DIM)
+        self.layers = nn.ModuleList(Block(size) for size in hidden)
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def plain(seed: int = 1, *hidden: int, vocab: int = VOCAB) -> Lm:
+    """With values from a seed: ones and zeros would hide mistakes."""
+    model = Lm(*(hidden or (12, 10)), vocab=vocab)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def ours(layout: MeshLayout, seed: int = 2, *hidden: int, vocab: int = VOCAB) -> Lm:
+    mesh = build_mesh(layout, device_type="cpu")
+    return parallelize(plain(seed, *hidden, vocab=vocab), mesh, tp_plan=PLAN)
+
+
+def theirs(seed: int = 2, tp: int = 2) -> Lm:
+    """torch's own on 4 ranks."""
+    model = plain(seed)
+    mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.up": ColwiseParallel(),
+        "layers.*.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    if tp > 1:
+        parallelize_module(model, mesh["tp"], plan)
+    for layer in model.layers:
+        torch_fully_shard(layer, mesh=mesh["dp"])
+    return torch_fully_shard(model, mesh=mesh["dp"])
+
+
+def adamw(model: nn.Module, lr: float = 1e-2, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True, **options)
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    vocab = model.embed.num_embeddings
+    tokens = torch.randint(vocab, (2, 5), generator=torch.Generator().manual_seed(seed))
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().clone()
+
+
+def everything(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+    """Whole tensors of the model, the optimizer's by name, and its options. Collective."""
+    found: dict[str, Any] = {name: whole(value) for name, value in model.state_dict().items()}
+    if optimizer is None:
+        return found
+    names = {id(param): name for name, param in model.named_parameters()}
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            at = f"optimizer: {names[id(param)]} {key}"
+            found[at] = whole(value) if isinstance(value, torch.Tensor) else value
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                found[f"optimizer: group {number} {key}"] = copy.deepcopy(value)
+    return found
+
+
+def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bit for bit."""
+    assert sorted(found) == sorted(expected)
+    for name, want in expected.items():
+        got = found[name]
+        if isinstance(want, torch.Tensor):
+            assert got.dtype == want.dtype and torch.equal(got, want), name
+        else:
+            assert got == want and type(got) is type(want), name

@@ -1,0 +1,122 @@
+"""Tiny Hugging Face models for tests of load_hf and save_hf, and what their ranks do."""
+
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d._packed import PackedDTensor
+from parallel3d.checkpoint import load_hf, save_hf
+from parallel3d.checkpoint.hf import load
+from parallel3d.checkpoint.pieces import pieces_of
+
+Sizes = tuple[int, int, int]
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": ("LlamaConfig", SMALL),
+    "uneven": ("LlamaConfig", SMALL | {"intermediate_size": 17, "vocab_size": 9}),
+    "tied": ("Qwen2Config", SMALL | {"tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", SMALL | {"num_local_experts": 4}),
+    "phi3": ("Phi3Config", SMALL),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}),
+}
+
+
+def plain(kind: str, seed: int = 0) -> transformers.PreTrainedModel:
+    """The plain model, float32, the same for the same seed; every weight is random."""
+    name, sizes = CONFIGS[kind]
+    config = getattr(transformers, name)(**sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def on_meta(kind: str) -> transformers.PreTrainedModel:
+    with torch.device("meta"):
+        name, sizes = CONFIGS[kind]
+        return transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, name)(**sizes)
+        ).eval()
+
+
+def distribute(model: nn.Module, sizes: Sizes) -> nn.Module:
+    mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
+    return parallelize(model, mesh, tp_plan="auto" if sizes[2] > 1 else None)
+
+
+def check_equal(model: nn.Module, want: dict[str, torch.Tensor]) -> None:
+    """What this rank holds is what the plain model has there, bit for bit."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in want.items():
+        for piece in pieces_of(found[name]):
+            assert torch.equal(piece.local, value[piece.slices]), name
+
+
+def contents(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, those in no state dict too."""
+    return {
+        name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+class CountingReader(load.Reader):
+    """Notes how many bytes it has read in all."""
+
+    total = 0
+
+    def __exit__(self, *problem: object) -> None:
+        CountingReader.total += self.bytes_read
+        super().__exit__(*problem)
+
+
+def load_counted(folder: str | Path, model: nn.Module, **options) -> int:
+    """Loads, and returns how many bytes this rank has read of the tensors."""
+    before, load.Reader = load.Reader, CountingReader
+    CountingReader.total = 0
+    try:
+        assert load_hf(folder, model, **options) == ([], [])
+    finally:
+        load.Reader = before
+    return CountingReader.total
+
+
+def there_and_back(kind: str, sizes: Sizes, folder: str, out: str, meta: bool) -> None:
+    """Loads a model that has other values, or none; compares; exports in several files."""
+    model = distribute(on_meta(kind) if meta else plain(kind, seed=1), sizes)
+    if kind == "mixtral" and sizes[2] > 1:
+        assert any(isinstance(p, PackedDTensor) for p in model.parameters())
+    objects = [id(p) for p in model.parameters()]
+    read = load_counted(folder, model)
+    if sizes != (1, 1, 1):
+        assert [id(p) for p in model.parameters()] == objects
+    check_equal(model, contents(plain(kind)))
+    shard = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    if sizes[2] == 1:  # rows: with tensor parallelism parts of short rows are read along
+        assert read <= shard + 4096, (read, shard)
+    save_hf(out, model, max_shard_size="20KB")
+    model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def cases_there_and_back(cases: list[tuple[str, bool]], sizes: Sizes, root: str) -> None:
+    for kind, meta in cases:
+        tag = f"{kind}-{'x'.join(map(str, sizes))}"
+        there_and_back(kind, sizes, f"{root}/{kind}", f"{root}/{tag}", meta)

@@ -1,0 +1,234 @@
+"""Broken and hostile DCP folders: one clear error, nothing executed, model and optimizer as they were."""
+
+import copy
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handmade_dcp import Folder, flat, make, small
+from hostile_dcp_cases import (
+    DISK,
+    FLIPS,
+    LR,
+    PICKLES,
+    RUN,
+    TABLES,
+    Calls,
+    forget_extension,
+    touch,
+)
+
+from parallel3d.checkpoint import load_dcp
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
+
+SECONDS = 20
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """Fails instead of hanging."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"not ended after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def whole() -> Folder:
+    return make(flat(*small(1)))
+
+
+def tensors_of(model: Any, optimizer: Any) -> dict[Any, Any]:
+    return copy.deepcopy(flat(model, optimizer))
+
+
+def check_same(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, want in expected.items():
+        same = torch.equal(found[key], want) if isinstance(want, torch.Tensor) else None
+        assert found[key] == want if same is None else same, key
+
+
+def refused(path: Path, sentinel: Path) -> CheckpointError:
+    """Loading ``path`` is an error, and only that."""
+    model, optimizer = small(2)
+    before = tensors_of(model, optimizer)
+    began = time.monotonic()
+    with in_time(), pytest.raises(CheckpointError) as caught:
+        load_dcp(path, model, optimizer)
+    assert time.monotonic() - began < SECONDS
+    assert not sentinel.exists(), "it was executed"
+    check_same(tensors_of(model, optimizer), before)
+    assert len(str(caught.value)) < 2000
+    return caught.value
+
+
+def test_a_whole_one_loads(tmp_path: Path) -> None:
+    whole().write(tmp_path / "it")
+    model, optimizer = small(2)
+    load_dcp(tmp_path / "it", model, optimizer)
+    check_same(tensors_of(model, optimizer), tensors_of(*small(1)))
+
+
+@pytest.fixture(autouse=True)
+def extensions() -> Iterator[None]:
+    yield
+    forget_extension()
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_pickle_would_execute_them(tmp_path: Path, name: str) -> None:
+    sentinel = tmp_path / "sentinel"
+    data = PICKLES[name](sentinel)
+    with suppress(Exception):
+        made = pickle.loads(data)
+        getattr(made, "wait", int)()
+    assert sentinel.exists()
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_another_pickle(tmp_path: Path, name: str) -> None:
+    whole().write(tmp_path / "it")
+    sentinel = tmp_path / "sentinel"
+    (tmp_path / "it" / ".metadata").write_bytes(PICKLES[name](sentinel))
+    refused(tmp_path / "it", sentinel)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_another_table_of_contents(tmp_path: Path, name: str) -> None:
+    folder = whole()
+    (tmp_path / "outside").write_bytes(folder.files["__0_0.distcp"])
+    TABLES[name](folder, tmp_path / "sentinel")
+    folder.write(tmp_path / "it")
+    refused(tmp_path / "it", tmp_path / "sentinel")
+
+
+@pytest.mark.parametrize("name", DISK)
+def test_files(tmp_path: Path, name: str) -> None:
+    whole().write(tmp_path / "it")
+    DISK[name](tmp_path / "it", tmp_path / "sentinel")
+    refused(tmp_path / "it", tmp_path / "sentinel")
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_flipped_bits(tmp_path: Path, name: str) -> None:
+    whole().write(tmp_path / "it")
+    FLIPS[name](tmp_path / "it", tmp_path / "sentinel")
+    model, optimizer = small(2)
+    before = tensors_of(model, optimizer)
+    with in_time():
+        try:
+            load_dcp(tmp_path / "it", model, optimizer)
+        except CheckpointError:
+            check_same(tensors_of(model, optimizer), before)
+        else:
+            check_same(tensors_of(model, optimizer), tensors_of(*small(1)))
+
+
+def test_flipped_values_are_noticed(tmp_path: Path) -> None:
+    """The checksum: torch loads this one."""
+    folder = whole()
+    content = folder.files["__0_0.distcp"]
+    value = small(1)[0].lin.weight.detach()[:3].contiguous().flatten()
+    at = content.find(bytes(value.view(torch.uint8).tolist()))
+    content[at] ^= 1
+    folder.write(tmp_path / "it")
+    found = refused(tmp_path / "it", tmp_path / "sentinel")
+    assert isinstance(found, CorruptCheckpointError) and "checksum" in str(found)
+
+
+def test_trusted_is_said_by_the_caller_alone(tmp_path: Path) -> None:
+    folder = whole()
+    folder.metadata.planner_data = {"trusted": True, "x": Path("a")}
+    at = folder.index(LR)
+    folder.metadata.storage_data[at] = folder.append(Calls(eval, "1e-3"))
+    folder.write(tmp_path / "it")
+    (tmp_path / "it" / "TRUSTED").write_text("yes")
+    found = refused(tmp_path / "it", tmp_path / "sentinel")
+    assert "trusted=True" in str(found) or "leads" in str(found)
+    folder.metadata.planner_data = None
+    folder.write(tmp_path / "it")
+    found = refused(tmp_path / "it", tmp_path / "sentinel")
+    assert "builtin__.eval" in str(found) and "trusted=True" in str(found)
+    model, optimizer = small(2)
+    load_dcp(tmp_path / "it", model, optimizer, trusted=True)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert torch.equal(model.lin.weight, small(1)[0].lin.weight)
+
+
+# -- on several ranks: the same error on all -----------------------------------------------------------------
+
+
+def refused_on_ranks(path: str, sentinel: str) -> str:
+    from dcp_models import (
+        adamw,
+        check_equal,
+        everything,
+        ours,
+        step,
+    )  # workers import it themselves
+
+    from parallel3d import MeshLayout
+
+    model = ours(MeshLayout(shard=2))
+    optimizer = adamw(model)
+    step(model, optimizer)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        load_dcp(path, model, optimizer)
+    check_equal(everything(model, optimizer), before)
+    step(model, optimizer)  # and goes on
+    assert not Path(sentinel).exists()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def on_disk_of_a_model(path: Path, name: str, sentinel: Path) -> None:
+    from dcp_models import adamw, plain, step
+
+    model = plain(1)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    values = {
+        **{("model", k): v for k, v in model.state_dict().items()},
+    }
+    names = [n for n, _ in model.named_parameters()]
+    raw = optimizer.state_dict()
+    for number, state in raw["state"].items():
+        for key, value in state.items():
+            values["optimizer", "state", names[number], key] = value
+    for key, value in raw["param_groups"][0].items():
+        values["optimizer", "param_groups", 0, key] = names if key == "params" else value
+    folder = make(values)
+    at = "model.head.weight"
+    if name == "a call":
+        folder.metadata.planner_data["x"] = Calls(__import__("os").system, touch(sentinel))
+    elif name == "one rank's chunk":
+        rows = model.head.weight.detach()[10:].contiguous().view(-1).view(torch.uint8)
+        folder.files["__1_0.distcp"][folder.files["__1_0.distcp"].find(bytes(rows.tolist()))] ^= 1
+    elif name == "cut":
+        folder.files["__1_0.distcp"] = folder.files["__1_0.distcp"][:5000]
+    elif name == "missing":
+        del folder.metadata.storage_data[folder.index(at, 1)]
+    folder.write(path)
+
+
+@pytest.mark.parametrize("name", ["a call", "one rank's chunk", "cut", "missing", "none"])
+def test_on_two_ranks(gloo_pool, tmp_path: Path, name: str) -> None:
+    sentinel = tmp_path / "sentinel"
+    if name != "none":
+        on_disk_of_a_model(tmp_path / "it", name, sentinel)
+    found = gloo_pool.run(refused_on_ranks, str(tmp_path / "it"), str(sentinel), world_size=2)
+    assert len(set(found)) == 1, found
+    assert found[0].startswith(("CheckpointError", "CorruptCheckpointError"))
