@@ -146,12 +146,17 @@ class Killer:
         arguments, ranks = job.arguments(0, folder)
         code = run_by_torchrun(arguments, ranks, kills, folder / "output")
         found = Record.read(folder / "log")
-        self.starts += len(found.starts)
-        self.kills += len(found.starts) - 1
-        for kill, start in zip(kills, found.starts[1:], strict=False):
-            self._show(job, kill, start, found)
-        if code or len(found.starts) != len(kills) + 1:
-            self._problem(folder, f"torchrun ended with {code} after {len(found.starts)} starts")
+        logged = iter(found.starts[1:])
+        for kill, following in zip(kills, [*kills[1:], None], strict=True):
+            silent = (
+                following is not None and following["moment"] == "start"
+            )  # before its first line
+            self._show(job, kill, None if silent else next(logged, None), found)
+        killed = (folder / "output").read_text().count("failed (exitcode: -9)")
+        self.starts += len(kills) + 1
+        self.kills += killed
+        if code or killed != len(kills):
+            self._problem(folder, f"torchrun ended with {code} after {killed} kills")
         self._judge(job, folder)
 
     def _kill_until_done(self, job: Job, folder: Path, wanted: int) -> None:
@@ -161,9 +166,8 @@ class Killer:
             arguments, ranks = job.arguments(number, folder)
             kill = random_kill(self.rng, ranks, seconds, resumed=number > 0)
             known = len(Record.read(folder / "log").starts)
-            ending = run_ranks(
-                arguments, ranks, kill if self.kills < wanted else None, folder / "output"
-            )
+            arranged = kill if self.kills < wanted else None
+            ending = run_ranks(arguments, ranks, arranged, folder / "output")
             found = Record.read(folder / "log")
             if before is not None:
                 self._show(job, before, next(iter(found.starts[known:]), None), found)
@@ -173,6 +177,8 @@ class Killer:
             self.forced += len(ending.forced)
             self.slowest_end = max(self.slowest_end, ending.peers)
             if not ending.failed:
+                if arranged is not None and not ending.killed:
+                    print(ROW.format(_moment(arranged), arranged["rank"], "done before", ""))
                 return
             if not ending.killed:
                 raise RuntimeError(f"{job.name} failed without being killed; see {folder}/output")
@@ -199,8 +205,9 @@ class Killer:
         went_on = "(killed again)"
         if start is not None:
             went_on = f"step {start.step}" if start.step else "the beginning"
-        moment = f"{kill['moment']}, call {kill['call']}" if "call" in kill else kill["moment"]
-        print(ROW.format(moment, kill["rank"], went_on, "no" if wrong else "yes"), flush=True)
+        print(
+            ROW.format(_moment(kill), kill["rank"], went_on, "no" if wrong else "yes"), flush=True
+        )
 
     def _judge(self, job: Job, folder: Path) -> None:
         """Compares a job that is done with the one that nobody killed."""
@@ -232,6 +239,10 @@ class Killer:
 
     def _problem(self, folder: Path, text: str) -> None:
         self.problems.append(f"{folder}: {text}")
+
+
+def _moment(kill: Kill) -> str:
+    return f"{kill['moment']}, call {kill['call']}" if "call" in kill else str(kill["moment"])
 
 
 ROW = "  {:<26} {:>5}  {:<16} {:<6}"
