@@ -110,7 +110,7 @@ def random_kill(rng: random.Random, ranks: int, seconds: float, *, resumed: bool
 
 
 @dataclass
-class Tester:
+class Killer:
     """Runs jobs, kills them, compares; keeps what came of it."""
 
     folder: Path
@@ -146,12 +146,17 @@ class Tester:
         arguments, ranks = job.arguments(0, folder)
         code = run_by_torchrun(arguments, ranks, kills, folder / "output")
         found = Record.read(folder / "log")
-        self.starts += len(found.starts)
-        self.kills += len(found.starts) - 1
-        for kill, start in zip(kills, found.starts[1:], strict=False):
-            self._show(job, kill, start, found)
-        if code or len(found.starts) != len(kills) + 1:
-            self._problem(folder, f"torchrun ended with {code} after {len(found.starts)} starts")
+        logged = iter(found.starts[1:])
+        for kill, following in zip(kills, [*kills[1:], None], strict=True):
+            silent = (
+                following is not None and following["moment"] == "start"
+            )  # before its first line
+            self._show(job, kill, None if silent else next(logged, None), found)
+        killed = (folder / "output").read_text().count("failed (exitcode: -9)")
+        self.starts += len(kills) + 1
+        self.kills += killed
+        if code or killed != len(kills):
+            self._problem(folder, f"torchrun ended with {code} after {killed} kills")
         self._judge(job, folder)
 
     def _kill_until_done(self, job: Job, folder: Path, wanted: int) -> None:
@@ -161,9 +166,8 @@ class Tester:
             arguments, ranks = job.arguments(number, folder)
             kill = random_kill(self.rng, ranks, seconds, resumed=number > 0)
             known = len(Record.read(folder / "log").starts)
-            ending = run_ranks(
-                arguments, ranks, kill if self.kills < wanted else None, folder / "output"
-            )
+            arranged = kill if self.kills < wanted else None
+            ending = run_ranks(arguments, ranks, arranged, folder / "output")
             found = Record.read(folder / "log")
             if before is not None:
                 self._show(job, before, next(iter(found.starts[known:]), None), found)
@@ -173,6 +177,8 @@ class Tester:
             self.forced += len(ending.forced)
             self.slowest_end = max(self.slowest_end, ending.peers)
             if not ending.failed:
+                if arranged is not None and not ending.killed:
+                    print(ROW.format(_moment(arranged), arranged["rank"], "done before", ""))
                 return
             if not ending.killed:
                 raise RuntimeError(f"{job.name} failed without being killed; see {folder}/output")
@@ -199,8 +205,9 @@ class Tester:
         went_on = "(killed again)"
         if start is not None:
             went_on = f"step {start.step}" if start.step else "the beginning"
-        moment = f"{kill['moment']}, call {kill['call']}" if "call" in kill else kill["moment"]
-        print(ROW.format(moment, kill["rank"], went_on, "no" if wrong else "yes"), flush=True)
+        print(
+            ROW.format(_moment(kill), kill["rank"], went_on, "no" if wrong else "yes"), flush=True
+        )
 
     def _judge(self, job: Job, folder: Path) -> None:
         """Compares a job that is done with the one that nobody killed."""
@@ -234,6 +241,10 @@ class Tester:
         self.problems.append(f"{folder}: {text}")
 
 
+def _moment(kill: Kill) -> str:
+    return f"{kill['moment']}, call {kill['call']}" if "call" in kill else str(kill["moment"])
+
+
 ROW = "  {:<26} {:>5}  {:<16} {:<6}"
 HEAD = ("killed in", "rank", "went on from", "as it was")
 VERDICT = {
@@ -255,23 +266,23 @@ def main() -> None:
     begin = time.monotonic()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-test-"))
     print(f"in {folder}")
-    tester = Tester(folder, random.Random(options.seed))
+    killer = Killer(folder, random.Random(options.seed))
     for index, job in enumerate(SAME):
-        tester.kill(job, options.kills * (index + 1) // 3 - options.kills * index // 3)
+        killer.kill(job, options.kills * (index + 1) // 3 - options.kills * index // 3)
     for job in OTHERS:
-        tester.kill(job, options.others)
+        killer.kill(job, options.others)
     if options.torchrun:
-        tester.by_torchrun(SAME[0], AT_TORCHRUN[: options.torchrun])
+        killer.by_torchrun(SAME[0], AT_TORCHRUN[: options.torchrun])
     minutes, seconds = divmod(int(time.monotonic() - begin), 60)
     print(
-        f"\n{tester.kills} kills, {tester.starts} starts, {tester.steps} steps compared, in {minutes} min "
-        f"{seconds} s; ranks that had to be ended because they hung: {tester.forced}; the others ended at "
-        f"most {tester.slowest_end:.1f} s after the one that was killed"
+        f"\n{killer.kills} kills, {killer.starts} starts, {killer.steps} steps compared, in {minutes} min "
+        f"{seconds} s; ranks that had to be ended because they hung: {killer.forced}; the others ended at "
+        f"most {killer.slowest_end:.1f} s after the one that was killed"
     )
-    for name, difference in tester.largest.items():
+    for name, difference in killer.largest.items():
         print(f"largest difference of the loss, {name}: {difference:.1e}")
-    if tester.problems:
-        sys.exit("\n".join(["NOT ok:", *tester.problems]))
+    if killer.problems:
+        sys.exit("\n".join(["NOT ok:", *killer.problems]))
     print("all ok")
 
 

@@ -1,4 +1,4 @@
-"""What train.py's log says of a run that was killed, beside that of one that wasn't; and their last checkpoints."""
+"""What train.py's log and last checkpoint say of a run that was killed, beside those of one that wasn't."""
 
 import json
 from collections.abc import Iterator

@@ -21,7 +21,8 @@ class StepLog:
 
     ``{"event": "start", "step", "samples", "world", "mesh"}`` when a process begins or goes on, for each step
     ``{"step", "samples": [first, last], "digest", "loss", "norm"}``, and at the end
-    ``{"event": "end", "step", "samples", "weights"}``. Steps that were done again after a crash are there again.
+    ``{"event": "end", "step", "samples", "weights"}``. Steps that were done again after a crash are there
+    again.
 
     Args:
         path: of the file; None: nothing is written, and nothing sent.
