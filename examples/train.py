@@ -204,7 +204,8 @@ class Trainer:
         """(batch, seq + 1) token ids -> (mean loss over them, gradient norm over all ranks)."""
         logits = self.model(tokens[:, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        loss = losses.double().mean()  # a sum in float32 would depend on how many ranks share it
         loss.backward()
         norm = self.clip(self.model.parameters(), 1.0)
         self.optimizer.step()
