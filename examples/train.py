@@ -146,8 +146,8 @@ def main(
     consumed = StepLog(step_log, layout, device)
     consumed.start(run.step, run.samples)
     rows, data_rank = batch // layout.data_size, layout.data_rank(rank)
-    # Put `p3d.guards.watch()` beside `report` to learn which rank failed, and how.
-    with report, p3d.checkpoint.StopSignal() as stop:
+    # Watched, so that a rank that fails ends all, and each says which it was, and why.
+    with p3d.guards.watch(), report, p3d.checkpoint.StopSignal() as stop:
         while run.step < steps:
             p3d.seed_step(mesh, seed=seed, step=run.step)
             tokens = samples.batch(run.samples + data_rank * rows, rows)
