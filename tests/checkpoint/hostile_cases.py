@@ -6,6 +6,7 @@ from hostile_checkpoints import (
     DATA,
     Damage,
     absolute,
+    bricks,
     chunk,
     chunks,
     cut,
@@ -20,7 +21,6 @@ from hostile_checkpoints import (
     marker,
     pickled,
     pickled_zip,
-    pinwheels,
     remove,
     renamed_file,
     signed,
@@ -151,7 +151,7 @@ CASES |= {
     ),
     "a chunk twice": chunks(([0, 0], [3, 4]), ([0, 0], [3, 4])),
     "a chunk beyond": chunks(([0, 0], [3, 4]), ([4, 0], [3, 4])),
-    "very many boxes": signed(index=pinwheels),
+    "very many boxes": signed(index=bricks),
     "two tensors of the same bytes": signed(
         index=lambda i: i["tensors"]["model.b.weight"].update(
             chunks=[[[0, 0], [4, 6], *i["tensors"][W]["chunks"][0][2:]]]

@@ -214,22 +214,14 @@ def deep(count: int, ends: tuple[str, str] = ("[", "]")) -> str:
     return ends[0] * count + ends[1] * count
 
 
-def pinwheels(index: Json) -> None:
-    """A tensor of very many boxes that no cut divides, one of them wrong: slow to compare by pairs."""
-    boxes = []
-    for i in range(1000):
-        at = 3 * i
-        boxes += [
-            ([at, 0], [1, 2]),
-            ([at, 2], [2, 1]),
-            ([at + 2, 1], [1, 2]),
-            ([at + 1, 0], [2, 1]),
-            ([at + 1, 1], [1, 1]),
-        ]
-    boxes[-1] = ([0, 0], [1, 1])
+def bricks(index: Json) -> None:
+    """A tensor of very many boxes in two columns, staggered, and a hole: slow to compare by pairs."""
+    rows = 10_000
+    boxes = [([row, 0], [2, 1]) for row in range(0, rows, 2)]
+    boxes += [([row, 1], [2, 1]) for row in range(1, rows - 2, 2)]
     index["tensors"]["model.extra"] = {
         "dtype": "U8",
-        "shape": [3000, 3],
+        "shape": [rows, 2],
         "chunks": [[o, s, DATA, 0, [0]] for o, s in boxes],
     }
 

@@ -9,7 +9,7 @@ import json
 import re
 import reprlib
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -140,18 +140,27 @@ def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
 def _chunk(
     name: str, chunk: Any, dtype: torch.dtype, shape: tuple[int, ...], files: dict[str, int]
 ) -> Chunk:
-    _expect(isinstance(chunk, list) and len(chunk) == 5, f"a chunk of {name!r} has not 5 fields")
-    offsets = _numbers(chunk[0], f"offsets in {name!r}")
-    sizes = _numbers(chunk[1], f"sizes in {name!r}")
-    _expect(len(offsets) == len(sizes) == len(shape), f"a chunk of {name!r} has other dims")
-    inside = all(o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
-    _expect(inside, f"a chunk of {name!r} reaches beyond its shape {shape}")
-    file, begin = chunk[2], _number(chunk[3], f"begin in {name!r}")
-    _expect(isinstance(file, str) and file in files, f"{name!r} lies in {shown(file)}, not listed")
+    if (
+        not isinstance(chunk, list) or len(chunk) != 5
+    ):  # texts are made for errors alone: there are many
+        _expect(False, f"a chunk of {name!r} has not 5 fields")
+    offsets, sizes = (
+        _numbers(chunk[0], "offsets in a chunk"),
+        _numbers(chunk[1], "sizes in a chunk"),
+    )
+    if not len(offsets) == len(sizes) == len(shape):
+        _expect(False, f"a chunk of {name!r} has other dims")
+    if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+        _expect(False, f"a chunk of {name!r} reaches beyond its shape {shape}")
+    file, begin = chunk[2], _number(chunk[3], "begin of a chunk")
+    if not isinstance(file, str) or file not in files:
+        _expect(False, f"{name!r} lies in {shown(file)}, not listed")
     size = prod(sizes) * dtype.itemsize
-    _expect(begin + size <= files[file], f"a chunk of {name!r} reaches beyond the end of {file}")
-    crc = _numbers(chunk[4], f"checksums in {name!r}")
-    _expect(len(crc) == -(-size // BLOCK), f"a chunk of {name!r} has {len(crc)} checksums")
+    if begin + size > files[file]:
+        _expect(False, f"a chunk of {name!r} reaches beyond the end of {file}")
+    crc = _numbers(chunk[4], "checksums of a chunk")
+    if len(crc) != -(-size // BLOCK):
+        _expect(False, f"a chunk of {name!r} has {len(crc)} checksums")
     return Chunk(offsets, sizes, file, begin, crc)
 
 
@@ -165,13 +174,19 @@ def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     cut = [d for d, n in enumerate(shape) if any(c.sizes[d] != n for c in chunks)]
     if len(cut) > _MOST_CUTS:
         return False
-    corners: dict[tuple[int, ...], int] = {}
-    whole = ((0,) * len(cut), tuple(shape[d] for d in cut), -1)
-    boxes = [(tuple(c.offsets[d] for d in cut), tuple(c.sizes[d] for d in cut), 1) for c in chunks]
-    for offsets, sizes, sign in (*boxes, *([whole] if prod(shape) else ())):
-        for ends in product((0, 1), repeat=len(cut)):
-            at = tuple(o + s * e for o, s, e in zip(offsets, sizes, ends, strict=True))
-            corners[at] = corners.get(at, 0) + (-sign if sum(ends) % 2 else sign)
+    strides, count = [], 1  # a corner's number, from its place in each dim
+    for d in cut:
+        strides.append((d, count))
+        count *= shape[d] + 1
+    corners: dict[int, int] = {}
+    whole = Chunk((0,) * len(shape), shape, "", 0, ())
+    for sign, boxes in ((1, chunks), (-1, [whole] if prod(shape) else [])):
+        for box in boxes:
+            ends = [(sum(box.offsets[d] * stride for d, stride in strides), sign)]
+            for d, stride in strides:
+                ends += [(at + box.sizes[d] * stride, -parity) for at, parity in ends]
+            for at, parity in ends:
+                corners[at] = corners.get(at, 0) + parity
     return not any(corners.values())
 
 
@@ -185,7 +200,8 @@ def _check_apart(tensors: dict[str, TensorEntry]) -> None:
     for file, ranges in by_file.items():
         ranges.sort()
         for (_, end, name), (begin, _, other) in pairwise(ranges):
-            _expect(begin >= end, f"{name!r} and {other!r} share bytes of {file}")
+            if begin < end:
+                _expect(False, f"{name!r} and {other!r} share bytes of {file}")
 
 
 def _items(content: dict[str, Any], key: str) -> Any:
@@ -195,7 +211,8 @@ def _items(content: dict[str, Any], key: str) -> Any:
 
 
 def _numbers(value: Any, what: str) -> tuple[int, ...]:
-    _expect(isinstance(value, list), f"the {what} is no list")
+    if not isinstance(value, list):
+        _expect(False, f"the {what} is no list")
     return tuple([_number(item, what) for item in value])
 
 
