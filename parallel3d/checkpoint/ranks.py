@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from parallel3d._compat_groups import wake_waiting
 from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.running.members import parameters_at_rest
@@ -108,6 +109,15 @@ class Ranks:
         except BaseException:
             undo()
             raise
+
+    def give_up(self) -> None:
+        """This rank can't go on: lets those fail that wait for it, or for others who wait for it.
+
+        They would wait as long as this process lives, which may itself wait for one of theirs.
+        """
+        if self.group is not None:
+            wake_waiting(self.group)
+            _groups.pop(self.ranks, None)
 
     def meet(self) -> None:
         """Returns when all ranks have called it."""

@@ -157,6 +157,9 @@ class _Work:
             if self.ranks.is_first and writer.folder is not None:
                 folders.discard(writer.folder)
             raise
+        except BaseException:  # of this rank alone: a peer is gone
+            self.ranks.give_up()
+            raise
         finally:
             self.tensors, self.description = {}, dict  # nothing of the model's is kept
         if self.ranks.is_first and self.keep is not None:
