@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint_memory.py [--quick] [--json PATH]
 
-A Llama of 220 MB on 4 gloo processes, in Hugging Face's form. What counts is the growth of a process's
-resident memory (Linux: VmHWM, reset before each operation), pages of files included that it maps; not what
-it had before the model had memory. Loads begin with a model on meta, so their peak includes the shard; to
-an export's growth the shard is added. The largest of the ranks' peaks is shown.
+A Llama of 220 MB on 4 gloo processes, in Hugging Face's form and in ours. What counts is the growth of a
+process's resident memory (Linux: VmHWM, reset before each operation), pages of files included that it maps;
+not what it had before the model had memory. ``load_hf`` begins with a model on meta, so its peak includes
+the shard; to the growth of the others the shard is added. The largest of the ranks' peaks is shown.
 """
 
 import ctypes
@@ -53,6 +53,12 @@ OPERATIONS = {
     "save_hf, a file for each rank": Operation(
         lambda model, folder: save_hf(f"{folder}/out", model, max_shard_size="60MB"),
         from_meta=False,
+    ),
+    "save": Operation(
+        lambda model, folder: p3d.checkpoint.save(f"{folder}/run", model, step=1), from_meta=False
+    ),
+    "load": Operation(
+        lambda model, folder: p3d.checkpoint.load(f"{folder}/run", model), from_meta=False
     ),
 }
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import zlib
 
 import torch
 
+from parallel3d.checkpoint.format.crc import crc32
 from parallel3d.errors import CorruptCheckpointError
 
 __all__ = ["BLOCK", "BlockCheck", "bytes_of", "crcs_of", "read_into", "write_all"]
@@ -30,7 +30,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def crcs_of(data: memoryview) -> list[int]:
     """CRC-32 of each block of ``data``."""
-    return [zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
+    return [crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
 
 
 def write_all(file: int, data: memoryview) -> None:
@@ -64,7 +64,7 @@ class BlockCheck:
         for at in range(0, size, _STRIDE):
             part = self._buffer[: min(_STRIDE, size - at)]
             read_into(file, part, begin + at, where)
-            found = zlib.crc32(part, found)
+            found = crc32(part, found)
         if found != crc:
             raise CorruptCheckpointError(
                 f"{where}: the bytes {begin} to {begin + size} are not those that were saved "

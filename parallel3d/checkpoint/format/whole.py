@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from pathlib import Path
 
 import torch
 
 from parallel3d.checkpoint.format.blocks import BLOCK, bytes_of, read_into
+from parallel3d.checkpoint.format.crc import crc32
 from parallel3d.checkpoint.format.index import Index
 from parallel3d.checkpoint.format.opening import opened
 from parallel3d.errors import CorruptCheckpointError
@@ -34,7 +34,7 @@ def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
         for number, crc in enumerate(chunk.crc):
             begin = number * BLOCK
             block = data[begin : begin + BLOCK]
-            if zlib.crc32(block) != crc:
+            if crc32(block) != crc:
                 raise CorruptCheckpointError(
                     f"{path}: the bytes {chunk.begin + begin} to {chunk.begin + begin + len(block)}, of "
                     f"{name!r}, are not those that were saved"

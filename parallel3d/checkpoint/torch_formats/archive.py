@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.checkpoint.format.crc import crc32
 from parallel3d.checkpoint.torch_formats.pickled import read_pickle
 from parallel3d.checkpoint.torch_formats.vocabulary import SAVED_VALUES, SavedTensor, StorageId
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -59,7 +59,7 @@ class Entry:
                 block = file.read(min(left, _BLOCK))
                 if not block:
                     raise CorruptCheckpointError(f"{self.what} ends {left} bytes early")
-                found = zlib.crc32(block, found)
+                found = crc32(block, found)
                 left -= len(block)
         if found != self.crc:
             raise CorruptCheckpointError(
