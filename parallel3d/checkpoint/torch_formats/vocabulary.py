@@ -180,6 +180,17 @@ def _path(*parts: Any) -> Record:
     return Record("path")
 
 
+_MEMORY_FORMAT = Maker(lambda number: Record("memory format"))
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+
+def _member(kind: Any, name: Any) -> Record:
+    """A member of the enum, as Python 3.11.0 to 3.11.3 writes it: ``getattr`` of the class and its name."""
+    if kind is not _MEMORY_FORMAT or name not in _MEMORY_FORMATS:
+        raise ValueError("an attribute that is no memory format")
+    return Record("memory format")
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = (
     "BytesStorageMetadata",
@@ -195,7 +206,8 @@ DCP_METADATA: Names = {
     **_all_dtypes(),
     **_SIZE,
     **{(_METADATA, name): _record(name) for name in _RECORDS},
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Maker(lambda number: Record("memory format")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    ("builtins", "getattr"): Maker(_member),
     ("torch.serialization", "_get_layout"): Maker(lambda name: Record("layout")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _record("_StoragePrefix"),
