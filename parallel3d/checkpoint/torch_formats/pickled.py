@@ -25,6 +25,7 @@ class Maker:
     """What a name of the file stands for where the file calls it: ``make(*arguments)``."""
 
     make: Callable[..., Any]
+    is_value: bool = False
 
 
 class Record:
@@ -130,7 +131,7 @@ class _Machine:
     # -- the stack -------------------------------------------------------------------------------------
 
     def _value(self, value: Any) -> Any:
-        if value is _MARK or isinstance(value, Maker):
+        if value is _MARK or (isinstance(value, Maker) and not value.is_value):
             raise ValueError("a mark or a class where a value must be")
         return value
 

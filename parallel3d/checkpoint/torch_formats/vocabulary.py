@@ -180,7 +180,7 @@ def _path(*parts: Any) -> Record:
     return Record("path")
 
 
-_MEMORY_FORMAT = Maker(lambda number: Record("memory format"))
+_MEMORY_FORMAT = Maker(lambda number: Record("memory format"), is_value=True)
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
