@@ -119,11 +119,6 @@ class Ranks:
             wake_waiting(self.group)
             _groups.pop(self.ranks, None)
 
-    def meet(self) -> None:
-        """Returns when all ranks have called it."""
-        if self.group is not None:
-            dist.barrier(group=self.group)
-
 
 def ranks_of(model: nn.Module | None = None) -> Ranks:
     """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d._compat import torch_function_off
 from parallel3d.checkpoint.hf.layout import (
     Layout,
     Untraceable,
@@ -45,7 +46,7 @@ class Traced(Tensor):
         if follow is not None:
             return follow(*args, **(kwargs or {}))
         if name in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_function_off():
                 return func(*args, **(kwargs or {}))
         raise Untraceable(f"it calls {name}, which may compute values")
 
