@@ -24,6 +24,10 @@ class PlanError(Parallel3dError):
     """A tensor-parallel plan that does not fit the model."""
 
 
+class PlanningError(Parallel3dError):
+    """A model, cluster, workload or layout that the planner can't work with."""
+
+
 class AgreementError(Parallel3dError):
     """The ranks of one job were launched with different settings. Raised alike on every rank."""
 

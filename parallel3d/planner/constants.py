@@ -1,0 +1,62 @@
+"""The constants of the time and memory model, each with its reason. The same for all GPUs and models."""
+
+from __future__ import annotations
+
+from parallel3d.planner.terms import Constant
+
+__all__ = ["CONSTANTS", "constant"]
+
+_FLASH2 = "FlashAttention-2, arXiv:2307.08691, figures 4 to 7: A100, forward and backward"
+_FLASH3 = "FlashAttention-3, arXiv:2407.08608, figure 5: H100, head dim 128"
+
+CONSTANTS = {
+    name: Constant(name, value, unit, source)
+    for name, value, unit, source in [
+        (
+            "gemm_sustained",
+            0.90,
+            "",
+            "matmuls of a training step run one after another at the power limit, those of the tables alone; "
+            "weight gradients have a slower layout",
+        ),
+        ("memory_efficiency", 0.80, "", "stream kernels reach about 80 % of a datasheet's HBM bandwidth"),
+        (
+            "roofline_power",
+            2.0,
+            "",
+            "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum",
+        ),
+        ("overlap_slowdown", 0.19, "", "compute under NCCL's kernels: mean 18.9 %, arXiv:2507.03114"),
+        ("attention_flash1", 0.20, "of peak", "half of flash2's and less; unfused layouts around it"),
+        ("attention_triton", 0.33, "of peak", _FLASH2),
+        ("attention_flash2", 0.60, "of peak", _FLASH2),
+        ("flash2_after_ampere", 0.62, "", f"370 of 989 TFLOP/s; {_FLASH3}"),
+        ("attention_flash3", 0.62, "of peak", f"610 to 650 of 989 TFLOP/s; {_FLASH3}"),
+        ("attention_cudnn", 0.60, "of peak", f"600 of 989 TFLOP/s; {_FLASH3}"),
+        ("attention_backward", 2.5, "", "five products of a flash backward for the forward's two"),
+        ("attention_ramp", 256.0, "tokens", "tiles at the diagonal: efficiency is s / (s + ramp)"),
+        ("head_dim_64", 0.80, "", f"beside head dim 128; {_FLASH2}"),
+        (
+            "naive_forward",
+            29.0,
+            "B/score",
+            "scale, mask, softmax and dropout, each a kernel that reads and writes the scores",
+        ),
+        ("naive_backward", 28.0, "B/score", "their backward"),
+        ("launch", 6e-6, "s", "host time to start one eager op (5 to 7 us)"),
+        (
+            "gather_copy",
+            4.0,
+            "B/param",
+            "bf16 parameters copied out of the gathered buffer: read and written",
+        ),
+        ("reduce_copy", 6.0, "B/param", "bf16 gradients copied into an fp32 reduce buffer"),
+        ("accumulate", 10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
+        ("adamw_step", 28.0, "B/param", "fp32: reads p, g, m, v; writes p, m, v"),
+    ]
+}
+
+
+def constant(name: str) -> Constant:
+    """The constant of this name."""
+    return CONSTANTS[name]

@@ -1,0 +1,202 @@
+"""Seconds of a unit's kernels on one GPU: matmuls, attention, elementwise ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from parallel3d.planner.cluster import Gpu
+from parallel3d.planner.constants import constant
+from parallel3d.planner.model_spec import Attention, Elementwise, Unit
+from parallel3d.planner.workload import Workload
+
+__all__ = ["Kernels", "attention_kernel", "kernels_of"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Seconds of one unit for one micro-batch on one GPU, without communication.
+
+    Attributes:
+        matmul, attention, elementwise: (forward, backward).
+        again: what checkpointing computes again in backward.
+        flops: (forward, backward, again) of matmuls and attention.
+        launches: (forward, backward) seconds that the host needs to start them.
+    """
+
+    matmul: tuple[float, float]
+    attention: tuple[float, float]
+    elementwise: tuple[float, float]
+    again: float
+    flops: tuple[float, float, float]
+    launches: tuple[float, float]
+
+    @property
+    def forward(self) -> float:
+        return max(self.matmul[0] + self.attention[0] + self.elementwise[0], self.launches[0])
+
+    @property
+    def backward(self) -> float:
+        own = self.matmul[1] + self.attention[1] + self.elementwise[1]
+        return max(own, self.launches[1]) + self.again
+
+
+@lru_cache(maxsize=4096)
+def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) -> Kernels:
+    """Of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs."""
+    tokens = micro_batch * work.seq_len
+    each = [_matmul(m.n, m.k, m.split, tokens, tp, gpu, work) for m in unit.matmuls]
+    back = [
+        _product(k, n, tokens, gpu, work) * m.input_gradient + _weight(n, k, tokens, gpu, work)
+        for m in unit.matmuls
+        for n, k in [_local(m.n, m.k, m.split, tp)]
+    ]
+    attention = [attention_time(a, gpu, work, tp, micro_batch) for a in unit.attention]
+    elements = [_elements(e, work, tp) for e in unit.elementwise]
+    rate = memory_rate(gpu)
+    size = tokens * work.compute_itemsize / rate
+    matmul = sum(each), sum(back)
+    attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
+    elementwise = sum(e[0] for e in elements) * size, sum(e[1] for e in elements) * size
+    again = 0.0
+    block = unit.kind == "block"
+    if block and work.checkpointing == "full":
+        again = matmul[0] + attended[0] + elementwise[0]
+    elif block and work.checkpointing == "selective_layer":
+        again = (matmul[0] + attended[0] + elementwise[0]) / 2
+    elif block and work.checkpointing == "selective_op":
+        again = sum(each[1::2]) + elementwise[0]
+    return Kernels(
+        matmul,
+        attended,
+        elementwise,
+        again,
+        _flops(unit, work, tp, micro_batch),
+        _launches(unit, work),
+    )
+
+
+def memory_rate(gpu: Gpu) -> float:
+    """Bytes a second that stream kernels reach."""
+    return gpu.bandwidth * 1e12 * constant("memory_efficiency").value
+
+
+def matmul_rate(gpu: Gpu) -> float:
+    """FLOP/s of large matmuls in training."""
+    return gpu.peak * 1e12 * gpu.gemm_efficiency * gpu.power * constant("gemm_sustained").value
+
+
+def _local(n: int, k: int, split: str | None, tp: int) -> tuple[int, int]:
+    if split == "n":
+        return ceil(n / tp), k
+    return (n, ceil(k / tp)) if split == "k" else (n, k)
+
+
+def _matmul(
+    n: int, k: int, split: str | None, tokens: int, tp: int, gpu: Gpu, work: Workload
+) -> float:
+    n, k = _local(n, k, split, tp)
+    return _product(n, k, tokens, gpu, work)
+
+
+def _product(n: int, k: int, tokens: int, gpu: Gpu, work: Workload) -> float:
+    """``(tokens, k) @ (k, n)``."""
+    return _gemm(tokens, n, k, gpu, work)
+
+
+def _weight(n: int, k: int, tokens: int, gpu: Gpu, work: Workload) -> float:
+    """``(n, tokens) @ (tokens, k)``: a weight's gradient."""
+    return _gemm(n, k, tokens, gpu, work)
+
+
+@lru_cache(maxsize=65536)
+def _gemm(m: int, n: int, k: int, gpu: Gpu, work: Workload) -> float:
+    """start + (compute^p + memory^p)^(1/p); FLOPs / (efficiency * peak), bytes / rate."""
+    wide = 1 if work.compute_itemsize == 2 else 8  # float32 outside the tensor cores
+    compute = 2 * m * n * k * wide / matmul_rate(gpu)
+    memory = (m * k + k * n + m * n) * work.compute_itemsize / memory_rate(gpu)
+    p = constant("roofline_power").value
+    return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p)
+
+
+def attention_kernel(gpu: Gpu, work: Workload) -> str:
+    """The kernel that the workload names, or the best that there is for this GPU."""
+    if work.attention is not None:
+        return work.attention
+    return "cudnn" if gpu.family in ("h100", "h200", "b200", "gb200") else "flash2"
+
+
+def attention_time(
+    attention: Attention, gpu: Gpu, work: Workload, tp: int, micro_batch: int
+) -> tuple[float, float]:
+    """(forward, backward) seconds of the attention of one unit."""
+    heads, seq = ceil(attention.heads / tp), work.seq_len
+    scores = micro_batch * heads * seq * seq
+    whole = 4 * scores * attention.head_dim
+    kernel = attention_kernel(gpu, work)
+    if kernel == "naive":
+        rate, memory = matmul_rate(gpu), scores * work.compute_itemsize / 2 / memory_rate(gpu)
+        forward = constant("naive_forward").value * memory
+        backward = constant("naive_backward").value * memory
+        return whole / rate + forward, 2 * whole / rate + backward
+    flops = whole / 2 if attention.causal else whole
+    efficiency = constant(f"attention_{kernel}").value
+    if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
+        efficiency *= constant("flash2_after_ampere").value
+    if attention.head_dim <= 64:
+        efficiency *= constant("head_dim_64").value
+    efficiency *= seq / (seq + constant("attention_ramp").value)
+    wide = 1 if work.compute_itemsize == 2 else 8
+    forward = flops * wide / (efficiency * gpu.peak * 1e12 * gpu.power)
+    return forward, forward * constant("attention_backward").value
+
+
+def _elements(each: Elementwise, work: Workload, tp: int) -> tuple[float, float]:
+    """(forward, backward) elements for one token on one GPU."""
+    fused = work.compile or (each.norm and work.fused_norm)
+    forward, backward = each.fused if fused else each.eager
+    part = share(each.split, work, tp)
+    return forward / part, backward / part
+
+
+def share(split: str, work: Workload, tp: int) -> int:
+    """Over how many GPUs something of one token is divided."""
+    if split == "tp":
+        return tp
+    if split == "sequence":
+        return tp if work.sequence_parallel else 1
+    if split == "loss":
+        return tp if work.loss_parallel else 1
+    return 1
+
+
+def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float, float, float]:
+    tokens = micro_batch * work.seq_len
+    each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [_local(m.n, m.k, m.split, tp)]]
+    attention = sum(
+        4.0 * micro_batch * ceil(a.heads / tp) * work.seq_len**2 * a.head_dim / (2 if a.causal else 1)
+        for a in unit.attention
+    )
+    forward = sum(each) + attention
+    backward = 2 * sum(each) + attention * constant("attention_backward").value
+    again = 0.0
+    if unit.kind == "block":
+        again = {
+            "full": forward,
+            "selective_layer": forward / 2,
+            "selective_op": sum(each[1::2]),
+        }.get(work.checkpointing, 0.0)
+    return forward, backward, again
+
+
+def _launches(unit: Unit, work: Workload) -> tuple[float, float]:
+    forward = len(unit.matmuls) + len(unit.attention)
+    backward = 2 * forward
+    if work.compile:
+        forward, backward = forward + len(unit.elementwise), backward + len(unit.elementwise)
+    else:
+        forward += sum(e.kernels[0] for e in unit.elementwise)
+        backward += sum(e.kernels[1] for e in unit.elementwise)
+    host = constant("launch").value
+    return forward * host, backward * host

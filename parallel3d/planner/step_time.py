@@ -1,0 +1,276 @@
+"""Seconds of an optimizer step: kernels, tensor parallelism, the engine's communication, the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.constants import constant
+from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate
+from parallel3d.planner.model_spec import ModelSpec, Unit
+from parallel3d.planner.network import AxisLink, collective_time, link_of
+from parallel3d.planner.overlap import Exposed, UnitTimes, fsdp_exposed, once_exposed
+from parallel3d.planner.terms import Term
+from parallel3d.planner.workload import Workload
+
+__all__ = ["StepTime", "step_time"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest rank, and its FLOPs.
+
+    Attributes:
+        terms: by component; they add up to ``total``.
+        model_flops: of matmuls and attention of one GPU, forward and backward, a step.
+        hardware_flops: with what checkpointing computes again.
+        units: of one micro-batch, for the timeline.
+    """
+
+    terms: dict[str, Term]
+    model_flops: float
+    hardware_flops: float
+    units: list[tuple[Unit, UnitTimes]]
+
+    @property
+    def total(self) -> float:
+        return sum(term.value for term in self.terms.values())
+
+
+def step_time(
+    model: ModelSpec,
+    layout: MeshLayout,
+    cluster: Cluster,
+    work: Workload,
+    micro_batch: int,
+    accumulation: int,
+) -> StepTime:
+    """Of ``accumulation`` micro-batches of ``micro_batch`` sequences on each data rank."""
+    tp = layout.tp
+    links = {axis: link_of(layout, axis, cluster) for axis in ("replicate", "shard", "tp")}
+    kernels = [(u, kernels_of(u, cluster.gpu, work, tp, micro_batch)) for u in model.units]
+    comms = [_tp_time(u, work, micro_batch, links["tp"], cluster) for u in model.units]
+    times = [
+        _unit_times(u, k, comm, work, tp, links, cluster)
+        for (u, k), comm in zip(kernels, comms, strict=True)
+    ]
+    each = list(zip(model.units, times, strict=True))
+    exposed, once = _exposed(each, work, tp, links, cluster, accumulation)
+    terms = _compute_terms(kernels, accumulation)
+    tp_total = sum(u.count * (f + b) for u, (f, b) in zip(model.units, comms, strict=True))
+    terms["tensor parallel"] = Term(
+        "tensor parallel",
+        tp_total * accumulation,
+        "s",
+        "accumulation * sum of the units' collectives over tp, none of them hidden",
+        (
+            ("accumulation", accumulation),
+            ("tp", tp),
+            ("collectives of a micro-batch", tp_total),
+            ("tokens", micro_batch * work.seq_len),
+        ),
+    )
+    terms |= _engine_terms(model, work, tp, cluster, exposed, once, accumulation, links)
+    terms["optimizer"] = _optimizer(model, layout, cluster, work)
+    flops = [sum(u.count * k.flops[i] for u, k in kernels) * accumulation for i in range(3)]
+    return StepTime(terms, flops[0] + flops[1], sum(flops), each)
+
+
+def _tp_time(
+    unit: Unit, work: Workload, micro_batch: int, link: AxisLink, cluster: Cluster
+) -> tuple[float, float]:
+    """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
+    if link.size == 1:
+        return 0.0, 0.0
+    size = micro_batch * work.seq_len * work.compute_itemsize
+
+    def seconds(kind: str, features: int) -> float:
+        return collective_time(kind, size * features, link, cluster)
+
+    if work.sequence_parallel:
+        forward = sum(seconds("all_gather", n) for n in unit.tp_inputs)
+        forward += sum(seconds("reduce_scatter", n) for n in unit.tp_outputs)
+        backward = sum(seconds("reduce_scatter", n) for n in unit.tp_inputs)
+        backward += sum(seconds("all_gather", n) for n in unit.tp_outputs)
+    else:
+        forward = sum(seconds("all_reduce", n) for n in unit.tp_outputs)
+        backward = sum(seconds("all_reduce", n) for n in unit.tp_inputs)
+    if unit.kind == "block":
+        again = {"full": 1.0, "selective_layer": 0.5, "selective_op": 0.5}
+        backward += forward * again.get(work.checkpointing, 0.0)
+    return forward, backward
+
+
+def local_numel(unit: Unit, tp: int) -> int:
+    """Elements of a unit's parameters on one rank of ``tp``."""
+    return sum(
+        p.numel if p.tp_dim is None else p.numel // p.shape[p.tp_dim] * ceil(p.shape[p.tp_dim] / tp)
+        for p in unit.parameters
+    )
+
+
+def _unit_times(
+    unit: Unit,
+    kernels: Kernels,
+    comm: tuple[float, float],
+    work: Workload,
+    tp: int,
+    links: dict[str, AxisLink],
+    cluster: Cluster,
+) -> UnitTimes:
+    forward, backward = kernels.forward + comm[0], kernels.backward + comm[1]
+    shard, replicate = links["shard"], links["replicate"]
+    numel = local_numel(unit, tp)
+    if work.sharding != "fsdp" or not numel:
+        return UnitTimes(unit.count, forward, backward)
+    rate = memory_rate(cluster.gpu)
+    gather = collective_time("all_gather", numel * work.compute_itemsize, shard, cluster)
+    reduce = collective_time("reduce_scatter", numel * work.reduce_itemsize, shard, cluster)
+    part = numel * work.reduce_itemsize / shard.size
+    summed = collective_time("all_reduce", part, replicate, cluster)
+    again = gather if unit.kind == "block" and work.reshard_after_forward else 0.0
+    if shard.size > 1:
+        copy = constant("gather_copy").value * numel / rate
+        forward += copy
+        backward += constant("reduce_copy").value * numel / rate + (copy if again else 0.0)
+    return UnitTimes(unit.count, forward, backward, gather, again, reduce, summed)
+
+
+def _exposed(
+    each: list[tuple[Unit, UnitTimes]],
+    work: Workload,
+    tp: int,
+    links: dict[str, AxisLink],
+    cluster: Cluster,
+    accumulation: int,
+) -> tuple[Exposed, Exposed]:
+    """(of every micro-batch but the last, of the last one)."""
+    times = [t for _, t in each]
+    if work.sharding == "fsdp":
+        return fsdp_exposed(times, all_reduce=False), fsdp_exposed(times, all_reduce=True)
+    link = links["replicate"]
+    numel = sum(u.count * local_numel(u, tp) for u, _ in each)
+    reduced, gathered = numel * work.reduce_itemsize, numel * work.compute_itemsize
+    if work.sharding == "ddp":
+        reduce = collective_time("all_reduce", reduced, link, cluster)
+        return Exposed(), once_exposed(times, reduce=reduce, gather=0.0)
+    reduce = collective_time("reduce_scatter", reduced, link, cluster)
+    gather = collective_time("all_gather", gathered, link, cluster)
+    return Exposed(), once_exposed(times, reduce=reduce, gather=gather)
+
+
+def _compute_terms(kernels: list[tuple[Unit, Kernels]], accumulation: int) -> dict[str, Term]:
+    def total(name: str, value: float, what: str) -> Term:
+        inputs = (("accumulation", accumulation), ("micro-batch", value))
+        return Term(name, value * accumulation, "s", f"accumulation * {what}", inputs)
+
+    def over(part: str, which: int) -> float:
+        return sum(u.count * getattr(k, part)[which] for u, k in kernels)
+
+    terms = {}
+    for part, name in (("matmul", "matmul"), ("attention", "attention"), ("elementwise", "elementwise")):
+        for which, way in enumerate(("forward", "backward")):
+            terms[f"{name} {way}"] = total(
+                f"{name} {way}", over(part, which), f"sum over units of their {name} kernels"
+            )
+    again = sum(u.count * k.again for u, k in kernels)
+    terms["recompute"] = total("recompute", again, "what checkpointing computes again")
+    busy = sum(over(part, w) for part in ("matmul", "attention", "elementwise") for w in (0, 1))
+    whole = sum(u.count * (k.forward + k.backward) for u, k in kernels)
+    terms["launch"] = total(
+        "launch", max(0.0, whole - again - busy), "host time beyond that of the kernels it starts"
+    )
+    return terms
+
+
+def _engine_terms(
+    model: ModelSpec,
+    work: Workload,
+    tp: int,
+    cluster: Cluster,
+    exposed: Exposed,
+    last: Exposed,
+    accumulation: int,
+    links: dict[str, AxisLink],
+) -> dict[str, Term]:
+    rest = accumulation - 1
+    numel = sum(u.count * local_numel(u, tp) for u in model.units)
+    rate = memory_rate(cluster.gpu)
+    copies = 0.0
+    if work.sharding == "fsdp" and links["shard"].size > 1:
+        blocks = sum(u.count * local_numel(u, tp) for u in model.units if u.kind == "block")
+        again = blocks if work.reshard_after_forward else 0
+        gather, reduce = constant("gather_copy"), constant("reduce_copy")
+        copies = (gather.value * (numel + again) + reduce.value * numel) / rate * accumulation
+    terms = {
+        "copies": Term(
+            "copies",
+            copies,
+            "s",
+            "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
+            (
+                ("accumulation", accumulation),
+                ("parameters", numel),
+                ("gather_copy", constant("gather_copy")),
+                ("reduce_copy", constant("reduce_copy")),
+                ("memory rate", rate),
+            ),
+        )
+    }
+    for name, what in (
+        ("gather", "all-gather over shard that compute doesn't hide"),
+        ("reduce", "reduce-scatter that compute doesn't hide"),
+        ("all_reduce", "HSDP's all-reduce over replicate that compute doesn't hide"),
+        ("slowdown", "compute that is slower while collectives run"),
+    ):
+        each, final = getattr(exposed, name), getattr(last, name)
+        terms[f"exposed {name}" if name != "slowdown" else name] = Term(
+            name,
+            each * rest + final,
+            "s",
+            f"(accumulation - 1) * each + last: {what}",
+            (
+                ("accumulation", accumulation),
+                ("each", each),
+                ("last", final),
+                ("overlap_slowdown", constant("overlap_slowdown")),
+            ),
+        )
+    added = numel if accumulation > 1 else 0
+    if work.sharding == "fsdp":
+        added //= links["shard"].size
+    terms["accumulate"] = Term(
+        "accumulate",
+        constant("accumulate").value * added * accumulation / rate,
+        "s",
+        "accumulation * accumulate * gradients / memory rate",
+        (
+            ("accumulation", accumulation),
+            ("gradients", added),
+            ("accumulate", constant("accumulate")),
+            ("memory rate", rate),
+        ),
+    )
+    return terms
+
+
+def _optimizer(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> Term:
+    numel = sum(u.count * local_numel(u, layout.tp) for u in model.units)
+    over = {"fsdp": layout.shard, "zero1": layout.replicate, "ddp": 1}[work.sharding]
+    per = 12 * work.param_itemsize / 4 + 2 * work.optimizer_bytes
+    rate = memory_rate(cluster.gpu)
+    return Term(
+        "optimizer",
+        per * numel / over / rate,
+        "s",
+        "bytes a parameter * parameters / ranks / memory rate",
+        (
+            ("bytes a parameter", per),
+            ("parameters", numel),
+            ("ranks", over),
+            ("adamw_step", constant("adamw_step")),
+            ("memory rate", rate),
+        ),
+    )

@@ -1,0 +1,102 @@
+"""Workload: what is trained, apart from the model and the machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.errors import PlanningError
+
+__all__ = ["ATTENTION", "CHECKPOINTING", "SHARDING", "Workload"]
+
+CHECKPOINTING = ("none", "selective_op", "selective_layer", "full")
+ATTENTION = ("naive", "flash1", "triton", "flash2", "flash3", "cudnn")
+SHARDING = ("fsdp", "zero1", "ddp")
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_OPTIMIZERS = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adamw_8bit": 2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training setup.
+
+    Attributes:
+        seq_len: tokens of a sequence.
+        micro_batch: sequences per data rank (a tp group) and forward; None: the planner chooses.
+        global_batch: sequences per optimizer step; None: one micro-batch on each data rank.
+        precision: of the computation; the parameters at rest are ``param_dtype``.
+        param_dtype: of parameters, gradients at rest and optimizer state.
+        reduce_dtype: of the gradients' reduction.
+        optimizer: "adamw" (8 bytes of state a parameter), "sgd_momentum" (4), "sgd" (0), "adamw_8bit" (2).
+        checkpointing: activation checkpointing: "none", "full" (each block is computed again),
+            "selective_layer" (every second one), "selective_op" (matmuls' and attention's outputs are kept, every
+            second matmul is computed again, and all else).
+        compile: torch.compile of each block: elementwise ops are fused.
+        attention: the kernel; "naive" has the scores in memory. None: cudnn where the GPU is a Hopper or newer,
+            flash2 before.
+        fused_norm: norms are one kernel also without ``compile``.
+        sequence_parallel: norms and residuals divided over ``tp``. loss_parallel: logits and loss too.
+        reshard_after_forward: parameters are freed between forward and backward.
+        sharding: "fsdp" over ``shard``; "zero1": whole on each rank, the optimizer's state sharded over
+            ``replicate``; "ddp": nothing sharded.
+
+    Raises:
+        PlanningError: a value that isn't one of these, or isn't positive.
+    """
+
+    seq_len: int
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    precision: str = "bf16"
+    param_dtype: str = "fp32"
+    reduce_dtype: str = "fp32"
+    optimizer: str = "adamw"
+    checkpointing: str = "none"
+    compile: bool = False
+    attention: str | None = None
+    fused_norm: bool = True
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    reshard_after_forward: bool = True
+    sharding: str = "fsdp"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("precision", tuple(_BYTES)),
+            ("param_dtype", tuple(_BYTES)),
+            ("reduce_dtype", tuple(_BYTES)),
+            ("optimizer", tuple(_OPTIMIZERS)),
+            ("checkpointing", CHECKPOINTING),
+            ("attention", (None, *ATTENTION)),
+            ("sharding", SHARDING),
+        ):
+            if getattr(self, name) not in known:
+                raise PlanningError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(str, known))}"
+                )
+        for name in ("seq_len", "micro_batch", "global_batch"):
+            value = getattr(self, name)
+            if value is None and name != "seq_len":
+                continue
+            if type(value) is not int or value < 1:
+                raise PlanningError(f"{name} is {value!r}; it must be an int, 1 or more")
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes of a number while computing."""
+        return _BYTES[self.precision]
+
+    @property
+    def param_itemsize(self) -> int:
+        """Bytes of a parameter at rest."""
+        return _BYTES[self.param_dtype]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of a gradient while it is reduced."""
+        return _BYTES[self.reduce_dtype]
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state a parameter."""
+        state = _OPTIMIZERS[self.optimizer]
+        return state if self.optimizer == "adamw_8bit" else state * self.param_itemsize // 4
