@@ -52,6 +52,10 @@ CONSTANTS = {
         ),
         ("reduce_copy", 6.0, "B/param", "bf16 gradients copied into an fp32 reduce buffer"),
         ("accumulate", 10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
+        ("workspace", 0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),
+        ("gaps", 0.04, "", "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"),
+        ("gaps_upper", 0.10, "", "the upper bound of the same, with what isn't modelled"),
+        ("context", 1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
         ("adamw_step", 28.0, "B/param", "fp32: reads p, g, m, v; writes p, m, v"),
     ]
 }

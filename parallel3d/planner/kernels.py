@@ -166,6 +166,8 @@ def share(split: str, work: Workload, tp: int) -> int:
         return tp
     if split == "sequence":
         return tp if work.sequence_parallel else 1
+    if split == "gathered":  # Megatron, whose ZeRO-1 this is, keeps the part and gathers again in backward
+        return tp if work.sequence_parallel and work.sharding != "fsdp" else 1
     if split == "loss":
         return tp if work.loss_parallel else 1
     return 1

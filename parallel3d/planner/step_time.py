@@ -8,7 +8,7 @@ from math import ceil
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import constant
-from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate
+from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.network import AxisLink, collective_time, link_of
 from parallel3d.planner.overlap import Exposed, UnitTimes, fsdp_exposed, once_exposed
@@ -94,6 +94,8 @@ def _tp_time(
         forward += sum(seconds("reduce_scatter", n) for n in unit.tp_outputs)
         backward = sum(seconds("reduce_scatter", n) for n in unit.tp_inputs)
         backward += sum(seconds("all_gather", n) for n in unit.tp_outputs)
+        if share("gathered", work, link.size) > 1:
+            backward += sum(seconds("all_gather", n) for n in unit.tp_inputs)
     else:
         forward = sum(seconds("all_reduce", n) for n in unit.tp_outputs)
         backward = sum(seconds("all_reduce", n) for n in unit.tp_inputs)

@@ -34,6 +34,7 @@ class Workload:
         attention: the kernel; "naive" has the scores in memory. None: cudnn where the GPU is a Hopper or newer,
             flash2 before.
         fused_norm: norms are one kernel also without ``compile``.
+        fused_loss: the loss keeps no fp32 copies of the logits: one fp32 softmax, its gradient in place.
         sequence_parallel: norms and residuals divided over ``tp``. loss_parallel: logits and loss too.
         reshard_after_forward: parameters are freed between forward and backward.
         sharding: "fsdp" over ``shard``; "zero1": whole on each rank, the optimizer's state sharded over
@@ -54,6 +55,7 @@ class Workload:
     compile: bool = False
     attention: str | None = None
     fused_norm: bool = True
+    fused_loss: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: bool = True
