@@ -22,6 +22,7 @@ class Memory:
 
     Attributes:
         terms: bytes by component at the moment of the peak; they add up to ``allocated``.
+        beyond: what is reserved and needed beyond them.
         moment: "loss", "backward", "end of backward" or "optimizer".
         reserved: what the caching allocator holds: allocated and its gaps.
         upper: with what isn't known: other allocations and larger gaps.
@@ -30,6 +31,7 @@ class Memory:
     """
 
     terms: dict[str, Term]
+    beyond: tuple[Term, ...]
     moment: str
     allocated: float
     reserved: float
@@ -60,16 +62,28 @@ def memory_of(
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
-    gaps, margin = constant("gaps").value, constant("gaps_upper").value
-    workspace, context = constant("workspace").value, constant("context").value
+    beyond = _beyond(allocated)
+    reserved = allocated + beyond[0].value + beyond[1].value
     return Memory(
         terms=terms,
+        beyond=beyond,
         moment=moment,
         allocated=allocated,
-        reserved=allocated * (1 + gaps) + workspace,
-        upper=allocated * (1 + margin) + workspace,
-        needed=allocated * (1 + gaps) + workspace + context,
+        reserved=reserved,
+        upper=reserved + allocated * (constant("gaps_upper").value - constant("gaps").value),
+        needed=reserved + beyond[2].value,
         capacity=cluster.gpu.capacity_gib * 2**30,
+    )
+
+
+def _beyond(allocated: float) -> tuple[Term, Term, Term]:
+    """The allocator's gaps, workspaces, and what is outside the allocator."""
+    gaps, workspace, context = (constant(name) for name in ("gaps", "workspace", "context"))
+    given = (("gaps", gaps), ("allocated", allocated))
+    return (
+        Term("gaps", allocated * gaps.value, "B", "gaps * allocated", given),
+        Term("workspace", workspace.value, "B", "workspace", (("workspace", workspace),)),
+        Term("context", context.value, "B", "context", (("context", context),)),
     )
 
 

@@ -146,6 +146,7 @@ class ModelSpec:
         heads, kv_heads: of attention, for what ``tp`` may divide; 0: none.
         divisible: further sizes that ``tp`` must divide, by name (``{"ffn": 14336}``).
         tied: the embedding is the head's weight as well.
+        tp_ready: there is a tensor-parallel plan.
         source: where this was read.
     """
 
@@ -158,6 +159,7 @@ class ModelSpec:
     head_dim: int = 0
     divisible: dict[str, int] = field(default_factory=dict)
     tied: bool = False
+    tp_ready: bool = True
     source: str = ""
 
     def each_unit(self) -> Iterator[Unit]:

@@ -1,0 +1,174 @@
+"""Predictions for a table of published runs: the columns of ``runs.csv`` and ``models.csv``."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+
+from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.model_spec import ModelSpec
+from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.shapes import spec_from_shapes
+from parallel3d.planner.workload import Workload
+
+__all__ = ["COLUMNS", "predict_run", "predict_runs", "read_models", "write_predictions"]
+
+COLUMNS = ("id", "tokens_per_s_per_gpu", "memory_gib", "memory_upper_gib", "fits")
+_GIB = 2**30
+_SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Rows of models.csv by name."""
+
+    rows: Mapping[str, Row]
+
+    def spec(self, name: str, seq_len: int) -> ModelSpec:
+        """Of the model of this name; learned positions have ``seq_len`` rows.
+
+        Raises:
+            PlanningError: there is none.
+        """
+        row = self.rows.get(name)
+        if row is None:
+            raise PlanningError(f"there is no model {name!r}; models are {', '.join(self.rows)}")
+        return _spec(tuple(sorted(row.items())), seq_len)
+
+
+@lru_cache(maxsize=1024)
+def _spec(items: tuple[tuple[str, str], ...], seq_len: int) -> ModelSpec:
+    row = dict(items)
+    return spec_from_shapes(
+        **{name: int(row[name]) for name in _SHAPES},
+        mlp=row.get("mlp") or "swiglu",
+        positions=row.get("positions") or "rope",
+        norm=row.get("norm") or "rmsnorm",
+        bias=_flag(row, "bias", False),
+        tied=_flag(row, "tied", False),
+        seq_len=seq_len,
+        name=row["model"],
+        source="models.csv",
+    )
+
+
+def read_models(path: str | PathLike[str]) -> Models:
+    """Models of a CSV file."""
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        return Models({row["model"]: row for row in csv.DictReader(file)})
+
+
+def predict_run(row: Row, models: Models) -> Prediction:
+    """Of one row. A blank cell gets its default:
+
+    one GPU for sizes of axes; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile; the
+    best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallelism.
+    The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
+    ZeRO-1 kept, in fp32 if that fits, else in bf16.
+
+    Raises:
+        PlanningError: a cell that can't be read, names the row.
+    """
+    try:
+        work, layout, cluster = _workload(row), _layout(row), _cluster(row)
+        model = models.spec(row["model"], work.seq_len)
+        found = predict(model, layout, cluster, work)
+        if not found.fits:
+            found = predict(model, layout, cluster, replace(work, reduce_dtype="bf16"))
+        return found
+    except (KeyError, ValueError) as error:
+        raise PlanningError(f"run {row.get('id', '?')}: {error}") from error
+
+
+def _layout(row: Row) -> MeshLayout:
+    replicate, shard, tp = (_int(row, name, 1) for name in ("replicate", "shard", "tp"))
+    return MeshLayout(replicate, shard, tp)
+
+
+def _cluster(row: Row) -> Cluster:
+    layout = _layout(row)
+    node = _int(row, "gpus_per_node", min(8, layout.world_size))
+    node = min(node, layout.world_size)
+    if layout.world_size % node:
+        raise PlanningError(f"{layout.world_size} GPUs are no whole nodes of {node}")
+    return Cluster.of(row["gpu"], layout.world_size // node, node)
+
+
+def _workload(row: Row) -> Workload:
+    loss = row.get("loss_parallel", "")
+    fused = _flag(row, "fused_norm", True)
+    attention = row.get("attention", "")
+    sharding = row.get("sharding") or "fsdp"
+    layout = _layout(row)
+    micro = _int(row, "micro_batch", 1)
+    return Workload(
+        seq_len=_int(row, "seq_len", 2048),
+        micro_batch=micro,
+        global_batch=micro * layout.data_size * _int(row, "grad_accum", 1),
+        precision=row.get("precision") or "bf16",
+        optimizer=row.get("optimizer") or "adamw",
+        checkpointing=row.get("activation_checkpoint") or "none",
+        compile=_flag(row, "compile", False),
+        attention=None if attention in ("", "unknown") else attention,
+        fused_norm=fused,
+        fused_loss=fused and bool(loss),
+        sequence_parallel=_flag(row, "sequence_parallel", False),
+        loss_parallel=_flag(row, "loss_parallel", False),
+        reshard_after_forward=_flag(row, "reshard_after_forward", True),
+        sharding=sharding,
+    )
+
+
+def _int(row: Row, name: str, default: int) -> int:
+    text = row.get(name) or ""
+    return int(float(text)) if text.strip() else default
+
+
+def _flag(row: Row, name: str, default: bool) -> bool:
+    text = (row.get(name) or "").strip().lower()
+    if not text:
+        return default
+    if text not in ("0", "1", "true", "false"):
+        raise PlanningError(f"{name} is {text!r}; it must be 0 or 1")
+    return text in ("1", "true")
+
+
+def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
+    """A row of ``COLUMNS`` for each; ``memory_gib`` is what the row's ``memory_kind`` says, reserved if blank."""
+    found = []
+    for row in rows:
+        prediction = predict_run(row, models)
+        memory = prediction.memory
+        kind = row.get("memory_kind") or "peak_reserved"
+        shown = memory.reserved if kind == "peak_reserved" else memory.allocated
+        found.append(
+            {
+                "id": row["id"],
+                "tokens_per_s_per_gpu": f"{prediction.tokens_per_second_per_gpu:.2f}",
+                "memory_gib": f"{shown / _GIB:.3f}",
+                "memory_upper_gib": f"{memory.upper / _GIB:.3f}",
+                "fits": str(int(prediction.fits)),
+            }
+        )
+    return found
+
+
+def write_predictions(
+    runs: str | PathLike[str], models: str | PathLike[str], out: str | PathLike[str]
+) -> int:
+    """Reads both files, writes the predictions, returns how many."""
+    with Path(runs).open(newline="", encoding="utf-8") as file:
+        found = predict_runs(csv.DictReader(file), read_models(models))
+    with Path(out).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(found)
+    return len(found)
