@@ -112,9 +112,11 @@ def _weight(n: int, k: int, tokens: int, gpu: Gpu, work: Workload) -> float:
 
 @lru_cache(maxsize=65536)
 def _gemm(m: int, n: int, k: int, gpu: Gpu, work: Workload) -> float:
-    """start + (compute^p + memory^p)^(1/p); FLOPs / (efficiency * peak), bytes / rate."""
+    """start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate."""
     wide = 1 if work.compute_itemsize == 2 else 8  # float32 outside the tensor cores
-    compute = 2 * m * n * k * wide / matmul_rate(gpu)
+    flops = 2.0 * m * n * k
+    growth = (flops / 1e12) ** constant("gemm_growth").value
+    compute = flops * wide / (matmul_rate(gpu) * growth)
     memory = (m * k + k * n + m * n) * work.compute_itemsize / memory_rate(gpu)
     p = constant("roofline_power").value
     return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p)
