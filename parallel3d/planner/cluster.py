@@ -32,6 +32,7 @@ class Gpu:
         link: GB/s to the others of its node.
         nic: GB/s to other nodes.
         domain: GPUs that the fast links reach, if more than a node's.
+        fp32_slowdown: how many times as long matmuls take in float32.
         power: the power limit over that of the measurements.
         mesh_links: links of a GPU where they go to single peers (xGMI); 0: a switch.
         collectives: operation -> GPUs -> (start us, GB/s, ramp MB), as measured; else derived from ``link``.
@@ -49,6 +50,7 @@ class Gpu:
     nic: float
     domain: int = 0
     power: float = 1.0
+    fp32_slowdown: float = 8.0
     mesh_links: int = 0
     collectives: Table = field(default_factory=dict, hash=False, compare=False, repr=False)
     source: str = ""

@@ -113,7 +113,7 @@ def _weight(n: int, k: int, tokens: int, gpu: Gpu, work: Workload) -> float:
 @lru_cache(maxsize=65536)
 def _gemm(m: int, n: int, k: int, gpu: Gpu, work: Workload) -> float:
     """start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate."""
-    wide = 1 if work.compute_itemsize == 2 else 8  # float32 outside the tensor cores
+    wide = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
     flops = 2.0 * m * n * k
     growth = (flops / 1e12) ** constant("gemm_growth").value
     compute = flops * wide / (matmul_rate(gpu) * growth)
@@ -149,7 +149,7 @@ def attention_time(
     if attention.head_dim <= 64:
         efficiency *= constant("head_dim_64").value
     efficiency *= seq / (seq + constant("attention_ramp").value)
-    wide = 1 if work.compute_itemsize == 2 else 8
+    wide = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
     forward = flops * wide / (efficiency * gpu.peak * 1e12 * gpu.power)
     return forward, forward * constant("attention_backward").value
 
