@@ -228,8 +228,9 @@ def _engine_terms(
         ("slowdown", "compute that is slower while collectives run"),
     ):
         each, final = getattr(exposed, name), getattr(last, name)
-        terms[f"exposed {name}" if name != "slowdown" else name] = Term(
-            name,
+        label = name if name == "slowdown" else f"exposed {name}"
+        terms[label] = Term(
+            label,
             each * rest + final,
             "s",
             f"(accumulation - 1) * each + last: {what}",
