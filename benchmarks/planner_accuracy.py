@@ -182,7 +182,10 @@ def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
     groups: dict[str, list[Row]] = {}
     for row in runs:
         groups.setdefault(source_of(row), []).append(row)
-    result = {"all": summary(runs, found), **{name: summary(r, found) for name, r in groups.items()}}
+    result = {
+        "all": summary(runs, found),
+        **{name: summary(r, found) for name, r in groups.items()},
+    }
     rows = [
         [
             name,
@@ -200,7 +203,9 @@ def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
     head = ["source", "speeds", "median", "p90", "signed", "memory", "median", "fits", "right"]
     print_table("errors of predictions", head, rows)
     ranks = sweeps(runs, found)
-    print_table("rank correlation", ["sweep", "rows", "Spearman"], [[n, *v] for n, v in ranks.items()])
+    print_table(
+        "rank correlation", ["sweep", "rows", "Spearman"], [[n, *v] for n, v in ranks.items()]
+    )
     return {"errors": result, "sweeps": ranks}
 
 

@@ -1,7 +1,7 @@
 """calibrate: measures matmuls, memory and collectives of the machine at hand, for a hardware profile.
 
-    parallel3d calibrate --out profile.toml
-    torchrun --nproc-per-node 8 -m parallel3d calibrate --out profile.toml     # collectives too
+parallel3d calibrate --out profile.toml
+torchrun --nproc-per-node 8 -m parallel3d calibrate --out profile.toml     # collectives too
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def calibrate(
-    name: str | None = None, *, device: str | None = None, largest: int = 8192, seconds: float = 60.0
+    name: str | None = None,
+    *,
+    device: str | None = None,
+    largest: int = 8192,
+    seconds: float = 60.0,
 ) -> Gpu:
     """Measures this machine. Under a process group also its collectives, for all sizes of 2, 4, 8 ... ranks.
 
@@ -126,14 +130,16 @@ def _matmul_times(kind: str, largest: int, seconds: float) -> list[tuple[float, 
     """(FLOPs, seconds) of bf16 products of growing size (fp32 on a CPU)."""
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     end = time.monotonic() + seconds
-    found = []
+    found: list[tuple[float, float]] = []
     for rows, columns in _MATMULS:
         if rows > largest or (len(found) >= 2 and time.monotonic() > end):
             break
         a = torch.randn(rows, columns, device=kind).to(dtype)
         b = torch.randn(columns, columns, device=kind).to(dtype)
         out = torch.empty(rows, columns, device=kind, dtype=dtype)
-        found.append((2.0 * rows * columns * columns, _timed(lambda: torch.mm(a, b, out=out), kind)))  # noqa: B023
+        found.append(
+            (2.0 * rows * columns * columns, _timed(lambda: torch.mm(a, b, out=out), kind))
+        )  # noqa: B023
     return found
 
 
@@ -178,14 +184,18 @@ def _collectives(kind: str) -> dict[str, dict[int, tuple[float, float, float]]]:
     return table
 
 
-def _collective_time(name: str, nbytes: int, size: int, group: dist.ProcessGroup, kind: str) -> float:
+def _collective_time(
+    name: str, nbytes: int, size: int, group: dist.ProcessGroup, kind: str
+) -> float:
     count = max(nbytes // 4 // size, 1) * size
     whole = torch.ones(count, device=kind)
     part = torch.ones(count // size, device=kind)
     if name == "all_gather":
         seconds = _timed(lambda: dist.all_gather(list(whole.chunk(size)), part, group=group), kind)
     elif name == "reduce_scatter":
-        seconds = _timed(lambda: dist.reduce_scatter(part, list(whole.chunk(size)), group=group), kind)
+        seconds = _timed(
+            lambda: dist.reduce_scatter(part, list(whole.chunk(size)), group=group), kind
+        )
     else:
         seconds = _timed(lambda: dist.all_reduce(whole, group=group), kind)
     slowest = torch.tensor([seconds], device=kind)

@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def family(self) -> str:
-        """"a100", "h100" ...: the part of the name before the first dash."""
+        """ "a100", "h100" ...: the part of the name before the first dash."""
         return self.name.partition("-")[0]
 
 
@@ -158,16 +158,29 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
 def _gpu(name: str, entry: dict[str, Any], tables: Mapping[str, Table], where: str) -> Gpu:
     allowed = {each.name for each in fields(Gpu)} - {"name"}
     if unknown := sorted(set(entry) - allowed):
-        raise PlanningError(f"{where}: gpu.{name} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+        raise PlanningError(
+            f"{where}: gpu.{name} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}"
+        )
     measured = tables.get(entry.get("collectives", ""), {})
     try:
         made = Gpu(**{**entry, "name": name, "collectives": measured})
     except TypeError as error:
         raise PlanningError(f"{where}: gpu.{name}: {error}") from None
-    for each in ("peak", "capacity_gib", "bandwidth", "gemm_efficiency", "node", "link", "nic", "power"):
+    for each in (
+        "peak",
+        "capacity_gib",
+        "bandwidth",
+        "gemm_efficiency",
+        "node",
+        "link",
+        "nic",
+        "power",
+    ):
         value = getattr(made, each)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise PlanningError(f"{where}: gpu.{name}: {each} is {value!r}; it must be a number above 0")
+            raise PlanningError(
+                f"{where}: gpu.{name}: {each} is {value!r}; it must be a number above 0"
+            )
     return replace(made, domain=made.domain or made.node)
 
 

@@ -60,7 +60,9 @@ def spec_from_shapes(
     ):
         if value not in known:
             raise PlanningError(f"{what} is {value!r}; it must be one of {', '.join(known)}")
-    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim, ffn=ffn, vocab=vocab)
+    sizes = dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim, ffn=ffn, vocab=vocab
+    )
     for what, size in sizes.items():
         if type(size) is not int or size < 1:
             raise PlanningError(f"{what} is {size!r}; it must be an int, 1 or more")
@@ -78,7 +80,9 @@ def spec_from_shapes(
         units = [root, *units, Unit("tail", "tail", (), **_work_of(tail))]
     else:
         units = [
-            Unit("embed", "embedding", tuple(embedding), elementwise=looked_up, tp_outputs=(hidden,)),
+            Unit(
+                "embed", "embedding", tuple(embedding), elementwise=looked_up, tp_outputs=(hidden,)
+            ),
             *units,
             tail,
         ]

@@ -38,9 +38,18 @@ def test_within_a_node_as_measured(kind: str, rate: float) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "latency", "rate"),
-    [(2, 1, 22, 96), (2, 8, 70, 410), (4, 2, 64, 110), (4, 8, 146, 396), (16, 8, 599, 387), (32, 1, 442, 49.5)],
+    [
+        (2, 1, 22, 96),
+        (2, 8, 70, 410),
+        (4, 2, 64, 110),
+        (4, 8, 146, 396),
+        (16, 8, 599, 387),
+        (32, 1, 442, 49.5),
+    ],
 )
-def test_across_nodes_as_nccl_expects(nodes: int, per_node: int, latency: float, rate: float) -> None:
+def test_across_nodes_as_nccl_expects(
+    nodes: int, per_node: int, latency: float, rate: float
+) -> None:
     """NCCL 2.27's own tuning numbers for rings of H100 nodes, us and GB/s; 0.87 of the rate at large sizes."""
     link = AxisLink(nodes * per_node, per_node)
     assert collective_time("all_gather", 1, link, H100) * 1e6 == pytest.approx(latency, rel=0.35)
@@ -83,7 +92,9 @@ class TestOverlap:
 class TestClusters:
     def test_names(self) -> None:
         assert gpu("H100") is gpu("h100-80gb-sxm")
-        assert {"a100-40gb-sxm", "h200", "b200", "gb200", "mi300x", "cpu", "h100-pcie"} <= set(gpus())
+        assert {"a100-40gb-sxm", "h200", "b200", "gb200", "mi300x", "cpu", "h100-pcie"} <= set(
+            gpus()
+        )
         with pytest.raises(PlanningError, match="there is no GPU 'h1000'; the nearest: h100"):
             gpu("h1000")
 
@@ -93,7 +104,7 @@ class TestClusters:
     def test_your_own(self, tmp_path) -> None:
         file = tmp_path / "own.toml"
         file.write_text(
-            '[gpu.mine]\npeak = 100\ncapacity_gib = 20\nbandwidth = 1\ngemm_efficiency = 0.5\n'
+            "[gpu.mine]\npeak = 100\ncapacity_gib = 20\nbandwidth = 1\ngemm_efficiency = 0.5\n"
             'gemm_start_us = 5\nnode = 4\nlink = 10\nnic = 1\ncollectives = "t"\n'
             "[collectives.t]\nall_gather = { 2 = [10, 5, 1] }\n"
         )

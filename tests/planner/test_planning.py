@@ -69,7 +69,9 @@ class TestPlan:
     def test_nothing_fits(self) -> None:
         none = plan(LLAMA_70B, Cluster.of("a100-40gb", 1), Workload(seq_len=8192, micro_batch=1))
         assert not none.candidates
-        with pytest.raises(PlanningError, match=r"nothing fits; .* comes closest and needs .* GiB of 39"):
+        with pytest.raises(
+            PlanningError, match=r"nothing fits; .* comes closest and needs .* GiB of 39"
+        ):
             none.best  # noqa: B018
 
     def test_no_batch(self) -> None:
@@ -135,10 +137,33 @@ class TestPredict:
         for name in [*found.best.time.terms, *found.best.memory.terms]:
             assert name in text
         assert "arXiv:2507.03114" in text
+        from parallel3d.planner.constants import CONSTANTS
+
+        named = [c for c in CONSTANTS.values() if c.source in text]
+        assert len(named) >= 12
+
+    @pytest.mark.parametrize("sizes", [(1, 16, 1), (2, 4, 2), (2, 1, 8)])
+    def test_the_units_parts_add_up(self, sizes) -> None:
+        from parallel3d.planner.explain import unit_terms
+
+        work = Workload(seq_len=4096, micro_batch=2, checkpointing="selective_op")
+        found = predict(LLAMA_8B, MeshLayout(*sizes), H100, work)
+        parts: dict[str, float] = {}
+        for unit in found.model.units:
+            for term in unit_terms(found, unit):
+                parts[term.name] = parts.get(term.name, 0.0) + unit.count * term.value
+        gradients = sum(v for name, v in parts.items() if name.endswith("gradient"))
+        assert gradients == pytest.approx(found.time.terms["matmul backward"].value)
+        for name in ("elementwise forward", "elementwise backward", "recompute"):
+            assert parts[name] == pytest.approx(found.time.terms[name].value)
+        attention = found.time.terms["attention backward"].value
+        assert parts["attention backward (cudnn)"] == pytest.approx(attention)
 
     def test_uneven_batches(self) -> None:
         work = Workload(seq_len=2048, micro_batch=3, global_batch=64)
-        with pytest.raises(PlanningError, match="global_batch is 64; it must be a multiple of .*48: 48 or 96"):
+        with pytest.raises(
+            PlanningError, match="global_batch is 64; it must be a multiple of .*48: 48 or 96"
+        ):
             predict(LLAMA_8B, MeshLayout(1, 16, 1), H100, work)
 
     def test_more_is_slower_or_larger(self) -> None:
@@ -169,7 +194,10 @@ class TestPredict:
         ({"seq_len": 0}, "seq_len is 0; it must be an int, 1 or more"),
         ({"micro_batch": 1.5}, "micro_batch is 1.5"),
         ({"optimizer": "lion9"}, "optimizer is 'lion9'; it must be one of adamw"),
-        ({"checkpointing": "some"}, "checkpointing is 'some'; it must be one of none, selective_op"),
+        (
+            {"checkpointing": "some"},
+            "checkpointing is 'some'; it must be one of none, selective_op",
+        ),
     ],
 )
 def test_wrong_workloads(changes: dict, said: str) -> None:

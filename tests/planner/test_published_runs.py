@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from parallel3d.errors import PlanningError
-from parallel3d.planner.runs import COLUMNS, predict_run, predict_runs, read_models, write_predictions
+from parallel3d.planner.runs import (
+    COLUMNS,
+    predict_run,
+    predict_runs,
+    read_models,
+    write_predictions,
+)
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "published"
 with (DATA / "runs.csv").open(newline="", encoding="utf-8") as file:
