@@ -134,13 +134,15 @@ def _matmul_times(kind: str, largest: int, seconds: float) -> list[tuple[float, 
     for rows, columns in _MATMULS:
         if rows > largest or (len(found) >= 2 and time.monotonic() > end):
             break
-        a = torch.randn(rows, columns, device=kind).to(dtype)
-        b = torch.randn(columns, columns, device=kind).to(dtype)
-        out = torch.empty(rows, columns, device=kind, dtype=dtype)
-        found.append(
-            (2.0 * rows * columns * columns, _timed(lambda: torch.mm(a, b, out=out), kind))
-        )  # noqa: B023
+        found.append((2.0 * rows * columns * columns, _matmul_time(rows, columns, kind, dtype)))
     return found
+
+
+def _matmul_time(rows: int, columns: int, kind: str, dtype: torch.dtype) -> float:
+    a = torch.randn(rows, columns, device=kind).to(dtype)
+    b = torch.randn(columns, columns, device=kind).to(dtype)
+    out = torch.empty(rows, columns, device=kind, dtype=dtype)
+    return _timed(lambda: torch.mm(a, b, out=out), kind)
 
 
 def _copy_rate(kind: str) -> float:
@@ -204,7 +206,7 @@ def _collective_time(
 
 
 def _fit_collective(taken: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Of t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth: the best ramp of a grid, a line for each."""
+    """Of t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth: the best ramp of a grid."""
     best: tuple[float, tuple[float, float, float]] | None = None
     for ramp in (0.25e6, 0.5e6, 1e6, 2e6, 4e6, 8e6, 16e6, 32e6):
         x = [s + ramp * (1 - exp(-s / ramp)) for s, _ in taken]

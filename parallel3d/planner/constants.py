@@ -23,8 +23,8 @@ CONSTANTS = {
             "gemm_growth",
             0.035,
             "",
-            "larger matmuls are more efficient: medians of NVIDIA's H200 table rise from 0.63 (16 to 64 GFLOP) "
-            "over 0.70 (1 to 4 TFLOP) to 0.78 (above 10)",
+            "larger matmuls are more efficient: medians of NVIDIA's H200 table rise from 0.63 (16 to 64 "
+            "GFLOP) over 0.70 (1 to 4 TFLOP) to 0.78 (above 10)",
         ),
         (
             "memory_efficiency",

@@ -88,11 +88,12 @@ def _matmuls(found: Prediction, unit: Unit) -> Iterator[Term]:
             f"{name} {way}",
             seconds,
             "s",
-            "start + ((2 m n k / (matmul rate * (2 m n k / 1e12)^gemm_growth))^p + (bytes / memory rate)^p)^(1/p)",
+            "start + ((FLOPs / (matmul rate * TFLOPs^gemm_growth))^p + (bytes / memory rate)^p)^(1/p)",
             (
                 ("m", m),
                 ("n", n),
                 ("k", k),
+                ("FLOPs", 2.0 * m * n * k),
                 ("bytes", (m * k + k * n + m * n) * found.workload.compute_itemsize),
                 ("start", Constant("start", gpu.gemm_start_us, "us", gpu.source)),
                 ("gemm_growth", constant("gemm_growth")),
@@ -117,7 +118,7 @@ def _attention(found: Prediction, unit: Unit) -> Iterator[Term]:
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
                 inputs.append(("bytes a score", constant(f"naive_{way}")))
             else:
-                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak * power * efficiency * s / (s + ramp))"
+                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
                 inputs += [
                     ("efficiency", constant(f"attention_{kernel}")),
                     ("ramp", constant("attention_ramp")),

@@ -23,7 +23,7 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
             "for the network between nodes"
         )
     if cluster.domain % tp:
-        return f"tp {tp} doesn't divide the {cluster.domain} GPUs that fast links join: groups would cross nodes"
+        return f"tp {tp} doesn't divide the {cluster.domain} GPUs that fast links join: groups cross nodes"
     if not model.tp_ready:
         return f"tp {tp} needs a plan, and none could be derived for {model.name}"
     if model.heads and model.heads % tp:

@@ -1,4 +1,4 @@
-"""Bytes on the fullest GPU: state and buffers of the engine, activations, logits, and what a framework adds."""
+"""Bytes on the fullest GPU: state and buffers of the engine, activations, logits, what a framework adds."""
 
 from __future__ import annotations
 

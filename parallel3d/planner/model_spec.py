@@ -115,7 +115,7 @@ class Unit:
         count: how many units of the model are equal to this one.
         tp_inputs: features of inputs that colwise layers share: gathered forward under sequence parallelism,
             their gradients summed over ``tp`` backward.
-        tp_outputs: features of rowwise layers' outputs (and of a split embedding's): summed over ``tp`` forward.
+        tp_outputs: features of rowwise layers' outputs (and a split embedding's): summed over ``tp`` forward.
     """
 
     name: str

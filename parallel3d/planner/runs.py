@@ -86,8 +86,8 @@ def read_models(path: str | PathLike[str]) -> Models:
 def predict_run(row: Row, models: Models) -> Prediction:
     """Of one row. A blank cell gets its default:
 
-    one GPU for sizes of axes; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile; the
-    best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallelism.
+    1 for the size of an axis; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile;
+    the best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallelism.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
     ZeRO-1 kept, in fp32 if that fits, else in bf16.
 
@@ -171,7 +171,7 @@ def _flag(row: Row, name: str, default: bool) -> bool:
 
 
 def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
-    """A row of ``COLUMNS`` for each; ``memory_gib`` is what the row's ``memory_kind`` says, reserved if blank."""
+    """A row of ``COLUMNS`` for each; ``memory_gib`` is of the row's ``memory_kind``, reserved if blank."""
     found = []
     for row in rows:
         prediction = predict_run(row, models)

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients, optimizer state, unsharded groups and buffers, as the engine allocates them."""
+"""Bytes of parameters, gradients, optimizer state, whole groups and buffers, as the engine allocates them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _sharded(model: ModelSpec, shard: int, tp: int, work: Workload) -> StateMemo
 
 
 def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """ZeRO-1: whole compute-dtype parameters and fp32 gradients, master copies and state over ``replicate``."""
+    """ZeRO-1: whole parameters and gradients; fp32 copies and optimizer state over ``replicate``."""
     numel = sum(u.count * _numel(u, 1, layout.tp) for u in model.units)
     over = layout.replicate if work.sharding == "zero1" else 1
     part = ceil(numel / over)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -103,7 +104,7 @@ class TestQuestions:
     def test_pareto(self, found) -> None:
         front = found.pareto()
         assert front[-1] is found.best
-        for a, b in zip(front, front[1:], strict=False):
+        for a, b in pairwise(front):
             assert a.memory.needed < b.memory.needed
             assert a.tokens_per_second_per_gpu < b.tokens_per_second_per_gpu
         for each in found.candidates:
