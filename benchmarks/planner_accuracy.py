@@ -4,7 +4,7 @@
 
 Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
 90th percentile of the absolute relative error), fits or not, and Spearman's rank correlation in each sweep
-(rows of one source and model, at least 8 with a speed, the fastest at least 1.25 times as fast as the slowest).
+(rows of one source and model, at least 8 with a speed, the fastest 1.25 times as fast as the slowest).
 With ``--models`` also leave-one-source-out: the constants that have no published value (``FREE``) are fitted
 to all other sources, and score on the one that was left out.
 """

@@ -87,7 +87,7 @@ def predict_run(row: Row, models: Models) -> Prediction:
     """Of one row. A blank cell gets its default:
 
     1 for the size of an axis; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile;
-    the best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallelism.
+    the best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallel.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
     ZeRO-1 kept, in fp32 if that fits, else in bf16.
 

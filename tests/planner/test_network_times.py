@@ -50,7 +50,7 @@ def test_within_a_node_as_measured(kind: str, rate: float) -> None:
 def test_across_nodes_as_nccl_expects(
     nodes: int, per_node: int, latency: float, rate: float
 ) -> None:
-    """NCCL 2.27's own tuning numbers for rings of H100 nodes, us and GB/s; 0.87 of the rate at large sizes."""
+    """NCCL 2.27 tuning numbers for rings of H100 nodes, us and GB/s; 0.87 of the rate at large sizes."""
     link = AxisLink(nodes * per_node, per_node)
     assert collective_time("all_gather", 1, link, H100) * 1e6 == pytest.approx(latency, rel=0.35)
     size = 2**33

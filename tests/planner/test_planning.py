@@ -163,7 +163,7 @@ class TestPredict:
     def test_uneven_batches(self) -> None:
         work = Workload(seq_len=2048, micro_batch=3, global_batch=64)
         with pytest.raises(
-            PlanningError, match="global_batch is 64; it must be a multiple of .*48: 48 or 96"
+            PlanningError, match=r"global_batch is 64; it must be a multiple of .*48: 48 or 96"
         ):
             predict(LLAMA_8B, MeshLayout(1, 16, 1), H100, work)
 
