@@ -96,7 +96,7 @@ def built(kind: str, values: dict):
 )
 def test_as_many_parameters_as_the_real_model(kind, values):
     config, model = built(kind, values)
-    real = sorted((tuple(sorted(p.shape)) for p in model.parameters()))
+    real = sorted(tuple(sorted(p.shape)) for p in model.parameters())
     spec = spec_from_hf_config(config)
     ours = sorted(tuple(sorted(p.shape)) for u in spec.each_unit() for p in u.parameters)
     assert ours == real
