@@ -38,7 +38,8 @@ def spec_from_module(
     """The model as the engine would see it: units, what each computes and keeps, what the plan shards.
 
     One unit of each kind runs forward and backward on the meta device, in bf16 and training mode: no weight is
-    allocated, nothing of the model changes, and no process group is needed.
+    allocated, nothing of the model changes, and no process group is needed. (To derive a plan for a model that
+    brings none, ``tp.auto_plan`` computes one block with real numbers, on the CPU; give a plan to avoid that.)
 
     Args:
         model: a plain model, on any device.
@@ -290,16 +291,18 @@ class _Builder:
         call = self.run.calls.get(name)
         if recording is None or call is None:
             return Unit(name, kind, parameters, count)
-        unit = Unit(name, kind, parameters, count, **self._work(recording))
+        unit = Unit(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
         return _joined([unit, *[_without_parameters(unit)] * (call.times - 1)])
 
-    def _work(self, recording: Recording, label: str | None = None) -> dict[str, Any]:
+    def _work(
+        self, recording: Recording, label: str | None = None, prefix: str = ""
+    ) -> dict[str, Any]:
         run = self.run
         kv_heads = getattr(self.config, "num_key_value_heads", None)
         ours = label in (None, "")
         recorder = recording.recorder
         return {
-            "matmuls": matmuls_in(recording, run.tokens, label),
+            "matmuls": matmuls_in(recording, run.tokens, label, prefix),
             "attention": attention_in(recording, run.batch, kv_heads) if ours else (),
             "elementwise": elementwise_in(recording, run.tokens, label),
             "activations": activations_in(recording, run.tokens, label),

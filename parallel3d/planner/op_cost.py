@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from parallel3d.planner.model_spec import Activation, Attention, Elementwise, Matmul
 from parallel3d.planner.op_recorder import Op
@@ -13,13 +14,15 @@ __all__ = ["activations_in", "attention_in", "elementwise_in", "matmuls_in"]
 _WIDTH = 2  # bytes of the compute dtype of a recording, bf16
 
 
-def matmuls_in(recording: Recording, tokens: int, label: str | None = None) -> tuple[Matmul, ...]:
+def matmuls_in(
+    recording: Recording, tokens: int, label: str | None = None, prefix: str = ""
+) -> tuple[Matmul, ...]:
     """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled."""
     found = []
     for op in recording.recorder.forward_ops:
         rows, n, k = op.sizes
         if op.kind == "matmul" and rows and (label is None or op.label == label):
-            name = op.weight.removesuffix(".weight") or op.name
+            name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
             scaled = max(1, round(n * rows / tokens))
             found.append(Matmul(name, scaled, k, op.way, op.input_gradient))
     return tuple(found)
@@ -43,6 +46,7 @@ def elementwise_in(
     """Everything else: norms one by one, the rest by whether tensor parallelism divides it."""
     sums: dict[tuple[str, bool, bool], list[float]] = defaultdict(lambda: [0.0] * 6)
     ways = (recording.recorder.forward_ops, recording.recorder.backward_ops)
+    inside = _inside(recording)
     for way, ops in enumerate(ways):
         for group in _groups(ops):
             first = ops[group[0]]
@@ -51,7 +55,7 @@ def elementwise_in(
             norm = _norm(first, label)
             total = sums[first.label if norm and label is None else "", norm, first.split]
             total[way] += sum(ops[i].moved for i in group)
-            total[2 + way] += _fused(ops, group, recording)
+            total[2 + way] += _fused(ops, group, recording, inside)
             total[4 + way] += len(group)
     found = []
     for (name, norm, split), (f, b, ff, fb, kf, kb) in sums.items():
@@ -74,7 +78,7 @@ def activations_in(
 ) -> tuple[Activation, ...]:
     """What forward keeps: a compiler keeps the inputs of a group of operations for what is inside, if smaller."""
     ops = recording.recorder.forward_ops
-    group_of = {i: tuple(group) for group in _groups(ops) for i in group}
+    stays = _inside(recording)
     kept: dict[tuple[str, int | None, str], float] = defaultdict(float)
     inside: dict[tuple[int, ...], int] = defaultdict(int)
     for key, saved in recording.saved.items():
@@ -84,8 +88,8 @@ def activations_in(
             continue
         if label is not None and saved.label != label:
             continue
-        if op is not None and at in group_of and _stays_inside(ops, at, group_of[at], key, recording):
-            inside[group_of[at]] += saved.nbytes
+        if key in stays:
+            inside[stays[key]] += saved.nbytes
             continue
         of = _made_by(op) if op is not None else "norm" if saved.label else "elementwise"
         itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
@@ -140,16 +144,27 @@ def _groups(ops: list[Op]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _fused(ops: list[Op], group: list[int], recording: Recording) -> float:
-    """Bytes of ``group`` as one kernel: read from outside, and what others read."""
+def _fused(
+    ops: list[Op], group: list[int], recording: Recording, inside: dict[int, tuple[int, ...]]
+) -> float:
+    """Bytes of ``group`` as one kernel: read from outside, and what others read. Backward makes again what is
+    ``inside`` a kernel of the forward, from that one's inputs."""
     members = set(group)
-    reads = {
-        (key, writer): size
-        for i in group
-        for key, writer, size in ops[i].reads
-        if writer not in members
-    }
+    backward = ops is recording.recorder.backward_ops
+    reads: dict[Any, int] = {}
+    again: dict[tuple[int, ...], int] = defaultdict(int)
+    for i in group:
+        for key, writer, size in ops[i].reads:
+            if writer in members or (key, writer) in reads:
+                continue
+            made_inside = backward and writer is None and key in inside
+            reads[key, writer] = 0 if made_inside else size
+            if made_inside:
+                again[inside[key]] += size
     total = float(sum(reads.values()))
+    forward = recording.recorder.forward_ops
+    for source, size in again.items():
+        total += min(size, _unsaved_inputs(forward, source, recording))
     for i in group:
         outside = not ops[i].read_by or any(r not in members and r >= 0 for r in ops[i].read_by)
         for key, size in ops[i].writes:
@@ -158,15 +173,19 @@ def _fused(ops: list[Op], group: list[int], recording: Recording) -> float:
     return total
 
 
-def _stays_inside(
-    ops: list[Op], at: int, group: tuple[int, ...], key: int, recording: Recording
-) -> bool:
-    """Whether only the group reads it, and backward: then a compiler makes it again."""
-    op = ops[at]
-    if op.kind == "norm" or key in recording.outputs:
-        return False
-    readers = [r for r in op.read_by if r >= 0]
-    return bool(readers) and all(r in group for r in readers)
+def _inside(recording: Recording) -> dict[int, tuple[int, ...]]:
+    """Saved storages that only one group of the forward reads, and backward: a compiler makes them again."""
+    ops = recording.recorder.forward_ops
+    found = {}
+    for group in map(tuple, _groups(ops)):
+        for i in group:
+            readers = [r for r in ops[i].read_by if r >= 0]
+            if ops[i].kind == "norm" or not readers or not set(readers) <= set(group):
+                continue
+            for key, _ in ops[i].writes:
+                if key in recording.saved and key not in recording.outputs:
+                    found[key] = group
+    return found
 
 
 def _unsaved_inputs(ops: list[Op], group: tuple[int, ...], recording: Recording) -> int:

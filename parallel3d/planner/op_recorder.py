@@ -81,6 +81,7 @@ class OpRecorder(TorchDispatchMode):
     def __init__(self, params: dict[int, tuple[str, Tensor, int | None]], seq_len: int) -> None:
         super().__init__()
         self.params, self.seq_len = params, seq_len
+        self._tables = {param.shape for _, param, _ in params.values() if param.ndim > 1}
         self.forward_ops: list[Op] = []
         self.backward_ops: list[Op] = []
         self.ops = self.forward_ops
@@ -205,6 +206,8 @@ class OpRecorder(TorchDispatchMode):
                 if done:
                     self.softmaxed.add(storage_of(t))
             return
+        if not self.recording_forward and name == "add" and writes[0].shape in self._tables:
+            return  # the gradients of a tied weight: not a token's
         op = self.note(name, "elementwise", reads, writes)
         if name in _LOOKUPS:
             self._note_lookup(name, op, reads)

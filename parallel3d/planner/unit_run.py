@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.planner.layer_kernels import KernelMode
-from parallel3d.planner.op_recorder import OpRecorder, storage_of
+from parallel3d.planner.op_recorder import Op, OpRecorder, storage_of
 
 __all__ = ["BEFORE", "Call", "MetaParams", "Recording", "Saved", "record", "record_root"]
 
@@ -67,6 +67,7 @@ class MetaParams:
 
     def __init__(self, model: nn.Module, dims: dict[str, int], dtype: torch.dtype) -> None:
         self._made: dict[int, Tensor] = {}
+        self.buffers: set[int] = set()
         self.known: dict[int, tuple[str, Tensor, int | None]] = {}
         for name, param in model.named_parameters():
             kind = dtype if param.is_floating_point() else param.dtype
@@ -75,7 +76,9 @@ class MetaParams:
             self._made[id(param)] = made
             self.known[storage_of(made)] = (name, made, dims.get(name))
         for buffer in model.buffers():
-            self._made[id(buffer)] = torch.empty_like(buffer, device="meta")
+            stand_in = torch.empty_like(buffer, device="meta")
+            self._made[id(buffer)] = stand_in
+            self.buffers.add(storage_of(stand_in))
 
     def of(self, module: nn.Module) -> dict[str, Tensor]:
         """Those of ``module``, by its names for them."""
@@ -89,9 +92,8 @@ def record(
 ) -> Recording:
     """Runs ``module`` forward and backward with the arguments of ``call``."""
     recording = Recording(OpRecorder(params.known, seq_len))
-    recording.constant = {
-        storage_of(t) for t in tensors_in((call.args, call.kwargs)) if not t.requires_grad
-    }
+    given = tensors_in((call.args, call.kwargs))
+    recording.constant = params.buffers | {storage_of(t) for t in given if not t.requires_grad}
     labels: dict[Any, str] = {}
     with ExitStack() as stack:
         stack.enter_context(_watching(recording, module, labels))
@@ -116,6 +118,7 @@ def record_root(
         The recording, whose labels are ``BEFORE`` or "", the calls of the members, and the model's output.
     """
     recording = Recording(OpRecorder(params.known, seq_len))
+    recording.constant = params.buffers
     recorder, calls, passed = recording.recorder, {}, []
     labels: dict[Any, str] = {}
     outputs: dict[Any, Any] = {}
@@ -269,6 +272,15 @@ def _backward(
     torch.autograd.grad(ends, wanted, grads, allow_unused=True)
     for handle in handles:
         handle.remove()
+    _label_sums(recorder.backward_ops)
+
+
+def _label_sums(ops: list[Op]) -> None:
+    """Autograd's sums of two gradients run in no node: those inside a norm are the norm's."""
+    for op in ops:
+        if op.label == "" and op.name == "add":
+            writers = {ops[w].label if w is not None else "" for _, w, _ in op.reads}
+            op.label = writers.pop() if len(writers) == 1 else ""
 
 
 def _leaf(tensor: Tensor) -> Tensor:
