@@ -190,6 +190,12 @@ def _inputs(
         batch, length = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
         yield args, kwargs, batch, length
         return
+    features = _first_features(model)
+    if features:
+        length = seq_len or _LENGTHS[0]
+        yield (torch.empty(1, length, features, device="meta"),), {}, 1, length
+        yield (torch.empty(length, features, device="meta"),), {}, 1, length
+        return
     hugging_face = hasattr(model, "config") and hasattr(model, "dummy_inputs")
     for length in _LENGTHS if seq_len is None else (seq_len,):
         ids = torch.zeros(1, length, dtype=torch.long)
@@ -200,11 +206,6 @@ def _inputs(
             yield (), {"input_ids": ids}, 1, length
         else:
             yield (ids,), {}, 1, length
-    features = _first_features(model)
-    if features:
-        length = seq_len or _LENGTHS[0]
-        yield (torch.empty(1, length, features, device="meta"),), {}, 1, length
-        yield (torch.empty(length, features, device="meta"),), {}, 1, length
 
 
 def _given(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
