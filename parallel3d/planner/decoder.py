@@ -196,7 +196,9 @@ class Decoder:
         if self.qk_norm:
             yield from self._norm_activations("q, k norms", query + pair, "tp")
         yield Activation("q, k, v", query + 2 * pair, split="tp", of="matmul")
-        if self.fused_qkv and self.positions == "rope":  # v is a view of the whole, q and k are rotated copies
+        if (
+            self.fused_qkv and self.positions == "rope"
+        ):  # v is a view of the whole, q and k are rotated copies
             yield Activation("q, k before rope", query + pair, split="tp", of="matmul")
         yield Activation("attention output", query, split="tp", of="attention")
         yield Activation("softmax sums", self.heads, 4, split="tp", of="attention")

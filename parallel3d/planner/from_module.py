@@ -47,7 +47,8 @@ def spec_from_module(
             token ids, or (batch, sequence, features). None: one sequence of token ids.
         tp_plan: as for ``parallelize``; None: no tensor parallelism.
         units: patterns of the blocks' names, as for ``parallelize``.
-        seq_len: of the sequence that stands for the example; otherwise the longest of 2,048 that the model takes.
+        seq_len: of the sequence that stands for the example; otherwise the longest up to 2,048 that the
+            model takes.
 
     Returns:
         The spec; ``tp_ready`` is False, and ``source`` says why, where no plan can be resolved.
@@ -135,7 +136,9 @@ def _tied(model: nn.Module) -> bool:
 
 def _kind_of(module: nn.Module) -> tuple[Any, ...]:
     """Equal for units that do the same: the same classes, parameters and sizes."""
-    params = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters())
+    params = tuple(
+        (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
+    )
     return (params, *((n, type(m)) for n, m in module.named_modules()))
 
 
@@ -280,7 +283,9 @@ class _Builder:
         counted: dict[Any, list[tuple[str, nn.Module]]] = {}
         for name, module in self.found.blocks:
             call = self.run.calls.get(name)
-            counted.setdefault((_kind_of(module), call.times if call else 0), []).append((name, module))
+            counted.setdefault((_kind_of(module), call.times if call else 0), []).append(
+                (name, module)
+            )
         return [
             self._unit(members[0][0], "block", members[0][1], len(members))
             for members in counted.values()

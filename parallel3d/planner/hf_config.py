@@ -83,7 +83,7 @@ def _models() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, entry in _toml("models.toml").items():
         short = entry.pop("names", [])
-        found.update(dict.fromkeys([name, *short], {**entry, "name": name}))
+        found.update({each: {**entry, "name": name} for each in [name, *short]})
     return found
 
 

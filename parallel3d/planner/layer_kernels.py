@@ -60,13 +60,16 @@ class _Attention(torch.autograd.Function):
     """Flash attention: keeps its inputs, its output and a sum in fp32 for each query."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: OpRecorder, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, recorder: OpRecorder, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         ctx.recorder = recorder
         with recorder.quiet():
-            *batch, heads, rows, _ = query.shape if query.ndim > 3 else (1, *query.shape)
-            # (batch, sequence, heads, head dim) in memory, as the kernels of GPUs put it out
-            out = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)
-            out = out.view(*query.shape[:-1], value.shape[-1]) if query.ndim <= 3 else out
+            out = torch.empty_like(
+                query
+            )  # in the memory order of the queries, as cuDNN and flash have it
+            if value.shape[-1] != query.shape[-1]:
+                out = query.new_empty(*query.shape[:-1], value.shape[-1])
             sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         recorder.note("attention", "attention", [query, key, value], [out])
         recorder.note("attention", "attention", [query], [sums])

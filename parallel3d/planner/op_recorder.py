@@ -1,8 +1,8 @@
 """Which operations a module runs, forward and backward, without computing them.
 
-What depends on parameters or on a float input is on the meta device. Positions and masks, which don't, are real:
-so a model may look at them (``if mask.all():``). Fake tensors would do neither that nor let Hugging Face's models
-take the path without a mask, which they train on.
+What depends on parameters or on a float input is on the meta device. Positions and masks, which don't, are
+real: so a model may look at them (``if mask.all():``). Fake tensors would do neither that nor let Hugging
+Face's models take the path without a mask, which they train on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ __all__ = ["Op", "OpRecorder", "storage_of"]
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")
 _LOOKUPS = ("embedding", "embedding_dense_backward", "index", "index_select", "gather")
-_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias")
+_FREE = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "alias",
+)
 
 
 @dataclass
@@ -32,14 +40,14 @@ class Op:
     """One operation.
 
     Attributes:
-        kind: "matmul", "attention", "norm" (a kernel of its own), "score" (of attention, with all scores in
-            memory) or "elementwise".
+        kind: "matmul", "attention", "norm" (a kernel of its own), "score" (of attention, with all scores
+            in memory) or "elementwise".
         label: the part of the module that it belongs to, such as a norm's name.
         moved: bytes read and written.
         reads: (storage, op that wrote it last or None, bytes).
         writes: (storage, bytes).
         split: whether tensor parallelism divides it. depth: matmuls before it on the longest path.
-        sizes: (rows, n, k) of a matmul. weight: parameter in it. way: "n" or "k": which of these the plan shards.
+        sizes: (rows, n, k) of a matmul. weight: parameter in it. way: "n" or "k": what the plan shards.
     """
 
     name: str
@@ -196,9 +204,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _note_elementwise(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         if any(storage_of(t) in self.scores for t in reads):
-            origin = next(
-                self.scores[storage_of(t)] for t in reads if storage_of(t) in self.scores
-            )
+            origin = next(self.scores[storage_of(t)] for t in reads if storage_of(t) in self.scores)
             done = "softmax" in name or any(storage_of(t) in self.softmaxed for t in reads)
             self.note(name, "score", reads, writes)
             for t in writes:
@@ -297,7 +303,9 @@ class OpRecorder(TorchDispatchMode):
         title = self.params.get(storage_of(weight), ("convolution", weight, None))[0]
         n, k = weight.shape[0], prod(weight.shape[1:])
         given = [t for t in args if isinstance(t, Tensor)]
-        self.note("convolution", "matmul", given, [out], sizes=(out.numel() // n, n, k), weight=title)
+        self.note(
+            "convolution", "matmul", given, [out], sizes=(out.numel() // n, n, k), weight=title
+        )
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

@@ -87,9 +87,7 @@ class MetaParams:
         return {name: self._made[id(t)] for name, t in named}
 
 
-def record(
-    module: nn.Module, params: MetaParams, call: Call, seq_len: int
-) -> Recording:
+def record(module: nn.Module, params: MetaParams, call: Call, seq_len: int) -> Recording:
     """Runs ``module`` forward and backward with the arguments of ``call``."""
     recording = Recording(OpRecorder(params.known, seq_len))
     given = tensors_in((call.args, call.kwargs))

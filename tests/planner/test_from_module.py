@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from llama import Llama, LlamaConfig
 from torch import nn
 from torch.nn import functional as F
 
-from llama import Llama, LlamaConfig
 from parallel3d import MeshLayout
 from parallel3d.errors import PlanningError
 from parallel3d.planner import (
@@ -28,7 +28,7 @@ PLAN = {
     "layers.*.feed_forward.w2": "rowwise",
     "output": "colwise_gather_output",
 }
-SIZES = dict(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
+SIZES = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
 H100 = Cluster.of("h100")
 
 
@@ -68,29 +68,29 @@ def speed(spec, work, tp):
     return predict(spec, layout, H100, work).tokens_per_second_per_gpu
 
 
-HF = dict(
-    num_hidden_layers=4,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=32000,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+HF = {
+    "num_hidden_layers": 4,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = [
     ("llama", HF),
-    ("qwen3", HF | dict(head_dim=128)),
+    ("qwen3", HF | {"head_dim": 128}),
     ("phi3", HF),
     ("mistral", HF),
     (
         "gpt2",
         dict(n_layer=4, n_embd=1024, n_head=8, activation_function="gelu", **NO_DROPOUT)
-        | dict(vocab_size=8192, bos_token_id=1, eos_token_id=2),
+        | {"vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    ("mpt", dict(n_layers=4, d_model=1024, n_heads=8, vocab_size=8192)),
+    ("mpt", {"n_layers": 4, "d_model": 1024, "n_heads": 8, "vocab_size": 8192}),
 ]
 
 
@@ -101,7 +101,11 @@ def test_as_the_closed_form_of_hugging_face_models(kind, values):
     assert spec.tp_ready, spec.source
     assert spec.numel == closed.numel == sum(p.numel() for p in model.parameters())
     assert flops(spec) == flops(closed)
-    assert (spec.heads, spec.kv_heads, spec.head_dim) == (closed.heads, closed.kv_heads, closed.head_dim)
+    assert (spec.heads, spec.kv_heads, spec.head_dim) == (
+        closed.heads,
+        closed.kv_heads,
+        closed.head_dim,
+    )
     assert (spec.hidden, spec.vocab, spec.tied, spec.blocks) == (
         closed.hidden,
         closed.vocab,
@@ -133,7 +137,9 @@ def test_as_the_closed_form_of_our_llama():
 def test_kept_activations_are_those_of_a_real_run():
     """Distinct storages that autograd keeps of a block on the CPU, where attention is one kernel too."""
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(dim=64, n_layers=1, n_kv_heads=8, hidden_dim=176, max_seq_len=64)).bfloat16()
+    model = Llama(
+        LlamaConfig(dim=64, n_layers=1, n_kv_heads=8, hidden_dim=176, max_seq_len=64)
+    ).bfloat16()
     spec = spec_from_module(model, tp_plan=None, seq_len=64)
     block, storages = model.layers[0], {}
     own = {t.untyped_storage().data_ptr() for t in [*block.parameters(), *block.buffers()]}
