@@ -37,9 +37,10 @@ def spec_from_module(
 ) -> ModelSpec:
     """The model as the engine would see it: units, what each computes and keeps, what the plan shards.
 
-    One unit of each kind runs forward and backward on the meta device, in bf16 and training mode: no weight is
-    allocated, nothing of the model changes, and no process group is needed. (To derive a plan for a model that
-    brings none, ``tp.auto_plan`` computes one block with real numbers, on the CPU; give a plan to avoid that.)
+    One unit of each kind runs forward and backward on the meta device, in bf16 and training mode: no weight
+    is allocated, nothing of the model changes, and no process group is needed. (To derive a plan for a model
+    that brings none, ``tp.auto_plan`` computes one block with real numbers, on the CPU; give a plan to avoid
+    that.)
 
     Args:
         model: a plain model, on any device.
@@ -54,8 +55,8 @@ def spec_from_module(
         The spec; ``tp_ready`` is False, and ``source`` says why, where no plan can be resolved.
 
     Raises:
-        PlanningError: the model doesn't run so: its forward needs other inputs (give ``example``), or depends on
-            values of activations.
+        PlanningError: the model doesn't run so: its forward needs other inputs (give ``example``), or
+            depends on values of activations.
     """
     if not isinstance(model, nn.Module):
         raise PlanningError(f"model is {model!r}; it must be an nn.Module")
@@ -163,8 +164,8 @@ def _run(
             except Exception as error:  # whatever the model's code raises
                 problem = problem or error
     raise PlanningError(
-        f"{type(model).__name__} doesn't run on the meta device: {problem}. Give example=(args, kwargs) of its "
-        "forward; code that depends on values of activations can't be run so"
+        f"{type(model).__name__} doesn't run on the meta device: {problem}. Give example=(args, kwargs) "
+        "of its forward; code that depends on values of activations can't be run so"
     ) from problem
 
 
