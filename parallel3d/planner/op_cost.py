@@ -76,7 +76,7 @@ def elementwise_in(
 def activations_in(
     recording: Recording, tokens: int, label: str | None = None
 ) -> tuple[Activation, ...]:
-    """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if they are smaller."""
+    """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if smaller."""
     ops = recording.recorder.forward_ops
     stays = _inside(recording)
     kept: dict[tuple[str, int | None, str], float] = defaultdict(float)

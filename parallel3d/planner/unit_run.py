@@ -82,8 +82,8 @@ class MetaParams:
 
     def of(self, module: nn.Module) -> dict[str, Tensor]:
         """Those of ``module``, by its names for them."""
-        named = [*module.named_parameters(remove_duplicate=False)]
-        named += [*module.named_buffers(remove_duplicate=False)]
+        named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+        named += module.named_buffers(remove_duplicate=False)
         return {name: self._made[id(t)] for name, t in named}
 
 
@@ -117,7 +117,8 @@ def record_root(
     """
     recording = Recording(OpRecorder(params.known, seq_len))
     recording.constant = params.buffers
-    recorder, calls, passed = recording.recorder, {}, []
+    recorder, passed = recording.recorder, list[Tensor]()
+    calls: dict[str, Call] = {}
     labels: dict[Any, str] = {}
     outputs: dict[Any, Any] = {}
     recorder.label = BEFORE if blocks else ""
