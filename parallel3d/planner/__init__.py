@@ -6,6 +6,8 @@ from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.planner.cluster import Cluster, Gpu, gpu, gpus
+    from parallel3d.planner.from_module import spec_from_module
+    from parallel3d.planner.hf_config import known_models, spec_from_hf_config
     from parallel3d.planner.mesh_plan import MeshPlan
     from parallel3d.planner.model_spec import ModelSpec
     from parallel3d.planner.planning import plan
@@ -23,8 +25,11 @@ __all__ = [
     "Workload",
     "gpu",
     "gpus",
+    "known_models",
     "plan",
     "predict",
+    "spec_from_hf_config",
+    "spec_from_module",
     "spec_from_shapes",
 ]
 
@@ -32,6 +37,8 @@ export_lazily(
     __name__,
     {
         "planner.cluster": "Cluster Gpu gpu gpus",
+        "planner.from_module": "spec_from_module",
+        "planner.hf_config": "known_models spec_from_hf_config",
         "planner.mesh_plan": "MeshPlan",
         "planner.model_spec": "ModelSpec",
         "planner.planning": "plan",

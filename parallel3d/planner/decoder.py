@@ -1,0 +1,241 @@
+"""The parts of a decoder, from its sizes: parameters, matmuls, elementwise work and what autograd keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel3d.planner.model_spec import (
+    Activation,
+    Attention,
+    Elementwise,
+    Matmul,
+    ModelSpec,
+    Parameter,
+    Unit,
+)
+
+__all__ = ["GATED", "Decoder", "loss_work"]
+
+GATED = ("swiglu", "geglu", "gated_relu")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """``layers`` equal blocks: attention and an MLP, each with a residual, between an embedding and a head.
+
+    Attributes:
+        dim: of a head. kv: KV heads.
+        mlp, positions: as in ``spec_from_shapes``. position_rows: of a learned table.
+        norm: "rmsnorm", "layernorm" or "none" (it normalizes, but has no parameters).
+        norm_bias: of the norms.
+        norms: in a block: 1 (attention and MLP side by side), 2 or 4 (after each as well as before).
+        qk_norm: "head": of queries and keys, weights of one head; "full": of all heads; "": none.
+        qkv_bias, o_bias, mlp_bias, head_bias: of the linear layers.
+        fused_qkv, fused_gate: one matrix for queries, keys and values; for both halves of a gated MLP.
+        embed_norm: a norm after the embedding.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv: int
+    dim: int
+    ffn: int
+    vocab: int
+    mlp: str = "swiglu"
+    positions: str = "rope"
+    position_rows: int = 1
+    norm: str = "rmsnorm"
+    norm_bias: bool = False
+    norms: int = 2
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    fused_qkv: bool = False
+    fused_gate: bool = False
+    embed_norm: bool = False
+    tied: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.mlp in GATED
+
+    def spec(self, name: str, source: str) -> ModelSpec:
+        """The whole model."""
+        units = [
+            Unit("blocks", "block", self.block_parameters(), self.layers, **self._block_work())
+        ]
+        hidden, embedding, tail = self.hidden, self._embedding(), self._tail()
+        looked_up = (Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden)),)
+        if self.tied:  # one group at the root, gathered before the blocks and kept
+            root = Unit("root", "root", (*embedding, *tail.parameters), tp_outputs=(hidden,))
+            work = Unit(
+                "tail",
+                "tail",
+                (),
+                matmuls=tail.matmuls,
+                elementwise=tail.elementwise,
+                activations=tail.activations,
+                tp_inputs=tail.tp_inputs,
+            )
+            units = [root, *units, work]
+        else:
+            table = Unit(
+                "embed", "embedding", embedding, elementwise=looked_up, tp_outputs=(hidden,)
+            )
+            units = [table, *units, tail]
+        return ModelSpec(
+            name=name,
+            units=tuple(units),
+            hidden=hidden,
+            vocab=self.vocab,
+            heads=self.heads,
+            kv_heads=self.kv,
+            head_dim=self.dim,
+            divisible={"ffn": self.ffn},
+            tied=self.tied,
+            source=source,
+        )
+
+    def _embedding(self) -> tuple[Parameter, ...]:
+        found = [Parameter("embed.weight", (self.vocab, self.hidden), 0)]
+        if self.positions == "learned":
+            found.append(Parameter("positions.weight", (self.position_rows, self.hidden)))
+        if self.embed_norm:
+            found += self._norm_parameters("embed_norm")
+        return tuple(found)
+
+    def linears(self) -> Iterator[tuple[str, int, int, str, bool]]:
+        """(name, output, input, split, bias) of a block's, in the order they run."""
+        hidden, ffn = self.hidden, self.ffn
+        query, pair = self.heads * self.dim, self.kv * self.dim
+        if self.fused_qkv:
+            yield "attn.qkv", query + 2 * pair, hidden, "n", self.qkv_bias
+        else:
+            for name, n in (("q", query), ("k", pair), ("v", pair)):
+                yield f"attn.{name}", n, hidden, "n", self.qkv_bias
+        yield "attn.o", hidden, query, "k", self.o_bias
+        if self.gated and self.fused_gate:
+            yield "mlp.gate_up", 2 * ffn, hidden, "n", self.mlp_bias
+        else:
+            for name in ["gate", "up"] if self.gated else ["up"]:
+                yield f"mlp.{name}", ffn, hidden, "n", self.mlp_bias
+        yield "mlp.down", hidden, ffn, "k", self.mlp_bias
+
+    def block_parameters(self) -> tuple[Parameter, ...]:
+        """Of one block."""
+        found = []
+        for name, n, k, split, bias in self.linears():
+            found.append(Parameter(f"{name}.weight", (n, k), 0 if split == "n" else 1))
+            if bias:
+                found.append(Parameter(f"{name}.bias", (n,), 0 if split == "n" else None))
+        for i in range(self.norms):
+            found += self._norm_parameters(f"norm{i + 1}")
+        if self.qk_norm:
+            each = 1 if self.qk_norm == "head" else None
+            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv)):
+                found.append(Parameter(f"attn.{name}.weight", ((each or heads) * self.dim,)))
+        return tuple(found)
+
+    def _norm_parameters(self, name: str) -> list[Parameter]:
+        if self.norm == "none":
+            return []
+        found = [Parameter(f"{name}.weight", (self.hidden,))]
+        if self.norm_bias:
+            found.append(Parameter(f"{name}.bias", (self.hidden,)))
+        return found
+
+    def _block_work(self) -> dict:
+        hidden = self.hidden
+        return dict(
+            matmuls=tuple(Matmul(name, n, k, split) for name, n, k, split, _ in self.linears()),
+            attention=(Attention(self.heads, self.kv, self.dim),),
+            elementwise=tuple(self._elementwise()),
+            activations=tuple(self._activations()),
+            tp_inputs=(hidden, hidden) if self.norms > 1 else (hidden,),
+            tp_outputs=(hidden, hidden),
+        )
+
+    def _norm_work(self, name: str, features: int, split: str = "sequence") -> Elementwise:
+        h = features
+        if self.norm != "rmsnorm":  # torch's layer norm is one kernel
+            return Elementwise(name, (2 * h, 3 * h), (2 * h, 3 * h), (1, 2), split, norm=True)
+        # x.float(), pow, mean, * rsqrt, cast, * weight: 36 bytes forward, twice that backward
+        return Elementwise(name, (18 * h, 36 * h), (2 * h, 3 * h), (6, 12), split, norm=True)
+
+    def _elementwise(self) -> Iterator[Elementwise]:
+        h, f = self.hidden, self.ffn
+        for i in range(self.norms):
+            yield self._norm_work(f"norm{i + 1}", h)
+        yield Elementwise("residuals", (6 * h, 6 * h), (6 * h, 6 * h), (2, 2))
+        if self.gated:
+            yield Elementwise(self.mlp, (5 * f, 8 * f), (3 * f, 5 * f), (2, 3), "tp")
+        else:
+            yield Elementwise(self.mlp, (2 * f, 3 * f), (2 * f, 3 * f), (1, 1), "tp")
+        qk = (self.heads + self.kv) * self.dim
+        if self.qk_norm:
+            yield self._norm_work("q, k norms", qk, "tp")
+        if self.positions == "rope":
+            yield Elementwise("rope", (10 * qk, 10 * qk), (3 * qk, 3 * qk), (8, 8), "tp")
+        for which, split in (("n", "tp"), ("k", "sequence")):
+            biased = [n for _, n, _, way, bias in self.linears() if bias and way == which]
+            if biased:
+                total, kernels = sum(biased), 3 if split == "tp" else 2
+                yield Elementwise("bias gradients", (0, total), (0, total), (0, kernels), split)
+
+    def _activations(self) -> Iterator[Activation]:
+        """What autograd keeps, by op; the formulas of ``docs/planner.md``."""
+        h, f = self.hidden, self.ffn
+        query, pair = self.heads * self.dim, self.kv * self.dim
+        for i in range(self.norms):
+            yield from self._norm_activations(f"norm{i + 1}", h)
+        yield Activation("qkv input", h, split="gathered", of="norm")
+        if self.qk_norm:
+            yield from self._norm_activations("q, k norms", query + pair, "tp")
+        yield Activation("q, k, v", query + 2 * pair, split="tp", of="matmul")
+        if (
+            self.fused_qkv and self.positions == "rope"
+        ):  # v is a view of the whole, q and k are rotated copies
+            yield Activation("q, k before rope", query + pair, split="tp", of="matmul")
+        yield Activation("attention output", query, split="tp", of="attention")
+        yield Activation("softmax sums", self.heads, 4, split="tp", of="attention")
+        if self.norms > 1:
+            yield Activation("mlp input", h, split="gathered", of="norm")
+        yield Activation("mlp hidden", (2 if self.gated else 1) * f, split="tp", of="matmul")
+        yield Activation(f"{self.mlp} output", f, split="tp")
+        if self.gated:
+            yield Activation("silu", f, split="tp", eager_only=True)
+
+    def _norm_activations(
+        self, name: str, features: int, split: str = "sequence"
+    ) -> Iterator[Activation]:
+        yield Activation(f"{name} input", features, split=split, of="norm")
+        if self.norm == "rmsnorm":  # x in fp32, its normed value in fp32 and in bf16
+            yield Activation(f"{name} in fp32", 2 * features, 4, split, "norm", eager_only=True)
+            yield Activation(f"{name} normed", features, None, split, "norm", eager_only=True)
+
+    def _tail(self) -> Unit:
+        """Final norm, head and loss."""
+        h, v = self.hidden, self.vocab
+        parameters = self._norm_parameters("norm")
+        if not self.tied:
+            parameters.append(Parameter("head.weight", (v, h), 0))
+        if self.head_bias:
+            parameters.append(Parameter("head.bias", (v,), 0))
+        return Unit(
+            "tail",
+            "tail",
+            tuple(parameters),
+            matmuls=(Matmul("head", v, h, "n"),),
+            elementwise=(self._norm_work("norm", h), loss_work(v)),
+            activations=(Activation("norm input", h, of="norm"), Activation("head input", h)),
+            tp_inputs=(h,),
+        )
+
+
+def loss_work(vocab: int) -> Elementwise:
+    """Logits to fp32, log_softmax, and back: 20 bytes a logit eager, 12 fused."""
+    return Elementwise("loss", (5 * vocab, 5 * vocab), (3 * vocab, 3 * vocab), (3, 3), "loss")

@@ -1,0 +1,262 @@
+"""ModelSpec from a Hugging Face config: of an object, a dict, a config.json or a well-known model's name."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import PlanningError
+from parallel3d.planner.decoder import GATED, Decoder
+from parallel3d.planner.model_spec import ModelSpec
+from parallel3d.planner.shapes import spec_from_shapes
+
+__all__ = ["known_models", "spec_from_hf_config"]
+
+# What families call the same size.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
+# A value above 0 (1 for experts) of one of these: not a dense decoder.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OTHER = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "linear_num_key_heads": "linear attention",
+}
+_ELSEWHERE = "spec_from_module reads any model: build it on the meta device and give it that"
+_ACTIVATIONS = {
+    "relu2": "relu2",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+}
+
+
+def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
+    """The model that a Hugging Face config of a dense decoder describes, parameter for parameter.
+
+    Needs neither torch nor transformers. Sliding windows are ignored: attention is taken as causal over the
+    whole sequence.
+
+    Args:
+        config: a ``PretrainedConfig``, its dict, the path of a ``config.json`` (or of its folder), or the
+            name of a model in ``models.toml`` (``known_models()``).
+        name: of the spec; otherwise what the config says.
+
+    Raises:
+        PlanningError: no such name or file, a family that isn't in ``families.toml``, a model that isn't a
+            dense decoder (mixture of experts, encoder-decoder, several modalities), or missing sizes.
+    """
+    if isinstance(config, (str, PathLike)):
+        return _from_text(config, name)
+    if not isinstance(config, Mapping):
+        as_dict = getattr(config, "to_dict", None)
+        if as_dict is None:
+            raise PlanningError(
+                f"config is a {type(config).__name__}; it must be a PretrainedConfig, a dict, a path of a "
+                "config.json or a model's name"
+            )
+        config = as_dict()
+    called = name or config.get("_name_or_path") or config.get("model_type") or "model"
+    return _from_dict(config, str(called), "Hugging Face config")
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """Entries of ``models.toml`` by their names and short names: config or shapes, parameters, source."""
+    return dict(_models())
+
+
+@lru_cache(maxsize=1)
+def _models() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in _toml("models.toml").items():
+        short = entry.pop("names", [])
+        found.update({each: {**entry, "name": name} for each in [name, *short]})
+    return found
+
+
+@lru_cache(maxsize=1)
+def _families() -> dict[str, dict[str, Any]]:
+    return _toml("families.toml")
+
+
+def _toml(file: str) -> dict[str, Any]:
+    return tomllib.loads(files("parallel3d.planner").joinpath(file).read_text(encoding="utf-8"))
+
+
+def _from_text(given: str | PathLike[str], name: str | None) -> ModelSpec:
+    """A path, or a well-known model's name."""
+    entry = _models().get(given.lower()) if isinstance(given, str) else None
+    if entry is not None:
+        called, source = name or entry["name"], f"models.toml: {entry['source']}"
+        if "shapes" in entry:
+            return spec_from_shapes(**entry["shapes"], name=called, source=source)
+        return _from_dict(entry["config"], called, source)
+    path = Path(given)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        known = _models()
+        last = str(given).lower().rpartition("/")[2]
+        near = get_close_matches(last, known, n=3, cutoff=0.3) or sorted(known)
+        raise PlanningError(
+            f"{str(given)!r} is no file and no model that is known by name; the nearest: {', '.join(near)}"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanningError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise PlanningError(f"{path} holds a {type(config).__name__}; a config is an object")
+    called = name or config.get("_name_or_path") or path.resolve().parent.name
+    return _from_dict(config, str(called), str(path))
+
+
+def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    family = _family_of(config)
+    told = {
+        **family.get("defaults", {}),
+        **{k: v for k, v in config.items() if v is not None},
+    }
+    for key in family.get("refuse", ()):
+        if told.get(key):
+            raise PlanningError(f"{key} is {told[key]!r}, which can't be read here; {_ELSEWHERE}")
+    hidden, heads = _size(told, _HIDDEN), _size(told, _HEADS)
+    if told.get("word_embed_proj_dim", hidden) != hidden:
+        raise PlanningError(
+            f"word_embed_proj_dim is {told['word_embed_proj_dim']} and hidden_size {hidden}: projections "
+            f"around the blocks can't be read here; {_ELSEWHERE}"
+        )
+    dim = _head_dim(told, hidden, heads)
+    kv = _kv_heads(told, heads)
+    if heads % kv:
+        raise PlanningError(f"num_key_value_heads is {kv}; it must divide the {heads} heads")
+    norm, mlp = family.get("norm", "rmsnorm"), _mlp(told, family)
+    rows = 1
+    if family.get("positions") == "learned":
+        rows = _size(told, _POSITIONS) + family.get("position_extra", 0)
+
+    def flag(key: str) -> bool:
+        value = family.get(key, False)
+        return bool(told.get(value[1:], False)) if isinstance(value, str) else value
+
+    decoder = Decoder(
+        layers=_size(told, _LAYERS),
+        hidden=hidden,
+        heads=heads,
+        kv=kv,
+        dim=dim,
+        ffn=_ffn(told, hidden),
+        vocab=_size(told, ("vocab_size",)),
+        mlp=mlp,
+        positions=family.get("positions", "rope"),
+        position_rows=rows,
+        norm=norm,
+        norm_bias=family.get("norm_bias", norm == "layernorm"),
+        norms=family.get("norms", 2),
+        qk_norm=family.get("qk_norm", ""),
+        fused_qkv=family.get("fused_qkv", False),
+        fused_gate=family.get("fused_gate", False),
+        embed_norm=family.get("embed_norm", False),
+        qkv_bias=flag("qkv_bias"),
+        o_bias=flag("o_bias"),
+        mlp_bias=flag("mlp_bias"),
+        head_bias=flag("head_bias"),
+        tied=bool(told.get("tie_word_embeddings", False)),
+    )
+    return decoder.spec(name, source)
+
+
+def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = config.get("model_type")
+    for key in _EXPERTS:
+        if isinstance(config.get(key), int) and config[key] > 1:
+            raise PlanningError(
+                f"{kind} is a mixture of experts ({key} is {config[key]}); only dense decoders can be read "
+                f"from a config; {_ELSEWHERE}"
+            )
+    for key, what in _OTHER.items():
+        if config.get(key):
+            raise PlanningError(f"{kind} has {what} ({key} is {config[key]}); {_ELSEWHERE}")
+    if config.get("is_encoder_decoder"):
+        raise PlanningError(f"{kind} is an encoder-decoder; {_ELSEWHERE}")
+    if isinstance(config.get("text_config"), Mapping) or "vision_config" in config:
+        raise PlanningError(
+            f"{kind} has more than text; give config.text_config for its language model, or {_ELSEWHERE}"
+        )
+    families = _families()
+    if kind not in families:
+        near = get_close_matches(str(kind), families, n=3, cutoff=0.3) or sorted(families)
+        raise PlanningError(
+            f"model_type is {kind!r}, a family that isn't known here; the nearest: {', '.join(near)}; "
+            f"{_ELSEWHERE}"
+        )
+    return families[kind]
+
+
+def _size(told: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    for key in keys:
+        if key in told:
+            value = told[key]
+            if type(value) is not int or value < 1:
+                raise PlanningError(f"{key} is {value!r}; it must be an int, 1 or more")
+            return value
+    raise PlanningError(
+        f"the config has no {keys[0]} (nor {', '.join(keys[1:])})"
+        if keys[1:]
+        else f"the config has no {keys[0]}"
+    )
+
+
+def _head_dim(told: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if "head_dim" in told:
+        return _size(told, ("head_dim",))
+    if hidden % heads:
+        raise PlanningError(
+            f"{heads} heads don't divide hidden_size, {hidden}, and there is no head_dim"
+        )
+    return hidden // heads
+
+
+def _kv_heads(told: Mapping[str, Any], heads: int) -> int:
+    if "multi_query" in told and "num_key_value_heads" not in told:
+        return 1 if told["multi_query"] else heads
+    if "num_key_value_heads" in told:
+        return _size(told, ("num_key_value_heads",))
+    return heads
+
+
+def _ffn(told: Mapping[str, Any], hidden: int) -> int:
+    """GPT-2 and its like: four times hidden unless said."""
+    if any(key in told for key in _FFN):
+        return _size(told, _FFN)
+    if "expansion_ratio" in told:
+        return _size(told, ("expansion_ratio",)) * hidden
+    if told.get("model_type") in ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "bloom"):
+        return 4 * hidden
+    return _size(told, _FFN)
+
+
+def _mlp(told: Mapping[str, Any], family: Mapping[str, Any]) -> str:
+    """The family's, with the config's function where that is plain (a gated one only changes the name)."""
+    usual = family.get("mlp", "swiglu")
+    said = (
+        told.get("hidden_act") or told.get("activation_function") or told.get("hidden_activation")
+    )
+    if usual in GATED:
+        return "geglu" if said and "gelu" in said else usual
+    if said is None:
+        return usual
+    return next((ours for theirs, ours in _ACTIVATIONS.items() if said.startswith(theirs)), usual)

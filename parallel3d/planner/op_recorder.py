@@ -1,0 +1,330 @@
+"""Which operations a module runs, forward and backward, without computing them.
+
+What depends on parameters or on a float input is on the meta device. Positions and masks, which don't, are
+real: so a model may look at them (``if mask.all():``). Fake tensors would do neither that nor let Hugging
+Face's models take the path without a mask, which they train on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d._compat import TorchDispatchMode
+from parallel3d._tree import map_tensors, tensors_in
+
+__all__ = ["Op", "OpRecorder", "storage_of"]
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")
+_LOOKUPS = ("embedding", "embedding_dense_backward", "index", "index_select", "gather")
+_FREE = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "alias",
+)
+
+
+@dataclass
+class Op:
+    """One operation.
+
+    Attributes:
+        kind: "matmul", "attention", "norm" (a kernel of its own), "score" (of attention, with all scores
+            in memory) or "elementwise".
+        label: the part of the module that it belongs to, such as a norm's name.
+        moved: bytes read and written.
+        reads: (storage, op that wrote it last or None, bytes).
+        writes: (storage, bytes).
+        split: whether tensor parallelism divides it. depth: matmuls before it on the longest path.
+        sizes: (rows, n, k) of a matmul. weight: parameter in it. way: "n" or "k": what the plan shards.
+    """
+
+    name: str
+    kind: str
+    label: str
+    reads: list[tuple[int, int | None, int]]
+    writes: list[tuple[int, int]]
+    split: bool = False
+    depth: int = 0
+    sizes: tuple[int, int, int] = (0, 0, 0)
+    weight: str = ""
+    way: str | None = None
+    input_gradient: bool = True
+    read_by: list[int] = field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        return sum(size for *_, size in self.reads) + sum(size for _, size in self.writes)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number for the storage of ``tensor``, as long as the storage is kept."""
+    return id(tensor.untyped_storage())
+
+
+class OpRecorder(TorchDispatchMode):
+    """Records the operations that run under it.
+
+    Args:
+        params: storage -> (name, parameter, dim that is sharded or None).
+        seq_len: by which the scores of an attention are known.
+
+    Attributes:
+        ops: forward and backward; what follows is by storage.
+        split: what tensor parallelism divides. gathered: inputs of colwise layers. written: its last op.
+        attentions: (heads of all sequences, KV heads, head dim, causal).
+    """
+
+    def __init__(self, params: dict[int, tuple[str, Tensor, int | None]], seq_len: int) -> None:
+        super().__init__()
+        self.params, self.seq_len = params, seq_len
+        self._tables = {param.shape for _, param, _ in params.values() if param.ndim > 1}
+        self.forward_ops: list[Op] = []
+        self.backward_ops: list[Op] = []
+        self.ops = self.forward_ops
+        self.label = ""
+        self.split: set[int] = set()
+        self.gathered: dict[int, int] = {}
+        self.summed: list[int] = []
+        self.attentions: list[tuple[int, int, int, bool]] = []
+        self.scores: dict[int, Op] = {}
+        self.softmaxed: set[int] = set()
+        self.masked: bool | None = None
+        self.written: dict[int, tuple[list[Op], int]] = {}
+        self._depth: dict[int, int] = {}
+        self._quiet = 0
+        self.kept: dict[int, Any] = {}  # a freed storage's id would be another's
+
+    @property
+    def recording_forward(self) -> bool:
+        return self.ops is self.forward_ops and not self._quiet
+
+    def start_backward(self) -> None:
+        self.ops, self.label = self.backward_ops, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = list(tensors_in((args, kwargs)))
+        if not any(t.is_meta for t in given):
+            if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+        if given and not given[0].is_meta and func._schema.is_mutable and args[0] is given[0]:
+            return args[0]  # a mask, changed by what isn't known
+        self._look_at_mask(given)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        args, kwargs = map_tensors(_as_meta, (tuple(args), kwargs))
+        out = func(*args, **kwargs)
+        if not self._quiet:
+            self._note_call(func, args, kwargs, out)
+        return out
+
+    def _look_at_mask(self, given: list[Tensor]) -> None:
+        """Whether real values that meet scores hide the future: what the first query sees of the last key."""
+        if not any(storage_of(t) in self.scores for t in given):
+            return
+        for t in given:
+            if t.ndim >= 2 and t.shape[-1] == self.seq_len == t.shape[-2] and not t.is_meta:
+                self.masked = self.masked or hides_future(t)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Operations in here are not recorded."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    def _note_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        mutable = func._schema.is_mutable
+        name = name.rstrip("_") if mutable else name
+        reads, writes = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        known = {storage_of(t) for t in reads}
+        if name in _FREE or (not mutable and all(storage_of(t) in known for t in writes)):
+            return
+        if name in _PRODUCTS:
+            self._note_product(name, [a for a in args if isinstance(a, Tensor)], writes[0])
+        elif name == "convolution":
+            self._note_convolution(args, writes[0])
+        elif name == "convolution_backward":
+            self.note("convolution", "matmul", reads, writes)
+        elif name in _NORMS or name.removesuffix("_backward") in _NORMS:
+            self.note(name, "norm", reads, writes)
+        else:
+            self._note_elementwise(name, reads, writes)
+
+    def note(
+        self, name: str, kind: str, reads: list[Tensor], writes: list[Tensor], **more: Any
+    ) -> Op:
+        """Records one op; ``split`` is that of its inputs unless given."""
+        if self._quiet:
+            return Op(name, kind, "", [], [])
+        index = len(self.ops)
+        split = more.pop("split", any(storage_of(t) in self.split for t in reads))
+        depth = max((self._depth.get(storage_of(t), 0) for t in reads), default=0)
+        if kind in ("matmul", "attention"):
+            depth += 1
+        op = Op(name, kind, self.label, [], [], split, depth, **more)
+        seen: set[int] = set()
+        for t in reads:
+            key = storage_of(t)
+            if key in self.params or key in seen:
+                continue
+            seen.add(key)
+            where = self.written.get(key)
+            writer = where[1] if where is not None and where[0] is self.ops else None
+            op.reads.append((key, writer, _bytes(t)))
+            if where is not None:
+                where[0][where[1]].read_by.append(index if where[0] is self.ops else -1)
+        for t in writes:
+            key = storage_of(t)
+            self.kept[key] = t.untyped_storage()
+            op.writes.append((key, _bytes(t)))
+            self.written[key] = (self.ops, index)
+            self._depth[key] = depth
+            (self.split.add if split else self.split.discard)(key)
+        for t in reads:
+            self.kept[storage_of(t)] = t.untyped_storage()
+        self.ops.append(op)
+        return op
+
+    def _note_elementwise(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if any(storage_of(t) in self.scores for t in reads):
+            origin = next(self.scores[storage_of(t)] for t in reads if storage_of(t) in self.scores)
+            done = "softmax" in name or any(storage_of(t) in self.softmaxed for t in reads)
+            self.note(name, "score", reads, writes)
+            for t in writes:
+                self.scores[storage_of(t)] = origin
+                if done:
+                    self.softmaxed.add(storage_of(t))
+            return
+        if not self.recording_forward and name == "add" and writes[0].shape in self._tables:
+            return  # the gradients of a tied weight: not a token's
+        op = self.note(name, "elementwise", reads, writes)
+        if name in _LOOKUPS:
+            self._note_lookup(name, op, reads)
+
+    def _note_lookup(self, name: str, op: Op, reads: list[Tensor]) -> None:
+        """Rows of a table: only those are read, and a split table's are summed."""
+        if name == "embedding_dense_backward":  # gradients read; rows of the sum read and written
+            op.writes = [(key, 2 * op.reads[0][2]) for key, _ in op.writes]
+            return
+        size = sum(size for _, size in op.writes)
+        table = self.params.get(storage_of(reads[0]))
+        op.reads = [(storage_of(reads[0]), None, size)] + op.reads[1 if table is None else 0 :]
+        if name == "embedding" and table is not None and table[2] is not None:
+            for key, _ in op.writes:
+                self.split.discard(key)
+            op.split = False
+            self.summed.append(reads[0].shape[-1])
+
+    def _note_product(self, name: str, given: list[Tensor], out: Tensor) -> None:
+        a, b = given[-2:]
+        rows, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+        held = [self.params.get(storage_of(t)) for t in (a, b)]
+        if held[0] is None and held[1] is None:
+            self._note_free_product(given, out, (rows, n, k))
+            return
+        way = None
+        which, weight = (1, b) if held[1] is not None else (0, a)
+        if which == 0:
+            rows, n = prod(b.shape[:-2]) * b.shape[-1], prod(a.shape[:-1])
+        title, param, dim = held[which]  # type: ignore[misc]
+        other = a if which == 1 else b
+        split = storage_of(other) in self.split
+        if dim is not None and param.ndim == 2:
+            straight = weight.stride()[-2:] == param.stride()
+            at = dim if straight else 1 - dim
+            kept = at == which  # the dim of the weight that the product keeps
+            way = "n" if kept else "k"
+            split = kept
+        if self.ops is self.forward_ops:
+            if way == "n" and storage_of(other) not in self.split:
+                self.gathered.setdefault(storage_of(other), k)
+            if way == "k":
+                self.summed.append(n)
+        self.note(
+            name,
+            "matmul",
+            given,
+            [out],
+            split=split,
+            sizes=(rows, n, k),
+            weight=title,
+            way=way,
+            input_gradient=other.requires_grad,
+        )
+
+    def _note_free_product(
+        self, given: list[Tensor], out: Tensor, sizes: tuple[int, int, int]
+    ) -> None:
+        """Of two tensors that aren't parameters: attention's, or a gradient of one."""
+        a, b = given[-2:]
+        scored = next((t for t in (a, b) if storage_of(t) in self.scores), None)
+        forward = self.ops is self.forward_ops
+        if not forward:
+            shapes = {op.sizes[1:2] for op in self.scores.values()}
+            if out.ndim == 3 and (out.shape[-1],) in shapes and scored is None:
+                self.note("bmm", "score", given, [out])
+                self.scores[storage_of(out)] = next(iter(self.scores.values()))
+            else:
+                self.note("bmm", "matmul", given, [out])
+            return
+        if scored is not None:
+            origin = self.scores[storage_of(scored)]
+            if storage_of(scored) in self.softmaxed:
+                origin.kind = "attention"
+                heads = out.shape[0]
+                self.attentions.append((heads, heads, origin.sizes[2], bool(self.masked)))
+                self.note("attention", "attention", given, [out])
+                return
+        wanted = a.requires_grad or b.requires_grad
+        kind = "matmul" if wanted else "elementwise"
+        op = self.note("bmm", kind, given, [out], sizes=sizes)
+        if wanted and out.ndim == 3 and out.shape[-1] == self.seq_len:
+            self.scores[storage_of(out)] = op
+
+    def _note_convolution(self, args: Any, out: Tensor) -> None:
+        weight = args[1]
+        title = self.params.get(storage_of(weight), ("convolution", weight, None))[0]
+        n, k = weight.shape[0], prod(weight.shape[1:])
+        given = [t for t in args if isinstance(t, Tensor)]
+        self.note(
+            "convolution", "matmul", given, [out], sizes=(out.numel() // n, n, k), weight=title
+        )
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of the elements that are different: an expanded dim is read once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, step in sizes if step != 0) * tensor.element_size()
+
+
+def hides_future(mask: Tensor) -> bool:
+    """Whether the first query doesn't see the last key; a mask that isn't known is taken to hide it."""
+    if mask.is_meta:
+        return True
+    last = mask[..., 0, -1]
+    if mask.dtype == torch.bool:
+        return mask.shape[-2] > 1 and bool((last != mask[..., -1, -1]).all())
+    return bool((last.float() < -1e3).all())

@@ -1,0 +1,165 @@
+"""spec_from_hf_config: exact parameter counts, and plain words about what can't be read."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from parallel3d.errors import PlanningError
+from parallel3d.planner import known_models, spec_from_hf_config
+
+SMALL = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 176,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OLD = {
+    "n_layer": 3,
+    "n_embd": 96,
+    "n_head": 6,
+    "n_positions": 64,
+    "vocab_size": 320,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = [
+    ("llama", SMALL),
+    ("llama", SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", SMALL | {"head_dim": 32}),
+    ("mistral", SMALL | {"head_dim": 24}),
+    ("qwen2", SMALL),
+    ("qwen3", SMALL | {"head_dim": 32, "attention_bias": True}),
+    ("gemma", SMALL | {"head_dim": 32}),
+    ("gemma2", SMALL | {"head_dim": 32}),
+    ("gemma3_text", SMALL | {"head_dim": 32}),
+    ("gpt2", OLD),
+    ("gpt2", OLD | {"n_inner": 100}),
+    ("gpt_bigcode", OLD),
+    (
+        "gpt_neo",
+        {
+            "num_layers": 2,
+            "hidden_size": 96,
+            "num_heads": 6,
+            "vocab_size": 320,
+            "attention_types": [[["global"], 2]],
+        },
+    ),
+    ("gpt_neox", {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+    ("gptj", OLD | {"rotary_dim": 8}),
+    ("codegen", OLD | {"n_head": 8, "rotary_dim": 8}),
+    ("phi", SMALL),
+    ("phi3", SMALL),
+    ("olmo", SMALL),
+    ("olmo2", SMALL),
+    ("mpt", {"n_layers": 3, "d_model": 96, "n_heads": 6, "vocab_size": 320}),
+    ("bloom", {"n_layer": 3, "hidden_size": 96, "n_head": 6, "vocab_size": 320}),
+    (
+        "opt",
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 96,
+            "word_embed_proj_dim": 96,
+            "num_attention_heads": 6,
+            "ffn_dim": 200,
+            "vocab_size": 320,
+        },
+    ),
+    ("starcoder2", SMALL),
+    ("stablelm", SMALL | {"use_qkv_bias": True}),
+    ("cohere", SMALL),
+    ("cohere2", SMALL),
+    ("granite", SMALL),
+    ("smollm3", SMALL),
+    ("nemotron", SMALL | {"head_dim": 16}),
+    ("glm", SMALL | {"head_dim": 16}),
+    ("glm4", SMALL | {"head_dim": 16}),
+    ("exaone4", SMALL),
+    ("seed_oss", SMALL | {"head_dim": 32}),
+    ("helium", SMALL | {"head_dim": 16}),
+    ("arcee", SMALL),
+]
+
+
+def built(kind: str, values: dict):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[kind](**values)
+    with torch.device("meta"):
+        return config, transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"), FAMILIES, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_as_many_parameters_as_the_real_model(kind, values):
+    config, model = built(kind, values)
+    real = sorted(tuple(sorted(p.shape)) for p in model.parameters())
+    spec = spec_from_hf_config(config)
+    ours = sorted(tuple(sorted(p.shape)) for u in spec.each_unit() for p in u.parameters)
+    assert ours == real
+    assert spec.numel == sum(p.numel() for p in model.parameters())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert spec.tied == tied
+
+
+@pytest.mark.parametrize("name", sorted({entry["name"] for entry in known_models().values()}))
+def test_known_models_have_their_published_counts(name):
+    assert spec_from_hf_config(name).numel == known_models()[name]["parameters"]
+    assert known_models()[name]["source"]
+
+
+def test_reads_a_file_its_folder_and_a_dict(tmp_path):
+    config = known_models()["llama-3.1-8b"]["config"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for given in (str(path), path, tmp_path, dict(config)):
+        assert spec_from_hf_config(given).numel == 8_030_261_248
+    assert spec_from_hf_config(path).name == tmp_path.name
+    assert spec_from_hf_config(path, name="mine").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("llama-3.1-80b", "llama-3.1-8b"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts.*spec_from_module"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "gemma3", "text_config": {}}, "config.text_config"),
+        ({"model_type": "lama"}, "llama"),
+        ({"model_type": "llama", "hidden_size": 64}, "num_attention_heads"),
+        ({"model_type": "llama", "hidden_size": -1}, "-1"),
+        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm"),
+        (3, "int"),
+    ],
+)
+def test_says_what_it_cannot_read(config, says):
+    with pytest.raises(PlanningError, match=says):
+        spec_from_hf_config(config)
+
+
+def test_a_file_that_is_no_config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[1]")
+    with pytest.raises(PlanningError, match="list"):
+        spec_from_hf_config(path)
+    path.write_text("{")
+    with pytest.raises(PlanningError, match="no JSON"):
+        spec_from_hf_config(path)
+
+
+def test_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys; from parallel3d.planner import spec_from_hf_config as f; f('llama-3-8b'); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
