@@ -159,8 +159,11 @@ def _whole_unit(unit: UnitLayout) -> int:
 
 
 def _results(layouts: list[UnitLayout], widths: Widths) -> int:
-    """All results wait for the backward's end, and go over into gradients one by one, if of another dtype."""
+    """Bytes beyond the gradients: all results wait for the backward's end, when each becomes a gradient, of
+    another dtype, and only then is freed."""
     rest, reduce = widths.rest, widths.reduce
+    if rest == reduce:
+        return 0
     sizes = [
         b.numel
         for unit in reversed(layouts)
@@ -168,11 +171,12 @@ def _results(layouts: list[UnitLayout], widths: Widths) -> int:
         for b in unit.buckets
         if b.trainable
     ]
-    if rest == reduce or not sizes:
-        return 0
-    if reduce < rest:
-        return reduce * sizes[-1]
-    return max(0, reduce * sum(sizes) - rest * sum(sizes[1:]))
+    total = most = reduce * sum(sizes)
+    for size in sizes:
+        total += rest * size
+        most = max(most, total)
+        total -= reduce * size
+    return max(0, most - rest * sum(sizes))
 
 
 def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
