@@ -45,7 +45,7 @@ class BucketLayout:
             far as its layout says.
         counts: whether its gradients can tell when half of a backward is over.
         chunks: whether one kernel packs its small gradients.
-        grads: in the order of the parameters.
+        grads: in the order of the bucket.
     """
 
     parts: int
@@ -86,8 +86,17 @@ class _Slot:
     even: bool
     dim: int | None
     chunks: bool
-    fills: bool
     partial: bool
+    cut: bool
+
+    @property
+    def possible(self) -> bool:
+        """Whether it can travel in place."""
+        return self.parts > 1 and self.dim == 0 and self.even and self.numel > 0 and not self.partial
+
+    def small(self, itemsize: int, large: int) -> bool:
+        """Whether it is packed all the same."""
+        return self.parts * self.numel * itemsize < large
 
 
 @lru_cache(maxsize=65536)
@@ -107,6 +116,7 @@ def unit_layout(
     place: dict[int, tuple[int, int]] = {}
     buckets = []
     for number, ((trainable, _), indices) in enumerate(members.items()):
+        indices.sort(key=lambda i: _place(slots[i], itemsize, large))
         buckets.append(_bucket([slots[i] for i in indices], trainable, itemsize, large))
         place.update({index: (number, at) for at, index in enumerate(indices)})
     arrivals = [
@@ -117,11 +127,9 @@ def unit_layout(
 
 def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> BucketLayout:
     parts = slots[0].parts
-    possible = [s.parts > 1 and s.dim == 0 and s.even and s.numel > 0 and not s.partial for s in slots]
-    small = [parts * s.numel * itemsize < large for s in slots]
-    in_place = [able and not little for able, little in zip(possible, small, strict=True)]
-    if len(slots) == 1:
-        in_place = possible  # a lone one is no member more
+    small = [s.small(itemsize, large) for s in slots]
+    # A lone one is no member more.
+    in_place = [s.possible and (len(slots) == 1 or not little) for s, little in zip(slots, small, strict=True)]
     grads = tuple(
         Grad(s.compute, 0 if s.even else s.region, there or little, there)
         for s, there, little in zip(slots, in_place, small, strict=True)
@@ -137,6 +145,12 @@ def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> B
         chunks=all(s.chunks for s in packed),
         grads=grads,
     )
+
+
+def _place(slot: _Slot, itemsize: int, large: int) -> tuple[bool, bool, bool]:
+    """The order of a bucket: see ``put_first``."""
+    in_place = slot.possible and not slot.small(itemsize, large)
+    return slot.partial, not in_place, slot.cut == in_place
 
 
 def _slot(parameter: Parameter, shard: int, tp: int, sequence_parallel: bool) -> _Slot:
@@ -176,8 +190,8 @@ def _slot(parameter: Parameter, shard: int, tp: int, sequence_parallel: bool) ->
         even=fills and padded == largest,
         dim=dim,
         chunks=(dim == 0 or (parts == 1 and len(shape) > 0)) and fills and region > 0,
-        fills=fills,
         partial=grouped or (whole and by_kind[parameter.tp_partial]),
+        cut=cut is not None,
     )
 
 
