@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,8 +37,7 @@ class Held(TorchDispatchMode):
     - ``reduced``: results of reductions and gradients at rest.
 
     Attributes:
-        peak: (unsharded + buffers, unsharded, buffers), where the sum was largest.
-        most_reduced: the most of the third.
+        peak: the most of the first two together. most_reduced: of the third.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -45,9 +46,8 @@ class Held(TorchDispatchMode):
         self.active = False
         self.made: dict[int, StorageWeakRef] = {}
         self.results: dict[int, StorageWeakRef] = {}
-        self.peak = (0, 0, 0)
-        self.most_reduced = 0
-        self.arrived: list[str] = []
+        self.peak = self.most_reduced = self.unsharded = 0
+        self.into = "made"
         for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
             self._wrap(patch, cpu_comm.CpuComm, name)
         self._wrap(patch, GradientSlots, "accept", takes=lambda args: [args[2]])
@@ -65,7 +65,7 @@ class Held(TorchDispatchMode):
                 if grad is not None:
                     self._add(self.made, local_of(grad))
             self.sample()
-            before, self.into = getattr(self, "into", "made"), into
+            before, self.into = self.into, into
             self.inside += 1
             try:
                 return inner(*args, **kwargs)
@@ -77,12 +77,29 @@ class Held(TorchDispatchMode):
 
         patch.setattr(owner, name, wrapper)
 
-    def follow(self, model: nn.Module) -> None:
-        """Whose engine is meant."""
+    def begin_backward(self) -> int:
+        """Forgets forward's peak; returns the bytes of unsharded parameters that are there."""
+        self.peak = 0
+        self.sample()
+        return self.unsharded
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """The engine of ``model``, which has made a step."""
         self.units = list(units_of(model, recurse=True))
         self.buckets = [bucket for unit in self.units for bucket in unit.group.buckets]
         self.comm = self.units[0].ready_context().comm
         self.at_rest = [_storage(bucket.flat) for bucket in self.buckets]
+        self.active = True
+        with self:
+            yield
+        self.active = False
+
+    @contextmanager
+    def counting_new(self) -> Iterator[NewBytes]:
+        """The most bytes that ops in the body have made."""
+        with NewBytes() as new:
+            yield new
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
@@ -94,8 +111,8 @@ class Held(TorchDispatchMode):
             for tensor in _tensors(result):
                 if _storage(tensor).cdata not in given:
                     self._add(self.made if self.into == "made" else self.results, tensor)
-        if self.active:
-            self.sample()
+            if self.active:
+                self.sample()
         return result
 
     def _add(self, where: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
@@ -126,7 +143,28 @@ class Held(TorchDispatchMode):
             unsharded.pop(each.cdata, None)
         u, b, r = (sum(map(_nbytes, s.values())) for s in (unsharded, buffers, reduced))
         self.unsharded, self.most_reduced = u, max(self.most_reduced, r)
-        self.peak = max(self.peak, (u + b, u, b), key=lambda each: each[0])
+        self.peak = max(self.peak, u + b)
+
+
+class NewBytes(TorchDispatchMode):
+    """The most bytes at one time of what ops in its body have made, but for single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        given = {_storage(t).cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if _storage(tensor).cdata not in given and tensor.dim():
+                self._made[_storage(tensor).cdata] = _storage(tensor)
+        self.most = max(self.most, sum(map(_nbytes, _alive(self._made).values())))
+        return result
 
 
 def _alive(storages: dict[int, StorageWeakRef]) -> dict[int, StorageWeakRef]:

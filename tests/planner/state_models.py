@@ -99,7 +99,7 @@ def random_case(seed: int) -> Case:
     replicate = rng.choice([n for n in (1, 1, 2, 3, 4, 8) if n * shard * tp <= 64])
     kv_heads = rng.choice([1, 2, 3, 4, 8])
     kinds = ["attention", "mlp"] if tp > 1 else ["attention", "mlp", "adapter"]
-    blocks = [rng.choice(kinds)] * rng.choice([1, 2, 3, 7])
+    blocks = [rng.choice(kinds)] * rng.choice([1, 2, 3, 6])
     if rng.random() < 0.4:
         blocks += [rng.choice(kinds)] * rng.choice([1, 2])
     frozen = [] if rng.random() < 0.6 else rng.sample(["up", "norm", "embed", "v", "down"], 2)
