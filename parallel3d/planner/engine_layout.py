@@ -92,7 +92,9 @@ class _Slot:
     @property
     def possible(self) -> bool:
         """Whether it can travel in place."""
-        return self.parts > 1 and self.dim == 0 and self.even and self.numel > 0 and not self.partial
+        return (
+            self.parts > 1 and self.dim == 0 and self.even and self.numel > 0 and not self.partial
+        )
 
     def small(self, itemsize: int, large: int) -> bool:
         """Whether it is packed all the same."""
@@ -119,9 +121,7 @@ def unit_layout(
         indices.sort(key=lambda i: _place(slots[i], itemsize, large))
         buckets.append(_bucket([slots[i] for i in indices], trainable, itemsize, large))
         place.update({index: (number, at) for at, index in enumerate(indices)})
-    arrivals = [
-        place[i] for i in reversed(range(len(slots))) if unit.parameters[i].trainable
-    ]
+    arrivals = [place[i] for i in reversed(range(len(slots))) if unit.parameters[i].trainable]
     return UnitLayout(unit.kind, unit.count, tuple(buckets), tuple(arrivals))
 
 
@@ -129,7 +129,10 @@ def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> B
     parts = slots[0].parts
     small = [s.small(itemsize, large) for s in slots]
     # A lone one is no member more.
-    in_place = [s.possible and (len(slots) == 1 or not little) for s, little in zip(slots, small, strict=True)]
+    in_place = [
+        s.possible and (len(slots) == 1 or not little)
+        for s, little in zip(slots, small, strict=True)
+    ]
     grads = tuple(
         Grad(s.compute, 0 if s.even else s.region, there or little, there)
         for s, there, little in zip(slots, in_place, small, strict=True)

@@ -123,7 +123,8 @@ class Unit:
         count: how many units of the model are equal to this one.
         tp_inputs: features of inputs that colwise layers share: gathered forward under sequence parallelism,
             their gradients summed over ``tp`` backward.
-        tp_outputs: features of rowwise layers' outputs (and of a split embedding's): summed over ``tp`` forward.
+        tp_outputs: features of rowwise layers' outputs (and of a split embedding's): summed over ``tp``
+            forward.
     """
 
     name: str
@@ -152,7 +153,8 @@ class ModelSpec:
         hidden: features between the blocks.
         vocab: rows of the logits; 0: no head.
         heads, kv_heads: of attention, for what ``tp`` may divide; 0: none.
-        divisible: further sizes that ``tp`` must divide, by name (``{"ffn": 14336}``).
+        divisible: sizes that ``tp`` must divide, by name: only those that the plan can't cut otherwise, as
+            ``LocalSizes``.
         tied: the embedding is the head's weight as well.
         tp_ready: there is a tensor-parallel plan.
         source: where this was read.

@@ -90,7 +90,6 @@ def spec_from_shapes(
         heads=heads,
         kv_heads=kv,
         head_dim=dim,
-        divisible={"ffn": ffn},
         tied=tied,
         source=source,
     )

@@ -111,7 +111,9 @@ def _optimizer(work: Workload) -> tuple[int, int]:
 
 def _tied(units: tuple[Unit, ...]) -> int:
     """Elements of the embedding that is the head's weight as well."""
-    return max((p.numel for u in units if u.kind == "root" for p in u.parameters if p.trainable), default=0)
+    return max(
+        (p.numel for u in units if u.kind == "root" for p in u.parameters if p.trainable), default=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,8 @@ def _sharded(
     streams: bool,
 ) -> _Sharded:
     layouts = [
-        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, in_place_bytes) for unit in units
+        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, in_place_bytes)
+        for unit in units
     ]
     buckets = [(u.count, b) for u in layouts for b in u.buckets]
     backward = run_backward(layouts, widths, reshard_after_forward=reshard, streams=streams)

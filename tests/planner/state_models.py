@@ -144,9 +144,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(case.heads * HEAD, h, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
+        q, k, v = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).flatten(2))
 

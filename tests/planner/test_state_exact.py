@@ -28,9 +28,7 @@ def made_parallel(case: Case, patch: pytest.MonkeyPatch) -> tuple[Net, StateMemo
     model = Net(case)
     wanted = predicted(model, case)
     mesh = build_mesh(case.layout, device_type="cpu")
-    parallelize(
-        model, mesh, case.plan(), mp_policy=case.policy, reshard_after_forward=case.reshard
-    )
+    parallelize(model, mesh, case.plan(), mp_policy=case.policy, reshard_after_forward=case.reshard)
     return model, wanted
 
 
@@ -62,7 +60,7 @@ def at_rest(model: Net, optimizer: torch.optim.Optimizer) -> tuple[int, int, int
 
 
 def adamw(model: Net, seed: int) -> torch.optim.Optimizer:
-    """foreach, which is the default on accelerators; on our plain tensors, every tenth on torch's DTensors."""
+    """foreach, the default on accelerators; on our plain tensors, every tenth on torch's DTensors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if seed % 10 == 4:
         return torch.optim.AdamW(trained, foreach=True)
