@@ -1,7 +1,7 @@
 """What the engine holds during a backward, event by event: gathers, gradients, reductions.
 
 The order of events is that of ``fsdp/state.py``, ``running/context.py``, ``running/half_way.py``, the comms
-and ``buckets/reduce_input.py``, in a step whose predecessors have taught the engine its order. Sizes are bytes.
+and ``buckets/reduce_input.py``, in a step whose predecessors have taught the engine its order. Bytes.
 """
 
 from __future__ import annotations
