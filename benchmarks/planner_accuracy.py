@@ -2,9 +2,9 @@
 
     python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv] [--json PATH]
 
-Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median, 90th
-percentile of the absolute relative error), fits or not, and Spearman's rank correlation in each sweep (rows
-of one source and model, at least 8 with a speed, the fastest at least 1.25 times as fast as the slowest).
+Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
+90th percentile of the absolute relative error), fits or not, and Spearman's rank correlation in each sweep
+(rows of one source and model, at least 8 with a speed, the fastest 1.25 times as fast as the slowest).
 With ``--models`` also leave-one-source-out: the constants that have no published value (``FREE``) are fitted
 to all other sources, and score on the one that was left out.
 """
@@ -182,7 +182,10 @@ def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
     groups: dict[str, list[Row]] = {}
     for row in runs:
         groups.setdefault(source_of(row), []).append(row)
-    result = {"all": summary(runs, found), **{name: summary(r, found) for name, r in groups.items()}}
+    result = {
+        "all": summary(runs, found),
+        **{name: summary(r, found) for name, r in groups.items()},
+    }
     rows = [
         [
             name,
@@ -200,7 +203,9 @@ def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
     head = ["source", "speeds", "median", "p90", "signed", "memory", "median", "fits", "right"]
     print_table("errors of predictions", head, rows)
     ranks = sweeps(runs, found)
-    print_table("rank correlation", ["sweep", "rows", "Spearman"], [[n, *v] for n, v in ranks.items()])
+    print_table(
+        "rank correlation", ["sweep", "rows", "Spearman"], [[n, *v] for n, v in ranks.items()]
+    )
     return {"errors": result, "sweeps": ranks}
 
 

@@ -12,7 +12,9 @@ from parallel3d.planner.workload import Workload
 
 __all__ = ["Activations", "activations_of"]
 
-_NAIVE = 5  # bytes a score: softmax's output, dropout's mask and output (arXiv:2205.05198, section 4.1)
+_NAIVE = (
+    5  # bytes a score: softmax's output, dropout's mask and output (arXiv:2205.05198, section 4.1)
+)
 _LOGIT = {  # bytes a logit at the peak of the loss
     "fused": 6,  # bf16 logits, fp32 softmax, whose gradient is written into it
     "compiled": 12,  # bf16 logits, fp32 log_softmax, fp32 gradient, bf16 gradient
@@ -80,7 +82,11 @@ def _input(unit: Unit, work: Workload, tp: int) -> float:
 
 
 def _bytes(
-    unit: Unit, activations: list[Activation] | tuple[Activation, ...], gpu: Gpu, work: Workload, tp: int
+    unit: Unit,
+    activations: list[Activation] | tuple[Activation, ...],
+    gpu: Gpu,
+    work: Workload,
+    tp: int,
 ) -> float:
     """Bytes a token of these."""
     found = 0.0
@@ -88,7 +94,9 @@ def _bytes(
         fused = work.compile or (each.of == "norm" and work.fused_norm)
         if each.eager_only and fused:
             continue
-        found += each.elements * (each.itemsize or work.compute_itemsize) / share(each.split, work, tp)
+        found += (
+            each.elements * (each.itemsize or work.compute_itemsize) / share(each.split, work, tp)
+        )
     if unit.attention and attention_kernel(gpu, work) == "naive" and activations:
         found += sum(ceil(a.heads / tp) * work.seq_len * _NAIVE for a in unit.attention)
     return found

@@ -32,6 +32,7 @@ class Gpu:
         link: GB/s to the others of its node.
         nic: GB/s to other nodes.
         domain: GPUs that the fast links reach, if more than a node's.
+        fp32_slowdown: how many times as long matmuls take in float32.
         power: the power limit over that of the measurements.
         mesh_links: links of a GPU where they go to single peers (xGMI); 0: a switch.
         collectives: operation -> GPUs -> (start us, GB/s, ramp MB), as measured; else derived from ``link``.
@@ -49,13 +50,14 @@ class Gpu:
     nic: float
     domain: int = 0
     power: float = 1.0
+    fp32_slowdown: float = 8.0
     mesh_links: int = 0
     collectives: Table = field(default_factory=dict, hash=False, compare=False, repr=False)
     source: str = ""
 
     @property
     def family(self) -> str:
-        """"a100", "h100" ...: the part of the name before the first dash."""
+        """ "a100", "h100" ...: the part of the name before the first dash."""
         return self.name.partition("-")[0]
 
 
@@ -156,16 +158,29 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
 def _gpu(name: str, entry: dict[str, Any], tables: Mapping[str, Table], where: str) -> Gpu:
     allowed = {each.name for each in fields(Gpu)} - {"name"}
     if unknown := sorted(set(entry) - allowed):
-        raise PlanningError(f"{where}: gpu.{name} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+        raise PlanningError(
+            f"{where}: gpu.{name} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}"
+        )
     measured = tables.get(entry.get("collectives", ""), {})
     try:
         made = Gpu(**{**entry, "name": name, "collectives": measured})
     except TypeError as error:
         raise PlanningError(f"{where}: gpu.{name}: {error}") from None
-    for each in ("peak", "capacity_gib", "bandwidth", "gemm_efficiency", "node", "link", "nic", "power"):
+    for each in (
+        "peak",
+        "capacity_gib",
+        "bandwidth",
+        "gemm_efficiency",
+        "node",
+        "link",
+        "nic",
+        "power",
+    ):
         value = getattr(made, each)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise PlanningError(f"{where}: gpu.{name}: {each} is {value!r}; it must be a number above 0")
+            raise PlanningError(
+                f"{where}: gpu.{name}: {each} is {value!r}; it must be a number above 0"
+            )
     return replace(made, domain=made.domain or made.node)
 
 

@@ -11,7 +11,7 @@ from parallel3d.planner.constants import constant
 from parallel3d.planner.model_spec import Attention, Elementwise, Unit
 from parallel3d.planner.workload import Workload
 
-__all__ = ["Kernels", "attention_kernel", "kernels_of"]
+__all__ = ["Kernels", "attention_kernel", "attention_time", "gemms_of", "kernels_of"]
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,13 @@ class Kernels:
 @lru_cache(maxsize=4096)
 def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) -> Kernels:
     """Of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs."""
-    tokens = micro_batch * work.seq_len
-    each = [_matmul(m.n, m.k, m.split, tokens, tp, gpu, work) for m in unit.matmuls]
-    back = [
-        _product(k, n, tokens, gpu, work) * m.input_gradient + _weight(n, k, tokens, gpu, work)
-        for m in unit.matmuls
-        for n, k in [_local(m.n, m.k, m.split, tp)]
-    ]
+    gemms = gemms_of(unit, gpu, work, tp, micro_batch)
+    each = [seconds for _, way, _, seconds in gemms if way == "forward"]
     attention = [attention_time(a, gpu, work, tp, micro_batch) for a in unit.attention]
     elements = [_elements(e, work, tp) for e in unit.elementwise]
     rate = memory_rate(gpu)
-    size = tokens * work.compute_itemsize / rate
-    matmul = sum(each), sum(back)
+    size = micro_batch * work.seq_len * work.compute_itemsize / rate
+    matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
     elementwise = sum(e[0] for e in elements) * size, sum(e[1] for e in elements) * size
     again = 0.0
@@ -93,27 +88,25 @@ def _local(n: int, k: int, split: str | None, tp: int) -> tuple[int, int]:
     return (n, ceil(k / tp)) if split == "k" else (n, k)
 
 
-def _matmul(
-    n: int, k: int, split: str | None, tokens: int, tp: int, gpu: Gpu, work: Workload
-) -> float:
-    n, k = _local(n, k, split, tp)
-    return _product(n, k, tokens, gpu, work)
-
-
-def _product(n: int, k: int, tokens: int, gpu: Gpu, work: Workload) -> float:
-    """``(tokens, k) @ (k, n)``."""
-    return _gemm(tokens, n, k, gpu, work)
-
-
-def _weight(n: int, k: int, tokens: int, gpu: Gpu, work: Workload) -> float:
-    """``(n, tokens) @ (tokens, k)``: a weight's gradient."""
-    return _gemm(n, k, tokens, gpu, work)
+def gemms_of(
+    unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int
+) -> list[tuple[str, str, tuple[int, int, int], float]]:
+    """(name, "forward", "input gradient" or "weight gradient", (m, n, k), seconds) of one unit's matmuls."""
+    tokens = micro_batch * work.seq_len
+    found = []
+    for each in unit.matmuls:
+        n, k = _local(each.n, each.k, each.split, tp)
+        found.append((each.name, "forward", (tokens, n, k)))
+        if each.input_gradient:
+            found.append((each.name, "input gradient", (tokens, k, n)))
+        found.append((each.name, "weight gradient", (n, k, tokens)))
+    return [(name, way, sizes, _gemm(*sizes, gpu, work)) for name, way, sizes in found]
 
 
 @lru_cache(maxsize=65536)
 def _gemm(m: int, n: int, k: int, gpu: Gpu, work: Workload) -> float:
     """start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate."""
-    wide = 1 if work.compute_itemsize == 2 else 8  # float32 outside the tensor cores
+    wide = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
     flops = 2.0 * m * n * k
     growth = (flops / 1e12) ** constant("gemm_growth").value
     compute = flops * wide / (matmul_rate(gpu) * growth)
@@ -149,7 +142,7 @@ def attention_time(
     if attention.head_dim <= 64:
         efficiency *= constant("head_dim_64").value
     efficiency *= seq / (seq + constant("attention_ramp").value)
-    wide = 1 if work.compute_itemsize == 2 else 8
+    wide = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
     forward = flops * wide / (efficiency * gpu.peak * 1e12 * gpu.power)
     return forward, forward * constant("attention_backward").value
 
@@ -168,7 +161,9 @@ def share(split: str, work: Workload, tp: int) -> int:
         return tp
     if split == "sequence":
         return tp if work.sequence_parallel else 1
-    if split == "gathered":  # Megatron, whose ZeRO-1 this is, keeps the part and gathers again in backward
+    if (
+        split == "gathered"
+    ):  # Megatron, whose ZeRO-1 this is, keeps the part and gathers again in backward
         return tp if work.sequence_parallel and work.sharding != "fsdp" else 1
     if split == "loss":
         return tp if work.loss_parallel else 1
@@ -179,7 +174,12 @@ def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float
     tokens = micro_batch * work.seq_len
     each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [_local(m.n, m.k, m.split, tp)]]
     attention = sum(
-        4.0 * micro_batch * ceil(a.heads / tp) * work.seq_len**2 * a.head_dim / (2 if a.causal else 1)
+        4.0
+        * micro_batch
+        * ceil(a.heads / tp)
+        * work.seq_len**2
+        * a.head_dim
+        / (2 if a.causal else 1)
         for a in unit.attention
     )
     forward = sum(each) + attention

@@ -1,4 +1,4 @@
-"""Bytes on the fullest GPU: state and buffers of the engine, activations, logits, and what a framework adds."""
+"""Bytes on the fullest GPU: state and buffers of the engine, activations, logits, what a framework adds."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def _beyond(allocated: float) -> tuple[Term, Term, Term]:
     )
 
 
-def _moments(state: StateMemory, kept: Activations, accumulation: int) -> dict[str, dict[str, float]]:
+def _moments(
+    state: StateMemory, kept: Activations, accumulation: int
+) -> dict[str, dict[str, float]]:
     """The components at each moment that can be the peak."""
     resident = {"parameters": state.parameters, "optimizer": state.optimizer}
     before = state.gradients if accumulation > 1 or state.gradients_whole else 0

@@ -57,7 +57,9 @@ class MeshPlan:
             return self.candidates[0]
         tried = [r for r in self.refused if r.prediction is not None]
         if not tried:
-            raise PlanningError(f"no layout is legal: {self.refused[0].layout}: {self.refused[0].reason}")
+            raise PlanningError(
+                f"no layout is legal: {self.refused[0].layout}: {self.refused[0].reason}"
+            )
         nearest = min(tried, key=lambda r: r.prediction.memory.needed if r.prediction else 0)
         raise PlanningError(
             f"nothing fits; {nearest.layout} comes closest and {nearest.reason}. Take more GPUs, a shorter "
@@ -86,7 +88,9 @@ class MeshPlan:
                 if refused.prediction is not None:
                     return refused.prediction
                 raise PlanningError(f"{layout} was refused: {refused.reason}")
-        raise PlanningError(f"{layout} has no {self.cluster.world_size} ranks, or isn't among those asked for")
+        raise PlanningError(
+            f"{layout} has no {self.cluster.world_size} ranks, or isn't among those asked for"
+        )
 
     def explain(self, a: Prediction | MeshLayout, b: Prediction | MeshLayout) -> str:
         """Why ``a`` and ``b`` differ: their components' differences, the largest first."""
@@ -107,7 +111,9 @@ class MeshPlan:
         )
         return "\n".join(lines)
 
-    def sensitivity(self, prediction: Prediction | None = None) -> dict[str, list[tuple[str, float, bool]]]:
+    def sensitivity(
+        self, prediction: Prediction | None = None
+    ) -> dict[str, list[tuple[str, float, bool]]]:
         """What changes if one thing does: name -> (its value, tokens/s/GPU, whether it fits).
 
         Tried are half and twice the micro-batch and sequence, and the bandwidth between nodes and of memory.
@@ -141,7 +147,9 @@ class MeshPlan:
     def pareto(self) -> tuple[Prediction, ...]:
         """Those than which none is faster with as little memory, from the least memory to the fastest."""
         front: list[Prediction] = []
-        for each in sorted(self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)):
+        for each in sorted(
+            self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)
+        ):
             if not front or each.tokens_per_second_per_gpu > front[-1].tokens_per_second_per_gpu:
                 front.append(each)
         return tuple(front)

@@ -8,8 +8,9 @@ from math import exp, log2
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.terms import Constant
 
-__all__ = ["AxisLink", "collective_time", "link_of"]
+__all__ = ["AxisLink", "collective_time", "describe_collective", "link_of"]
 
 _WHOLE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 _RAMP = ((8e6, 0.68), (16e6, 0.79), (float("inf"), 0.87))  # bytes a GPU -> part of the bandwidth
@@ -95,3 +96,29 @@ def _across(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float
         return ring
     tree = 35e-6 * log2(link.nodes) + 17e-6 + nbytes * whole / (0.6 * rate)
     return min(ring, tree)
+
+
+def describe_collective(
+    kind: str, link: AxisLink, cluster: Cluster
+) -> tuple[str, tuple[tuple[str, Constant], ...]]:
+    """The formula that ``collective_time`` uses, and its constants."""
+    source = cluster.gpu.source
+    if link.nodes == 1:
+        start, bandwidth, ramp = _constants(kind, link.size, cluster)
+        measured = (
+            "fit of measured NCCL times"
+            if cluster.gpu.collectives.get(kind)
+            else "0.8 of the links"
+        )
+        where = f"{measured}; {source}"
+        return "start + (bytes + ramp (1 - exp(-bytes / ramp))) / bandwidth", (
+            ("start", Constant("start", start * 1e6, "us", where)),
+            ("bandwidth", Constant("bandwidth", bandwidth / 1e9, "GB/s", where)),
+            ("ramp", Constant("ramp", ramp / 1e6, "MB", where)),
+        )
+    nic = Constant("nic", cluster.nic, "GB/s", source)
+    ring = "nodes (11 + 3.3 ranks of a node) us + bytes / (0.96 nic * ranks of a node * n / (n - 1) * ramp)"
+    if kind == "all_reduce":
+        ring = f"min(2 * ({ring}), tree: 17 us + 35 us log2(nodes) + 2 bytes / 0.6 of that)"
+    latency = Constant("latency", 11, "us", "fitted to NCCL 2.27's tuning numbers, mean 6 %")
+    return ring, (("nic", nic), ("per node", latency))

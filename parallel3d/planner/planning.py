@@ -51,11 +51,20 @@ def plan(
         raise PlanningError("micro_batch and global_batch are both None; give one of them")
     kinds = tuple(checkpointing or (workload.checkpointing,))
     if unknown := [kind for kind in kinds if kind not in CHECKPOINTING]:
-        raise PlanningError(f"checkpointing is {unknown[0]!r}; it must be one of {', '.join(CHECKPOINTING)}")
-    keeps = tuple((workload.reshard_after_forward,) if reshard_after_forward is None else reshard_after_forward)
+        raise PlanningError(
+            f"checkpointing is {unknown[0]!r}; it must be one of {', '.join(CHECKPOINTING)}"
+        )
+    keeps = tuple(
+        (workload.reshard_after_forward,)
+        if reshard_after_forward is None
+        else reshard_after_forward
+    )
     found: list[Prediction] = []
     refused: list[Refused] = []
-    allowed = [_sizes(name, size) for name, size in (("replicate", replicate), ("shard", shard), ("tp", tp))]
+    allowed = [
+        _sizes(name, size)
+        for name, size in (("replicate", replicate), ("shard", shard), ("tp", tp))
+    ]
     layouts = list(_layouts(cluster.world_size, *allowed))
     if not layouts:
         raise PlanningError(

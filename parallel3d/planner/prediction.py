@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.memory import Memory, memory_of
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.step_time import StepTime, step_time
-from parallel3d.planner.terms import explained, shown
 from parallel3d.planner.workload import Workload
 
 __all__ = ["Prediction", "predict"]
@@ -81,19 +79,9 @@ class Prediction:
 
     def explain(self) -> str:
         """Every number with its formula and what went into it, constants with their sources."""
-        return "\n".join(self._lines())
+        from parallel3d.planner.explain import explanation
 
-    def _lines(self) -> Iterator[str]:
-        yield f"{self.model.name} on {self.layout} of {self.cluster.gpu.name}"
-        memory = self.memory
-        yield f"memory at its peak, {memory.moment}: {shown(memory.allocated, 'B')} allocated"
-        for memory_term in memory.terms.values():
-            yield from explained(memory_term, 1)
-        for term in memory.beyond:
-            yield from explained(term, 1)
-        yield f"step: {shown(self.step_seconds, 's')}"
-        for time_term in self.time.terms.values():
-            yield from explained(time_term, 1)
+        return "\n".join(explanation(self))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: GiB and seconds by component, and what follows from them."""

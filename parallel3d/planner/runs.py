@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.cluster import Cluster, gpus
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.shapes import spec_from_shapes
@@ -24,6 +24,23 @@ _GIB = 2**30
 _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
 
 Row = Mapping[str, str]
+
+_ATTENTION = {
+    "unknown": None,
+    "sdpa": None,
+    "flash": None,
+    "te": "cudnn",
+    "flex": "triton",
+    "xformers": "flash1",
+    "math": "naive",
+    "eager": "naive",
+}
+_CHECKPOINTING = {
+    "selective": "selective_op",
+    "selective_attention": "none",  # attention alone is made again, which flash kernels do anyway
+    "off": "none",
+}
+_SHARDING = {"hsdp": "fsdp", "zero3": "fsdp", "zero0": "ddp", "distributed_optimizer": "zero1"}
 
 
 @dataclass(frozen=True)
@@ -69,8 +86,8 @@ def read_models(path: str | PathLike[str]) -> Models:
 def predict_run(row: Row, models: Models) -> Prediction:
     """Of one row. A blank cell gets its default:
 
-    one GPU for sizes of axes; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile; the
-    best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallelism.
+    1 for the size of an axis; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile;
+    the best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallel.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
     ZeRO-1 kept, in fp32 if that fits, else in bf16.
 
@@ -99,13 +116,25 @@ def _cluster(row: Row) -> Cluster:
     node = min(node, layout.world_size)
     if layout.world_size % node:
         raise PlanningError(f"{layout.world_size} GPUs are no whole nodes of {node}")
-    return Cluster.of(row["gpu"], layout.world_size // node, node)
+    return Cluster.of(_gpu_name(row["gpu"]), layout.world_size // node, node)
+
+
+def _gpu_name(name: str) -> str:
+    """Of a GPU that is not in the table the one of its family with most of its name's words."""
+    known = gpus()
+    words = set(name.lower().replace("_", "-").split("-"))
+    family = name.lower().partition("-")[0]
+    near = [each for each in known if each.partition("-")[0] == family]
+    if name.lower() in known or not near:
+        return name
+    return max(near, key=lambda each: (len(words & set(each.split("-"))), "sxm" in each))
 
 
 def _workload(row: Row) -> Workload:
     loss = row.get("loss_parallel", "")
     fused = _flag(row, "fused_norm", True)
-    attention = row.get("attention", "")
+    attention = row.get("attention") or "unknown"
+    checkpointing = row.get("activation_checkpoint") or "none"
     sharding = row.get("sharding") or "fsdp"
     layout = _layout(row)
     micro = _int(row, "micro_batch", 1)
@@ -115,15 +144,15 @@ def _workload(row: Row) -> Workload:
         global_batch=micro * layout.data_size * _int(row, "grad_accum", 1),
         precision=row.get("precision") or "bf16",
         optimizer=row.get("optimizer") or "adamw",
-        checkpointing=row.get("activation_checkpoint") or "none",
+        checkpointing=_CHECKPOINTING.get(checkpointing, checkpointing),
         compile=_flag(row, "compile", False),
-        attention=None if attention in ("", "unknown") else attention,
+        attention=_ATTENTION.get(attention, attention),
         fused_norm=fused,
         fused_loss=fused and bool(loss),
         sequence_parallel=_flag(row, "sequence_parallel", False),
         loss_parallel=_flag(row, "loss_parallel", False),
         reshard_after_forward=_flag(row, "reshard_after_forward", True),
-        sharding=sharding,
+        sharding=_SHARDING.get(sharding, sharding),
     )
 
 
@@ -142,7 +171,7 @@ def _flag(row: Row, name: str, default: bool) -> bool:
 
 
 def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
-    """A row of ``COLUMNS`` for each; ``memory_gib`` is what the row's ``memory_kind`` says, reserved if blank."""
+    """A row of ``COLUMNS`` for each; ``memory_gib`` is of the row's ``memory_kind``, reserved if blank."""
     found = []
     for row in rows:
         prediction = predict_run(row, models)

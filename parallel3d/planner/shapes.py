@@ -44,7 +44,7 @@ def spec_from_shapes(
     Args:
         kv_heads: as many as heads unless given. head_dim: hidden / heads unless given.
         mlp: "swiglu", "geglu": three matrices; "gelu", "relu", "relu2", "silu": two.
-        positions: "learned": a table of ``seq_len`` rows; "rope": rotation of queries and keys; "alibi", "none".
+        positions: "learned": a table of ``seq_len`` rows; "rope": rotation; "alibi", "none".
         bias: of all linear layers but the head. Norm biases come with "layernorm".
         tied: the head's weight is the embedding's.
 
@@ -60,7 +60,15 @@ def spec_from_shapes(
     ):
         if value not in known:
             raise PlanningError(f"{what} is {value!r}; it must be one of {', '.join(known)}")
-    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim, ffn=ffn, vocab=vocab)
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv,
+        "head_dim": dim,
+        "ffn": ffn,
+        "vocab": vocab,
+    }
     for what, size in sizes.items():
         if type(size) is not int or size < 1:
             raise PlanningError(f"{what} is {size!r}; it must be an int, 1 or more")
@@ -78,7 +86,9 @@ def spec_from_shapes(
         units = [root, *units, Unit("tail", "tail", (), **_work_of(tail))]
     else:
         units = [
-            Unit("embed", "embedding", tuple(embedding), elementwise=looked_up, tp_outputs=(hidden,)),
+            Unit(
+                "embed", "embedding", tuple(embedding), elementwise=looked_up, tp_outputs=(hidden,)
+            ),
             *units,
             tail,
         ]
@@ -96,12 +106,12 @@ def spec_from_shapes(
 
 
 def _work_of(unit: Unit) -> dict:
-    return dict(
-        matmuls=unit.matmuls,
-        elementwise=unit.elementwise,
-        activations=unit.activations,
-        tp_inputs=unit.tp_inputs,
-    )
+    return {
+        "matmuls": unit.matmuls,
+        "elementwise": unit.elementwise,
+        "activations": unit.activations,
+        "tp_inputs": unit.tp_inputs,
+    }
 
 
 def _embedding_work(hidden: int) -> tuple[Elementwise, ...]:
@@ -159,14 +169,14 @@ class _Shapes:
 
     def block_work(self) -> dict:
         hidden = self.hidden
-        return dict(
-            matmuls=tuple(Matmul(*each) for each in self.linears()),
-            attention=(Attention(self.heads, self.kv, self.dim),),
-            elementwise=tuple(self._elementwise()),
-            activations=tuple(self._activations()),
-            tp_inputs=(hidden, hidden),
-            tp_outputs=(hidden, hidden),
-        )
+        return {
+            "matmuls": tuple(Matmul(*each) for each in self.linears()),
+            "attention": (Attention(self.heads, self.kv, self.dim),),
+            "elementwise": tuple(self._elementwise()),
+            "activations": tuple(self._activations()),
+            "tp_inputs": (hidden, hidden),
+            "tp_outputs": (hidden, hidden),
+        }
 
     def _norm_work(self, name: str) -> Elementwise:
         h = self.hidden

@@ -82,27 +82,34 @@ def _tp_time(
     unit: Unit, work: Workload, micro_batch: int, link: AxisLink, cluster: Cluster
 ) -> tuple[float, float]:
     """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
-    if link.size == 1:
-        return 0.0, 0.0
-    size = micro_batch * work.seq_len * work.compute_itemsize
-
-    def seconds(kind: str, features: int) -> float:
-        return collective_time(kind, size * features, link, cluster)
-
-    if work.sequence_parallel:
-        forward = sum(seconds("all_gather", n) for n in unit.tp_inputs)
-        forward += sum(seconds("reduce_scatter", n) for n in unit.tp_outputs)
-        backward = sum(seconds("reduce_scatter", n) for n in unit.tp_inputs)
-        backward += sum(seconds("all_gather", n) for n in unit.tp_outputs)
-        if share("gathered", work, link.size) > 1:
-            backward += sum(seconds("all_gather", n) for n in unit.tp_inputs)
-    else:
-        forward = sum(seconds("all_reduce", n) for n in unit.tp_outputs)
-        backward = sum(seconds("all_reduce", n) for n in unit.tp_inputs)
+    total = {"forward": 0.0, "backward": 0.0}
+    for way, kind, nbytes in tp_collectives(unit, work, micro_batch, link):
+        total[way] += collective_time(kind, nbytes, link, cluster)
+    forward, backward = total["forward"], total["backward"]
     if unit.kind == "block":
         again = {"full": 1.0, "selective_layer": 0.5, "selective_op": 0.5}
         backward += forward * again.get(work.checkpointing, 0.0)
     return forward, backward
+
+
+def tp_collectives(
+    unit: Unit, work: Workload, micro_batch: int, link: AxisLink
+) -> list[tuple[str, str, int]]:
+    """("forward" or "backward", operation, bytes) of the collectives over ``tp`` of one unit."""
+    if link.size == 1:
+        return []
+    size = micro_batch * work.seq_len * work.compute_itemsize
+    inputs, outputs = ([size * n for n in each] for each in (unit.tp_inputs, unit.tp_outputs))
+    if not work.sequence_parallel:
+        found = [("forward", "all_reduce", n) for n in outputs]
+        return found + [("backward", "all_reduce", n) for n in inputs]
+    found = [("forward", "all_gather", n) for n in inputs]
+    found += [("forward", "reduce_scatter", n) for n in outputs]
+    found += [("backward", "reduce_scatter", n) for n in inputs]
+    found += [("backward", "all_gather", n) for n in outputs]
+    if share("gathered", work, link.size) > 1:
+        found += [("backward", "all_gather", n) for n in inputs]
+    return found
 
 
 def local_numel(unit: Unit, tp: int) -> int:
@@ -172,7 +179,11 @@ def _compute_terms(kernels: list[tuple[Unit, Kernels]], accumulation: int) -> di
         return sum(u.count * getattr(k, part)[which] for u, k in kernels)
 
     terms = {}
-    for part, name in (("matmul", "matmul"), ("attention", "attention"), ("elementwise", "elementwise")):
+    for part, name in (
+        ("matmul", "matmul"),
+        ("attention", "attention"),
+        ("elementwise", "elementwise"),
+    ):
         for which, way in enumerate(("forward", "backward")):
             terms[f"{name} {way}"] = total(
                 f"{name} {way}", over(part, which), f"sum over units of their {name} kernels"
@@ -228,8 +239,9 @@ def _engine_terms(
         ("slowdown", "compute that is slower while collectives run"),
     ):
         each, final = getattr(exposed, name), getattr(last, name)
-        terms[f"exposed {name}" if name != "slowdown" else name] = Term(
-            name,
+        label = name if name == "slowdown" else f"exposed {name}"
+        terms[label] = Term(
+            label,
             each * rest + final,
             "s",
             f"(accumulation - 1) * each + last: {what}",

@@ -28,11 +28,11 @@ class Workload:
         reduce_dtype: of the gradients' reduction.
         optimizer: "adamw" (8 bytes of state a parameter), "sgd_momentum" (4), "sgd" (0), "adamw_8bit" (2).
         checkpointing: activation checkpointing: "none", "full" (each block is computed again),
-            "selective_layer" (every second one), "selective_op" (matmuls' and attention's outputs are kept, every
-            second matmul is computed again, and all else).
+            "selective_layer" (every second one), "selective_op" (attention's and every second
+            matmul's outputs are kept, all else is computed again).
         compile: torch.compile of each block: elementwise ops are fused.
-        attention: the kernel; "naive" has the scores in memory. None: cudnn where the GPU is a Hopper or newer,
-            flash2 before.
+        attention: the kernel; "naive" has the scores in memory. None: cudnn on Hopper and Blackwell, else
+            flash2.
         fused_norm: norms are one kernel also without ``compile``.
         fused_loss: the loss keeps no fp32 copies of the logits: one fp32 softmax, its gradient in place.
         sequence_parallel: norms and residuals divided over ``tp``. loss_parallel: logits and loss too.

@@ -1,0 +1,237 @@
+"""calibrate: measures matmuls, memory and collectives of the machine at hand, for a hardware profile.
+
+parallel3d calibrate --out profile.toml
+torchrun --nproc-per-node 8 -m parallel3d calibrate --out profile.toml     # collectives too
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import exp
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from parallel3d.errors import PlanningError
+from parallel3d.planner.cluster import Gpu, gpus
+
+__all__ = ["calibrate", "write_profile"]
+
+_MATMULS = ((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 4096), (16384, 8192))
+_ROUNDS = 5
+_WRITTEN = (
+    "peak",
+    "fp32_slowdown",
+    "capacity_gib",
+    "bandwidth",
+    "gemm_efficiency",
+    "gemm_start_us",
+    "node",
+    "link",
+    "nic",
+    "power",
+)
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def calibrate(
+    name: str | None = None,
+    *,
+    device: str | None = None,
+    largest: int = 8192,
+    seconds: float = 60.0,
+) -> Gpu:
+    """Measures this machine. Under a process group also its collectives, for all sizes of 2, 4, 8 ... ranks.
+
+    Args:
+        name: of the profile; the device's own by default. If it is a known GPU's, that one's peak, capacity
+            and links are kept where they can't be measured.
+        device: "cuda" or "cpu"; what there is by default.
+        largest: rows of the largest matmul.
+        seconds: stop measuring matmuls after this long.
+
+    Returns:
+        A GPU whose ``peak`` is the datasheet's if it is known, else the best that was measured.
+
+    Raises:
+        PlanningError: the device isn't there.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PlanningError("there is no CUDA device; calibrate with device='cpu'")
+    known = gpus()
+    base = known.get((name or "").lower()) or known[_nearest(kind)]
+    times = _matmul_times(kind, largest, seconds)
+    start, rate = _fit_line([f for f, _ in times], [t for _, t in times])
+    peak = base.peak if base.name != "cpu" else max(f / t for f, t in times) / 1e12
+    found = replace(
+        base,
+        name=name or _name(kind),
+        peak=peak,
+        gemm_efficiency=min(rate / (peak * 1e12), 1.0),
+        gemm_start_us=max(start, 1e-7) * 1e6,
+        bandwidth=_copy_rate(kind) / 1e12,
+        capacity_gib=_capacity(kind),
+        source=f"measured on {platform.node()} with torch {torch.__version__}; else {base.name}'s",
+    )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        table = _collectives(kind)
+        within = [rates[1] for rates in table["all_gather"].values()]
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        found = replace(found, collectives=table, node=node, domain=node, link=max(within))
+    return found
+
+
+def _nearest(kind: str) -> str:
+    if kind == "cpu":
+        return "cpu"
+    own = torch.cuda.get_device_name().lower()
+    for family in ("gb200", "b200", "h200", "h100", "a100", "mi300x"):
+        if family in own:
+            return family
+    return "a100"
+
+
+def _name(kind: str) -> str:
+    if kind == "cpu":
+        return f"cpu-{platform.machine()}"
+    return torch.cuda.get_device_name().lower().replace(" ", "-")
+
+
+def _capacity(kind: str) -> float:
+    if kind == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _timed(function: Callable[[], object], kind: str) -> float:
+    """Median seconds of a call, after two to warm up."""
+    taken = []
+    for number in range(_ROUNDS + 2):
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        if number >= 2:
+            taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def _matmul_times(kind: str, largest: int, seconds: float) -> list[tuple[float, float]]:
+    """(FLOPs, seconds) of bf16 products of growing size (fp32 on a CPU)."""
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    end = time.monotonic() + seconds
+    found: list[tuple[float, float]] = []
+    for rows, columns in _MATMULS:
+        if rows > largest or (len(found) >= 2 and time.monotonic() > end):
+            break
+        found.append((2.0 * rows * columns * columns, _matmul_time(rows, columns, kind, dtype)))
+    return found
+
+
+def _matmul_time(rows: int, columns: int, kind: str, dtype: torch.dtype) -> float:
+    a = torch.randn(rows, columns, device=kind).to(dtype)
+    b = torch.randn(columns, columns, device=kind).to(dtype)
+    out = torch.empty(rows, columns, device=kind, dtype=dtype)
+    return _timed(lambda: torch.mm(a, b, out=out), kind)
+
+
+def _copy_rate(kind: str) -> float:
+    """Bytes a second that copies read and write, over the part of the bandwidth that copies reach."""
+    from parallel3d.planner.constants import constant
+
+    count = 2**28 if kind == "cuda" else 2**25
+    a, b = torch.ones(count, device=kind), torch.empty(count, device=kind)
+    rate = 2 * a.numel() * a.element_size() / _timed(lambda: b.copy_(a), kind)
+    return rate / constant("memory_efficiency").value
+
+
+def _fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """(start, rate) of y = start + x / rate with the least squared relative error."""
+    weights = [1 / value**2 for value in y]
+    total = sum(weights)
+    mean_x = sum(w * v for w, v in zip(weights, x, strict=True)) / total
+    mean_y = sum(w * v for w, v in zip(weights, y, strict=True)) / total
+    spread = sum(w * (v - mean_x) ** 2 for w, v in zip(weights, x, strict=True))
+    both = sum(w * (a - mean_x) * (b - mean_y) for w, a, b in zip(weights, x, y, strict=True))
+    slope = both / spread if spread and both > 0 else mean_y / mean_x
+    return max(mean_y - slope * mean_x, 0.0), 1 / slope
+
+
+def _collectives(kind: str) -> dict[str, dict[int, tuple[float, float, float]]]:
+    """Operation -> ranks -> (start us, GB/s, ramp MB). All ranks call it; the slowest rank's times count."""
+    world = dist.get_world_size()
+    sizes = [n for n in (2, 4, 8, 16, 32) if n < world and world % n == 0] + [world]
+    most = 2**28 if kind == "cuda" else 2**23
+    table: dict[str, dict[int, tuple[float, float, float]]] = {name: {} for name in _KINDS}
+    for size in sizes:
+        groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world, size)]
+        group = groups[dist.get_rank() // size]
+        for name in _KINDS:
+            taken = []
+            nbytes = 2**12
+            while nbytes <= most:
+                taken.append((nbytes, _collective_time(name, nbytes, size, group, kind)))
+                nbytes *= 4
+            table[name][size] = _fit_collective(taken)
+    return table
+
+
+def _collective_time(
+    name: str, nbytes: int, size: int, group: dist.ProcessGroup, kind: str
+) -> float:
+    count = max(nbytes // 4 // size, 1) * size
+    whole = torch.ones(count, device=kind)
+    part = torch.ones(count // size, device=kind)
+    if name == "all_gather":
+        seconds = _timed(lambda: dist.all_gather(list(whole.chunk(size)), part, group=group), kind)
+    elif name == "reduce_scatter":
+        seconds = _timed(
+            lambda: dist.reduce_scatter(part, list(whole.chunk(size)), group=group), kind
+        )
+    else:
+        seconds = _timed(lambda: dist.all_reduce(whole, group=group), kind)
+    slowest = torch.tensor([seconds], device=kind)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def _fit_collective(taken: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Of t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth: the best ramp of a grid."""
+    best: tuple[float, tuple[float, float, float]] | None = None
+    for ramp in (0.25e6, 0.5e6, 1e6, 2e6, 4e6, 8e6, 16e6, 32e6):
+        x = [s + ramp * (1 - exp(-s / ramp)) for s, _ in taken]
+        y = [t for _, t in taken]
+        start, rate = _fit_line(x, y)
+        error = sum(abs((start + a / rate) / b - 1) for a, b in zip(x, y, strict=True))
+        if best is None or error < best[0]:
+            best = error, (round(start * 1e6, 2), round(rate / 1e9, 4), ramp / 1e6)
+    assert best is not None
+    return best[1]
+
+
+def write_profile(gpu: Gpu, path: str | PathLike[str]) -> Path:
+    """Writes a file for ``Cluster.of(name, profile=path)``; returns its path."""
+    lines = [f'[gpu."{gpu.name}"]']
+    for name in _WRITTEN:
+        lines.append(f"{name} = {getattr(gpu, name):.6g}")
+    if gpu.mesh_links:
+        lines.append(f"mesh_links = {gpu.mesh_links}")
+    lines.append('source = "' + gpu.source.replace("\\", "\\\\").replace('"', '\\"') + '"')
+    if gpu.collectives:
+        lines += ['collectives = "own"', "", "[collectives.own]"]
+        for kind, table in gpu.collectives.items():
+            sizes = ", ".join(f"{n} = [{a}, {b}, {c}]" for n, (a, b, c) in table.items())
+            lines.append(f"{kind} = {{ {sizes} }}")
+    found = Path(path)
+    found.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return found

@@ -1,0 +1,184 @@
+"""Where a prediction's numbers come from, down to constants and their sources, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from parallel3d.planner.constants import constant
+from parallel3d.planner.kernels import (
+    attention_kernel,
+    attention_time,
+    gemms_of,
+    kernels_of,
+    matmul_rate,
+    memory_rate,
+)
+from parallel3d.planner.model_spec import Unit
+from parallel3d.planner.network import AxisLink, collective_time, describe_collective, link_of
+from parallel3d.planner.step_time import local_numel, tp_collectives
+from parallel3d.planner.terms import Constant, Term, explained, shown
+
+if TYPE_CHECKING:
+    from parallel3d.planner.prediction import Prediction
+
+__all__ = ["explanation", "unit_terms"]
+
+
+def explanation(found: Prediction) -> Iterator[str]:
+    """Lines: memory, time by component, then each kind of unit with its kernels and collectives."""
+    memory = found.memory
+    yield f"{found.model.name} ({found.model.source}) on {found.layout} of {found.cluster.gpu.name}"
+    yield f"memory at its peak, {memory.moment}: {shown(memory.allocated, 'B')} allocated"
+    for term in (*memory.terms.values(), *memory.beyond):
+        yield from explained(term, 1)
+    yield f"step: {shown(found.step_seconds, 's')}"
+    for term in found.time.terms.values():
+        yield from explained(term, 1)
+    yield from _rates(found)
+    for unit in found.model.units:
+        yield f"one unit of {unit.count} {unit.name}, one micro-batch"
+        for term in unit_terms(found, unit):
+            yield from explained(term, 1)
+
+
+def _rates(found: Prediction) -> Iterator[str]:
+    gpu = found.cluster.gpu
+    source = gpu.source
+    memory = Term(
+        "memory rate",
+        memory_rate(gpu),
+        "B/s",
+        "bandwidth * memory_efficiency",
+        (
+            ("bandwidth", Constant("bandwidth", gpu.bandwidth, "TB/s", source)),
+            ("memory_efficiency", constant("memory_efficiency")),
+        ),
+    )
+    matmul = Term(
+        "matmul rate",
+        matmul_rate(gpu),
+        "FLOP/s",
+        "peak * gemm_efficiency * power * gemm_sustained",
+        (
+            ("peak", Constant("peak", gpu.peak, "TFLOP/s", source)),
+            ("gemm_efficiency", Constant("gemm_efficiency", gpu.gemm_efficiency, "", source)),
+            ("power", Constant("power", gpu.power, "", source)),
+            ("gemm_sustained", constant("gemm_sustained")),
+        ),
+    )
+    for term in (memory, matmul):
+        yield from explained(term)
+
+
+def unit_terms(found: Prediction, unit: Unit) -> list[Term]:
+    """Seconds of the kernels and collectives of one ``unit`` in one micro-batch."""
+    return [
+        *_matmuls(found, unit),
+        *_attention(found, unit),
+        *_elementwise(found, unit),
+        *_links(found, unit),
+    ]
+
+
+def _matmuls(found: Prediction, unit: Unit) -> Iterator[Term]:
+    gpu, tp = found.cluster.gpu, found.layout.tp
+    for name, way, (m, n, k), seconds in gemms_of(unit, gpu, found.workload, tp, found.micro_batch):
+        yield Term(
+            f"{name} {way}",
+            seconds,
+            "s",
+            "start + ((FLOPs / (matmul rate * TFLOPs^gemm_growth))^p + (bytes / memory rate)^p)^(1/p)",
+            (
+                ("m", m),
+                ("n", n),
+                ("k", k),
+                ("FLOPs", 2.0 * m * n * k),
+                ("bytes", (m * k + k * n + m * n) * found.workload.compute_itemsize),
+                ("start", Constant("start", gpu.gemm_start_us, "us", gpu.source)),
+                ("gemm_growth", constant("gemm_growth")),
+                ("p", constant("roofline_power")),
+            ),
+        )
+
+
+def _attention(found: Prediction, unit: Unit) -> Iterator[Term]:
+    gpu, work = found.cluster.gpu, found.workload
+    kernel = attention_kernel(gpu, work)
+    for each in unit.attention:
+        both = attention_time(each, gpu, work, found.layout.tp, found.micro_batch)
+        for way, seconds in zip(("forward", "backward"), both, strict=True):
+            inputs: list[tuple[str, float | int | str | Constant | Term]] = [
+                ("heads of a rank", -(-each.heads // found.layout.tp)),
+                ("head_dim", each.head_dim),
+                ("seq_len", work.seq_len),
+                ("causal", str(each.causal)),
+            ]
+            if kernel == "naive":
+                formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
+                inputs.append(("bytes a score", constant(f"naive_{way}")))
+            else:
+                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
+                inputs += [
+                    ("efficiency", constant(f"attention_{kernel}")),
+                    ("ramp", constant("attention_ramp")),
+                ]
+                if each.head_dim <= 64:
+                    inputs.append(("efficiency at 64", constant("head_dim_64")))
+                if way == "backward":
+                    formula += " * attention_backward"
+                    inputs.append(("attention_backward", constant("attention_backward")))
+            yield Term(f"attention {way} ({kernel})", seconds, "s", formula, tuple(inputs))
+
+
+def _elementwise(found: Prediction, unit: Unit) -> Iterator[Term]:
+    kernels = kernels_of(
+        unit, found.cluster.gpu, found.workload, found.layout.tp, found.micro_batch
+    )
+    names = ", ".join(each.name for each in unit.elementwise)
+    for way, seconds in zip(("forward", "backward"), kernels.elementwise, strict=True):
+        if seconds:
+            yield Term(
+                f"elementwise {way}",
+                seconds,
+                "s",
+                "tokens * elements read and written * bytes an element / memory rate",
+                (("ops", names), ("tokens", found.micro_batch * found.workload.seq_len)),
+            )
+    if kernels.again:
+        yield Term(
+            "recompute",
+            kernels.again,
+            "s",
+            {
+                "full": "forward kernels",
+                "selective_layer": "forward kernels / 2",
+                "selective_op": "every second matmul forward + elementwise forward",
+            }[found.workload.checkpointing],
+        )
+
+
+def _links(found: Prediction, unit: Unit) -> Iterator[Term]:
+    links = {
+        axis: link_of(found.layout, axis, found.cluster) for axis in ("replicate", "shard", "tp")
+    }
+    for way, kind, nbytes in tp_collectives(unit, found.workload, found.micro_batch, links["tp"]):
+        yield _collective(f"tp {kind} {way}", kind, nbytes, links["tp"], found)
+    numel = local_numel(unit, found.layout.tp)
+    if found.workload.sharding != "fsdp" or not numel:
+        return
+    shard, replicate = links["shard"], links["replicate"]
+    work = found.workload
+    if shard.size > 1:
+        yield _collective("gather", "all_gather", numel * work.compute_itemsize, shard, found)
+        yield _collective("reduce", "reduce_scatter", numel * work.reduce_itemsize, shard, found)
+    if replicate.size > 1:
+        part = numel * work.reduce_itemsize / shard.size
+        yield _collective("all-reduce", "all_reduce", part, replicate, found)
+
+
+def _collective(name: str, kind: str, nbytes: float, link: AxisLink, found: Prediction) -> Term:
+    formula, inputs = describe_collective(kind, link, found.cluster)
+    seconds = collective_time(kind, nbytes, link, found.cluster)
+    given = (("bytes", nbytes), ("ranks", link.size), ("of them on a node", link.per_node))
+    return Term(name, seconds, "s", formula, (*given, *inputs))

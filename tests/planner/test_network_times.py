@@ -1,0 +1,129 @@
+"""Seconds of collectives, beside the numbers their constants were taken from."""
+
+import pytest
+
+from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import Cluster, gpu, gpus
+from parallel3d.planner.network import AxisLink, collective_time, link_of
+from parallel3d.planner.overlap import UnitTimes, fsdp_exposed
+
+H100 = Cluster.of("h100", 32)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "size", "per_node"),
+    [
+        ((4, 8, 8), "tp", 8, 8),
+        ((4, 8, 8), "shard", 8, 1),
+        ((32, 8, 1), "shard", 8, 8),
+        ((32, 8, 1), "replicate", 32, 1),
+        ((1, 256, 1), "shard", 256, 8),
+        ((16, 8, 2), "shard", 8, 4),
+        ((128, 1, 2), "replicate", 128, 4),
+    ],
+)
+def test_where_the_ranks_of_an_axis_are(layout, axis: str, size: int, per_node: int) -> None:
+    assert link_of(MeshLayout(*layout), axis, H100) == AxisLink(size, per_node)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("all_gather", 383), ("reduce_scatter", 384), ("all_reduce", 254)]
+)
+def test_within_a_node_as_measured(kind: str, rate: float) -> None:
+    """Algorithm bandwidth of 512 MiB on 8 GPUs (GB/s), from the same tables as the fits."""
+    seconds = collective_time(kind, 2**29, AxisLink(8, 8), H100)
+    assert 2**29 / seconds / 1e9 == pytest.approx(rate, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "latency", "rate"),
+    [
+        (2, 1, 22, 96),
+        (2, 8, 70, 410),
+        (4, 2, 64, 110),
+        (4, 8, 146, 396),
+        (16, 8, 599, 387),
+        (32, 1, 442, 49.5),
+    ],
+)
+def test_across_nodes_as_nccl_expects(
+    nodes: int, per_node: int, latency: float, rate: float
+) -> None:
+    """NCCL 2.27 tuning numbers for rings of H100 nodes, us and GB/s; 0.87 of the rate at large sizes."""
+    link = AxisLink(nodes * per_node, per_node)
+    assert collective_time("all_gather", 1, link, H100) * 1e6 == pytest.approx(latency, rel=0.35)
+    size = 2**33
+    most = min(rate, 372)  # what 8 GPUs reach within a node
+    bandwidth = size / (collective_time("all_gather", size, link, H100) - latency * 1e-6) / 1e9
+    assert bandwidth == pytest.approx(0.87 * most, rel=0.1)
+
+
+def test_nothing_to_do() -> None:
+    assert collective_time("all_gather", 2**20, AxisLink(1, 1), H100) == 0
+    assert collective_time("all_reduce", 0, AxisLink(8, 8), H100) == 0
+
+
+def test_links_without_a_table() -> None:
+    mesh = Cluster.of("mi300x")
+    two = collective_time("all_gather", 2**28, AxisLink(2, 2), mesh)
+    eight = collective_time("all_gather", 2**28, AxisLink(8, 8), mesh)
+    assert eight < two  # each GPU has a link of its own to each other
+
+
+class TestOverlap:
+    def test_compute_hides_what_is_shorter(self) -> None:
+        units = [UnitTimes(4, 10.0, 20.0, gather=2.0, gather_again=2.0, reduce=3.0)]
+        found = fsdp_exposed(units, all_reduce=False)
+        assert found.gather == pytest.approx(2.0)  # the first
+        assert found.reduce == pytest.approx(3.0)  # the last
+        assert found.slowdown == pytest.approx(0.19 * (3 * 2.0 + 3 * 5.0))
+
+    def test_what_is_longer_is_waited_for(self) -> None:
+        units = [UnitTimes(2, 1.0, 1.0, gather=5.0, gather_again=0.0, reduce=0.0)]
+        assert fsdp_exposed(units, all_reduce=False).gather == pytest.approx(5.0 + 5.0 - 1.19)
+
+    def test_all_reduce_in_the_last_micro_batch_only(self) -> None:
+        units = [UnitTimes(3, 1.0, 1.0, reduce=0.5, all_reduce=4.0)]
+        assert fsdp_exposed(units, all_reduce=False).all_reduce == 0
+        assert fsdp_exposed(units, all_reduce=True).all_reduce > 4.0
+
+
+class TestClusters:
+    def test_names(self) -> None:
+        assert gpu("H100") is gpu("h100-80gb-sxm")
+        assert {"a100-40gb-sxm", "h200", "b200", "gb200", "mi300x", "cpu", "h100-pcie"} <= set(
+            gpus()
+        )
+        with pytest.raises(PlanningError, match="there is no GPU 'h1000'; the nearest: h100"):
+            gpu("h1000")
+
+    def test_every_gpu_has_a_source(self) -> None:
+        assert all(each.source for each in gpus().values())
+
+    def test_your_own(self, tmp_path) -> None:
+        file = tmp_path / "own.toml"
+        file.write_text(
+            "[gpu.mine]\npeak = 100\ncapacity_gib = 20\nbandwidth = 1\ngemm_efficiency = 0.5\n"
+            'gemm_start_us = 5\nnode = 4\nlink = 10\nnic = 1\ncollectives = "t"\n'
+            "[collectives.t]\nall_gather = { 2 = [10, 5, 1] }\n"
+        )
+        mine = Cluster.of("mine", 2, profile=file)
+        assert mine.world_size == 8
+        seconds = collective_time("all_gather", 2**30, AxisLink(2, 2), mine)
+        assert seconds == pytest.approx(10e-6 + (2**30 + 1e6) / 5e9, rel=1e-6)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("[gpu.x]\npeak = -1\n", "gpu.x"),
+            ("[gpu.x]\nspeed = 3\n", "gpu.x has 'speed'; known are"),
+            ("[gpu", "is no TOML"),
+            ("[collectives.x]\nall_gather = 3\n", "collectives are by operation"),
+        ],
+    )
+    def test_wrong_files(self, tmp_path, text: str, said: str) -> None:
+        file = tmp_path / "own.toml"
+        file.write_text(text)
+        with pytest.raises(PlanningError, match=said):
+            gpus(file)

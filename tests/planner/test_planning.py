@@ -1,0 +1,206 @@
+"""plan, MeshPlan and the rules that refuse layouts."""
+
+import dataclasses
+import time
+from itertools import pairwise
+
+import pytest
+
+from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import CHECKPOINTING, Cluster, Workload, plan, predict, spec_from_shapes
+
+LLAMA_70B = spec_from_shapes(
+    layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, name="llama-70b"
+)
+LLAMA_8B = spec_from_shapes(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, name="llama-8b"
+)
+H100 = Cluster.of("h100", 2)
+
+
+@pytest.fixture(scope="module")
+def found():
+    work = Workload(seq_len=8192, global_batch=64)
+    return plan(LLAMA_8B, H100, work, checkpointing=CHECKPOINTING)
+
+
+class TestPlan:
+    def test_ranked_and_fitting(self, found) -> None:
+        speeds = [p.tokens_per_second_per_gpu for p in found.candidates]
+        assert speeds == sorted(speeds, reverse=True)
+        assert all(p.fits and p.layout.world_size == 16 for p in found.candidates)
+        assert found.best is found.candidates[0]
+
+    def test_every_layout_is_proposed_or_refused(self, found) -> None:
+        proposed = {p.layout for p in found.candidates}
+        refused = {r.layout for r in found.refused}
+        every = {
+            MeshLayout(r, n, 16 // r // n)
+            for r in (1, 2, 4, 8, 16)
+            for n in (1, 2, 4, 8, 16)
+            if 16 % (r * n) == 0
+        }
+        assert proposed | refused == every
+        assert not proposed & refused
+
+    def test_reasons(self, found) -> None:
+        reasons = {r.layout.sizes: r.reason for r in found.refused}
+        assert reasons[1, 1, 16].startswith("tp 16 is more than the 8 GPUs that fast links join")
+        assert "GiB" in reasons[16, 1, 1]
+
+    def test_batches(self, found) -> None:
+        for each in found.candidates:
+            assert each.micro_batch * each.accumulation * each.layout.data_size == 64
+
+    def test_axes_that_are_asked_for(self) -> None:
+        work = Workload(seq_len=2048, micro_batch=1)
+        few = plan(LLAMA_8B, H100, work, tp=(2, 4), replicate=1, checkpointing=["full"])
+        assert {p.layout.sizes for p in few.candidates} == {(1, 8, 2), (1, 4, 4)}
+        with pytest.raises(PlanningError, match="no replicate x shard x tp of the sizes"):
+            plan(LLAMA_8B, H100, work, tp=3)
+
+    def test_memory_limit(self, found) -> None:
+        work = Workload(seq_len=8192, global_batch=64)
+        low = plan(LLAMA_8B, H100, work, checkpointing=CHECKPOINTING, memory_limit_gib=40)
+        assert low.candidates
+        assert all(p.memory.needed <= 40 * 2**30 for p in low.candidates)
+        assert len(low.candidates) < len(found.candidates)
+
+    def test_nothing_fits(self) -> None:
+        none = plan(LLAMA_70B, Cluster.of("a100-40gb", 1), Workload(seq_len=8192, micro_batch=1))
+        assert not none.candidates
+        with pytest.raises(
+            PlanningError, match=r"nothing fits; .* comes closest and needs .* GiB of 39"
+        ):
+            none.best  # noqa: B018
+
+    def test_no_batch(self) -> None:
+        with pytest.raises(PlanningError, match="micro_batch and global_batch are both None"):
+            plan(LLAMA_8B, H100, Workload(seq_len=2048))
+
+    def test_sixteen_thousand_gpus_in_a_second(self) -> None:
+        begin = time.process_time()
+        big = plan(LLAMA_70B, Cluster.of("h100", 2048), Workload(seq_len=8192, global_batch=16384))
+        assert big.best.layout.world_size == 16384
+        assert time.process_time() - begin < 1
+
+
+class TestQuestions:
+    def test_explain_adds_up(self, found) -> None:
+        a, b = found.layouts[:2]
+        text = found.explain(a.layout, b.layout)
+        assert "tokens/s/GPU" in text
+        lines = [line for line in text.splitlines() if line.endswith(" us")]
+        total = sum(float(line.rpartition(": ")[2].removesuffix(" us")) for line in lines)
+        wanted = 1e6 / a.tokens_per_second_per_gpu - 1e6 / b.tokens_per_second_per_gpu
+        assert total == pytest.approx(wanted, abs=0.02)
+
+    def test_refused_layouts_can_be_asked_for(self, found) -> None:
+        assert not found.of(MeshLayout(16, 1, 1)).fits
+        with pytest.raises(PlanningError, match="was refused: tp 16"):
+            found.of(MeshLayout(1, 1, 16))
+
+    def test_pareto(self, found) -> None:
+        front = found.pareto()
+        assert front[-1] is found.best
+        for a, b in pairwise(front):
+            assert a.memory.needed < b.memory.needed
+            assert a.tokens_per_second_per_gpu < b.tokens_per_second_per_gpu
+        for each in found.candidates:
+            assert any(
+                f.memory.needed <= each.memory.needed
+                and f.tokens_per_second_per_gpu >= each.tokens_per_second_per_gpu
+                for f in front
+            )
+
+    def test_sensitivity(self, found) -> None:
+        answer = found.sensitivity()
+        assert set(answer) == {"micro_batch", "seq_len", "nic", "memory bandwidth"}
+        for name in ("nic", "memory bandwidth"):
+            speeds = [speed for _, speed, _ in answer[name]]
+            assert speeds == sorted(speeds)
+
+    def test_json(self, found) -> None:
+        import json
+
+        data = json.loads(json.dumps(found.as_dict(3)))
+        assert len(data["candidates"]) == 3
+        assert len(data["refused"]) == len(found.refused)
+        first = data["candidates"][0]
+        assert sum(first["memory_gib"].values()) == pytest.approx(first["allocated_gib"])
+        assert sum(first["seconds"].values()) == pytest.approx(first["step_seconds"])
+
+
+class TestPredict:
+    def test_explanation_names_every_constant_with_its_source(self, found) -> None:
+        text = found.best.explain()
+        for name in [*found.best.time.terms, *found.best.memory.terms]:
+            assert name in text
+        assert "arXiv:2507.03114" in text
+        from parallel3d.planner.constants import CONSTANTS
+
+        named = [c for c in CONSTANTS.values() if c.source in text]
+        assert len(named) >= 12
+
+    @pytest.mark.parametrize("sizes", [(1, 16, 1), (2, 4, 2), (2, 1, 8)])
+    def test_the_units_parts_add_up(self, sizes) -> None:
+        from parallel3d.planner.explain import unit_terms
+
+        work = Workload(seq_len=4096, micro_batch=2, checkpointing="selective_op")
+        found = predict(LLAMA_8B, MeshLayout(*sizes), H100, work)
+        parts: dict[str, float] = {}
+        for unit in found.model.units:
+            for term in unit_terms(found, unit):
+                parts[term.name] = parts.get(term.name, 0.0) + unit.count * term.value
+        gradients = sum(v for name, v in parts.items() if name.endswith("gradient"))
+        assert gradients == pytest.approx(found.time.terms["matmul backward"].value)
+        for name in ("elementwise forward", "elementwise backward", "recompute"):
+            assert parts[name] == pytest.approx(found.time.terms[name].value)
+        attention = found.time.terms["attention backward"].value
+        assert parts["attention backward (cudnn)"] == pytest.approx(attention)
+
+    def test_uneven_batches(self) -> None:
+        work = Workload(seq_len=2048, micro_batch=3, global_batch=64)
+        with pytest.raises(
+            PlanningError, match=r"global_batch is 64; it must be a multiple of .*48: 48 or 96"
+        ):
+            predict(LLAMA_8B, MeshLayout(1, 16, 1), H100, work)
+
+    def test_more_is_slower_or_larger(self) -> None:
+        def at(**changes):
+            work = dataclasses.replace(Workload(seq_len=4096, micro_batch=2), **changes)
+            return predict(LLAMA_8B, MeshLayout(1, 16, 1), H100, work)
+
+        base = at()
+        assert at(checkpointing="full").step_seconds > base.step_seconds
+        assert at(checkpointing="full").memory.allocated < base.memory.allocated
+        assert at(compile=True).step_seconds < base.step_seconds
+        assert at(attention="naive").memory.allocated > base.memory.allocated
+        assert at(reshard_after_forward=False).memory.allocated > base.memory.allocated
+        assert at(reshard_after_forward=False).step_seconds < base.step_seconds
+        assert at(seq_len=8192).mfu > 0
+
+    def test_flops_are_6n_plus_attention(self) -> None:
+        work = Workload(seq_len=4096, micro_batch=1)
+        found = predict(LLAMA_8B, MeshLayout(1, 16, 1), H100, work)
+        dense = LLAMA_8B.numel - 128256 * 4096 - 65 * 4096  # without the embedding and norms
+        attention = 32 * 2 * 4096 * 4096 * (1 + 2.5)
+        assert found.time.model_flops == pytest.approx(4096 * (6 * dense + attention), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seq_len": 0}, "seq_len is 0; it must be an int, 1 or more"),
+        ({"micro_batch": 1.5}, "micro_batch is 1.5"),
+        ({"optimizer": "lion9"}, "optimizer is 'lion9'; it must be one of adamw"),
+        (
+            {"checkpointing": "some"},
+            "checkpointing is 'some'; it must be one of none, selective_op",
+        ),
+    ],
+)
+def test_wrong_workloads(changes: dict, said: str) -> None:
+    with pytest.raises(PlanningError, match=said):
+        Workload(**{"seq_len": 2048, **changes})

@@ -1,0 +1,94 @@
+"""Predictions beside published runs: the accuracy that docs/planner.md states doesn't get worse."""
+
+import csv
+import statistics
+from pathlib import Path
+
+import pytest
+
+from parallel3d.errors import PlanningError
+from parallel3d.planner.runs import (
+    COLUMNS,
+    predict_run,
+    predict_runs,
+    read_models,
+    write_predictions,
+)
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "published"
+with (DATA / "runs.csv").open(newline="", encoding="utf-8") as file:
+    RUNS = list(csv.DictReader(file))
+MODELS = read_models(DATA / "models.csv")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    return predict_runs(RUNS, MODELS)
+
+
+def relative(found: list[dict[str, str]], name: str) -> list[float]:
+    pairs = zip(RUNS, found, strict=True)
+    return sorted(abs(float(p[name]) / float(r[name]) - 1) for r, p in pairs if r[name])
+
+
+def test_every_row_has_its_prediction(found: list[dict[str, str]]) -> None:
+    assert [row["id"] for row in found] == [row["id"] for row in RUNS]
+    for row in found:
+        assert tuple(row) == COLUMNS
+        assert float(row["tokens_per_s_per_gpu"]) > 0
+        assert float(row["memory_upper_gib"]) > float(row["memory_gib"]) > 0
+        assert row["fits"] in ("0", "1")
+
+
+def test_speed(found: list[dict[str, str]]) -> None:
+    errors = relative(found, "tokens_per_s_per_gpu")
+    assert len(errors) == 232
+    assert statistics.median(errors) <= 0.10
+    assert errors[int(0.9 * len(errors))] <= 0.25
+
+
+def test_memory(found: list[dict[str, str]]) -> None:
+    errors = relative(found, "memory_gib")
+    assert len(errors) == 15
+    assert statistics.median(errors) <= 0.05
+
+
+def test_fits(found: list[dict[str, str]]) -> None:
+    right = [r["fits"] == p["fits"] for r, p in zip(RUNS, found, strict=True)]
+    assert sum(right) / len(right) >= 0.90
+
+
+def test_parameters_are_those_that_the_sources_print() -> None:
+    for name, row in MODELS.rows.items():
+        assert MODELS.spec(name, 2048).numel == int(row["params"])
+
+
+def test_blank_cells_have_defaults() -> None:
+    row = {"id": "x", "model": "llama3-8b", "gpu": "h100-80gb-sxm", "shard": "8"}
+    found = predict_run(row, MODELS)
+    assert found.layout.sizes == (1, 8, 1)
+    assert (found.micro_batch, found.accumulation) == (1, 1)
+    assert found.workload.checkpointing == "none"
+
+
+@pytest.mark.parametrize(
+    ("cell", "value", "said"),
+    [
+        ("model", "llama9", "there is no model 'llama9'"),
+        ("gpu", "abacus", "there is no GPU 'abacus'"),
+        ("sharding", "folded", "sharding is 'folded'"),
+        ("compile", "maybe", "compile is 'maybe'; it must be 0 or 1"),
+        ("seq_len", "long", "could not convert"),
+    ],
+)
+def test_cells_that_cannot_be_read(cell: str, value: str, said: str) -> None:
+    with pytest.raises(PlanningError, match=said) as raised:
+        predict_run({**RUNS[0], cell: value}, MODELS)
+    assert str(raised.value).startswith(f"run {RUNS[0]['id']}: ")
+
+
+def test_files(tmp_path: Path) -> None:
+    out = tmp_path / "predictions.csv"
+    assert write_predictions(DATA / "runs.csv", DATA / "models.csv", out) == len(RUNS)
+    with out.open(newline="", encoding="utf-8") as file:
+        assert list(csv.DictReader(file)) == predict_runs(RUNS, MODELS)
