@@ -183,7 +183,10 @@ def _results(layouts: list[UnitLayout], widths: Widths) -> int:
 
 
 def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """ZeRO-1: whole compute-dtype parameters, fp32 gradients; master copies and state over ``replicate``."""
+    """ZeRO-1: whole parameters and gradients; fp32 copies and optimizer state over ``replicate``.
+
+    Not our engine's. Frameworks that shard so (Megatron-LM, DeepSpeed) step by fused kernels, in place.
+    """
     layouts = [
         unit_layout(u, 1, layout.tp, work.param_itemsize, work.sequence_parallel, ACCELERATOR_BYTES)
         for u in model.units
@@ -192,7 +195,7 @@ def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
     over = layout.replicate if work.sharding == "zero1" else 1
     part = ceil(numel / over)
     master = work.param_itemsize if work.compute_itemsize != work.param_itemsize else 0
-    state, step = _optimizer(work)
+    state, _ = _optimizer(work)
     return StateMemory(
         parameters=numel * work.compute_itemsize + part * master,
         gradients=numel * work.reduce_itemsize,
@@ -201,6 +204,6 @@ def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
         unsharded=0,
         unsharded_at_loss=0,
         buffers=0,
-        step=part * step,
+        step=0,
         inputs={"parameters": numel, "of them with optimizer state": part},
     )
