@@ -10,27 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parallel3d.planner.engine_layout import BucketLayout, UnitLayout
+from parallel3d.planner.engine_residents import Widths, is_resident, node_gradients
 
-__all__ = ["Backward", "Widths", "run_backward"]
-
-# Of shards that wait for each other's gradients: see ``fsdp/buckets/joint_reduce.py``.
-FIRST_BYTES = 2**20
-MOST_BYTES = 25 * 2**20
-NODE_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Bytes of an element: of a parameter at rest, while computing, while being reduced."""
-
-    rest: int
-    compute: int
-    reduce: int
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing is cast."""
-        return self.rest == self.compute == self.reduce
+__all__ = ["Backward", "run_backward"]
 
 
 @dataclass(frozen=True)
@@ -86,15 +68,10 @@ def run_backward(
 def _expanded(units: Sequence[UnitLayout], widths: Widths) -> Iterator[tuple[UnitLayout, int]]:
     """(unit, how many equal ones after it are left out): of many equal ones the first and last two."""
     for unit in units:
-        if unit.count <= 5 or _is_resident(unit, widths):
+        if unit.count <= 5 or is_resident(unit, widths):
             yield from ((unit, 0) for _ in range(unit.count))
         else:
             yield from ((unit, 0), (unit, 0), (unit, unit.count - 5), (unit, 0), (unit, 0))
-
-
-def _is_resident(unit: UnitLayout, widths: Widths) -> bool:
-    """Whether its shards are its unsharded parameters; see ``fsdp/running/resident.py``."""
-    return widths.same and all(bucket.resident for bucket in unit.buckets)
 
 
 @dataclass(eq=False)
@@ -132,7 +109,7 @@ class _Unit:
             for b in buckets
             if b.parts > 1 or widths.compute != widths.rest
         )
-        self.resident = _is_resident(self.layout, widths)
+        self.resident = is_resident(self.layout, widths)
         self.kept = [[0] * len(b.grads) for b in buckets]
         self.written = [False] * len(buckets)
 
@@ -158,7 +135,7 @@ class _Timeline:
 
     def run(self, order: list[_Unit], *, freed_between: bool) -> None:
         self.order = order
-        nodes = _nodes(order, self.widths)
+        nodes = node_gradients([unit.layout for unit in order], self.widths)
         late: list[_Unit] = []
         for unit in order:
             if unit.layout.kind == "root":
@@ -174,14 +151,14 @@ class _Timeline:
                     late.append(unit)
                 else:
                     self.end(unit)
-            self.fire(nodes, unit)
+            self.fire(nodes.get(order.index(unit), 0))
             if unit.left_out and freed_between:
                 self.unsharded -= unit.whole * unit.left_out
         for unit in order:  # what a root has alone is used first, and so comes last
             if unit.layout.kind == "root":
                 if not unit.resident:
                     self.arrive(unit)
-                self.fire(nodes, unit)
+                self.fire(nodes.get(order.index(unit), 0))
         self.half = None
         late.sort(key=order.index, reverse=True)
         for unit in late:
@@ -189,9 +166,8 @@ class _Timeline:
                 self.reduce(unit)
         self.note()
 
-    def fire(self, nodes: dict[int, int], unit: _Unit) -> None:
+    def fire(self, size: int) -> None:
         """The gradients of several resident units come at once."""
-        size = nodes.get(id(unit), 0)
         self.buffers += size
         self.note()
         self.buffers -= size
@@ -377,36 +353,3 @@ class _Timeline:
 def _in_place(bucket: BucketLayout) -> int:
     """Elements of the shards that travel in place."""
     return bucket.numel - bucket.packed
-
-
-def _nodes(order: Sequence[_Unit], widths: Widths) -> dict[int, int]:
-    """By the unit whose gradients come last among those that come together: bytes of these gradients."""
-    found: dict[int, int] = {}
-    joint = node = 0
-    plans = 0
-    last: _Unit | None = None
-    grads = 0
-    for unit in reversed(order):
-        if not unit.resident:
-            continue
-        for bucket in reversed(unit.layout.buckets):
-            if not bucket.trainable:
-                continue
-            size = bucket.numel * widths.rest
-            limit = FIRST_BYTES if plans == 1 else MOST_BYTES
-            if last is None or joint + size > limit:
-                plans += 1
-                joint, new = 0, True
-            else:
-                new = node + size > NODE_BYTES
-            if new and last is not None:
-                found[id(last)] = max(found.get(id(last), 0), grads)
-            if new:
-                node, grads = 0, 0
-            joint += size
-            node += size
-            grads += sum(g.numel for g in bucket.grads) * widths.compute
-            last = unit
-    if last is not None:
-        found[id(last)] = max(found.get(id(last), 0), grads)
-    return found

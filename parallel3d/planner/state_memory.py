@@ -8,7 +8,8 @@ from math import ceil
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.engine_layout import ACCELERATOR_BYTES, UnitLayout, unit_layout
-from parallel3d.planner.engine_timeline import Widths, run_backward
+from parallel3d.planner.engine_residents import Widths
+from parallel3d.planner.engine_timeline import run_backward
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.workload import Workload
 

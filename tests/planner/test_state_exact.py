@@ -8,7 +8,7 @@ from state_models import Case, Net, random_case, spec_of
 from parallel3d import build_mesh, optim, parallelize
 from parallel3d.fsdp.buckets import in_place, joint_reduce
 from parallel3d.fsdp.running.members import units_of
-from parallel3d.planner import engine_layout, engine_timeline
+from parallel3d.planner import engine_layout, engine_residents
 from parallel3d.planner.state_memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
 
@@ -136,4 +136,4 @@ def test_gradients_that_are_added_to(seed, monkeypatch):
 def test_limits_are_the_engines():
     assert engine_layout.ACCELERATOR_BYTES == in_place.ACCELERATOR_BYTES
     for name in ("FIRST_BYTES", "MOST_BYTES", "NODE_BYTES"):
-        assert getattr(engine_timeline, name) == getattr(joint_reduce, name)
+        assert getattr(engine_residents, name) == getattr(joint_reduce, name)
