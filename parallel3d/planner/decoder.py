@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel3d.planner.model_spec import (
     Activation,
@@ -68,25 +68,17 @@ class Decoder:
         units = [
             Unit("blocks", "block", self.block_parameters(), self.layers, **self._block_work())
         ]
-        hidden, embedding, tail = self.hidden, self._embedding(), self._tail()
+        hidden, tail = self.hidden, self._tail()
         looked_up = (Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden)),)
-        if self.tied:  # one group at the root, gathered before the blocks and kept
-            root = Unit("root", "root", (*embedding, *tail.parameters), tp_outputs=(hidden,))
-            work = Unit(
-                "tail",
-                "tail",
-                (),
-                matmuls=tail.matmuls,
-                elementwise=tail.elementwise,
-                activations=tail.activations,
-                tp_inputs=tail.tp_inputs,
-            )
-            units = [root, *units, work]
-        else:
-            table = Unit(
-                "embed", "embedding", embedding, elementwise=looked_up, tp_outputs=(hidden,)
-            )
-            units = [table, *units, tail]
+        tables = [
+            Unit(p.name.partition(".")[0], "embedding", (p,)) for p in self._tables()[self.tied :]
+        ]
+        root = self._root()
+        if self.tied or root:
+            tables.insert(0, Unit("root", "root", root))
+        # The first of them stands for the lookup, whichever has the parameters.
+        tables[0] = replace(tables[0], elementwise=looked_up, tp_outputs=(hidden,))
+        units = [*tables, *units, tail]
         return ModelSpec(
             name=name,
             units=tuple(units),
@@ -95,17 +87,24 @@ class Decoder:
             heads=self.heads,
             kv_heads=self.kv,
             head_dim=self.dim,
-            divisible={"ffn": self.ffn},
             tied=self.tied,
             source=source,
         )
 
-    def _embedding(self) -> tuple[Parameter, ...]:
+    def _tables(self) -> list[Parameter]:
+        """Embeddings, each a unit of the engine's; a tied one is the root's."""
         found = [Parameter("embed.weight", (self.vocab, self.hidden), 0)]
         if self.positions == "learned":
             found.append(Parameter("positions.weight", (self.position_rows, self.hidden)))
+        return found
+
+    def _root(self) -> tuple[Parameter, ...]:
+        """What is in no other unit: tied weights with their head's bias, a norm before the blocks."""
+        found = [*self._tables()[: self.tied]]
         if self.embed_norm:
             found += self._norm_parameters("embed_norm")
+        if self.tied and self.head_bias:
+            found.append(Parameter("head.bias", (self.vocab,), 0))
         return tuple(found)
 
     def linears(self) -> Iterator[tuple[str, int, int, str, bool]]:
@@ -126,19 +125,40 @@ class Decoder:
         yield "mlp.down", hidden, ffn, "k", self.mlp_bias
 
     def block_parameters(self) -> tuple[Parameter, ...]:
-        """Of one block."""
-        found = []
+        """Of one block, in the order of their use."""
+        found = self._norm_parameters("norm1")
+        middle = [
+            f"norm{i}" for i in ((2, 3) if self.norms == 4 else (2,) if self.norms == 2 else ())
+        ]
         for name, n, k, split, bias in self.linears():
-            found.append(Parameter(f"{name}.weight", (n, k), 0 if split == "n" else 1))
-            if bias:
-                found.append(Parameter(f"{name}.bias", (n,), 0 if split == "n" else None))
-        for i in range(self.norms):
-            found += self._norm_parameters(f"norm{i + 1}")
-        if self.qk_norm:
-            each = 1 if self.qk_norm == "head" else None
-            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv)):
-                found.append(Parameter(f"attn.{name}.weight", ((each or heads) * self.dim,)))
+            if name == "attn.o" and self.qk_norm:
+                found += self._qk_norms()
+            found += self._linear(name, n, k, split, bias)
+            if name == "attn.o":
+                for norm in middle:
+                    found += self._norm_parameters(norm)
+        if self.norms == 4:
+            found += self._norm_parameters("norm4")
         return tuple(found)
+
+    def _linear(self, name: str, n: int, k: int, split: str, bias: bool) -> list[Parameter]:
+        heads = None
+        if name.startswith("attn."):  # fused ones are shared by groups of heads
+            heads = (self.kv if self.fused_qkv else self.heads, self.kv)
+        pair = name in ("attn.k", "attn.v")
+        cut = 0 if split == "n" else 1
+        found = [Parameter(f"{name}.weight", (n, k), cut, heads=heads, kv=pair)]
+        if bias:
+            cuts = (0, heads) if split == "n" else (None, None)
+            found.append(Parameter(f"{name}.bias", (n,), cuts[0], heads=cuts[1], kv=pair))
+        return found
+
+    def _qk_norms(self) -> list[Parameter]:
+        each = 1 if self.qk_norm == "head" else None
+        return [
+            Parameter(f"attn.{name}.weight", ((each or heads) * self.dim,), tp_partial="always")
+            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv))
+        ]
 
     def _norm_parameters(self, name: str) -> list[Parameter]:
         if self.norm == "none":
@@ -223,7 +243,7 @@ class Decoder:
         parameters = self._norm_parameters("norm")
         if not self.tied:
             parameters.append(Parameter("head.weight", (v, h), 0))
-        if self.head_bias:
+        if self.head_bias and not self.tied:
             parameters.append(Parameter("head.bias", (v,), 0))
         return Unit(
             "tail",

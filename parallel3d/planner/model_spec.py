@@ -23,6 +23,10 @@ class Parameter:
         tp_dim: the dim that tensor parallelism shards; None: whole on each tp rank.
         trainable: whether it has a gradient.
         itemsize: bytes of an element at rest.
+        heads: (query, key and value heads) of the attention layer, where ``tp_dim`` is made of them: tp cuts
+            between heads, also where they don't divide. kv: whether it makes keys or values.
+        tp_partial: when the gradient of one that is whole on each tp rank is a part, summed over tp:
+            "sequence": under sequence parallelism, "always", "never".
     """
 
     name: str
@@ -30,6 +34,9 @@ class Parameter:
     tp_dim: int | None = None
     trainable: bool = True
     itemsize: int = 4
+    heads: tuple[int, int] | None = None
+    kv: bool = False
+    tp_partial: str = "sequence"
 
     @property
     def numel(self) -> int:
@@ -111,11 +118,13 @@ class Unit:
 
     Attributes:
         kind: "block", "embedding", "tail" or "root".
-        parameters: in the order of the module's ``parameters()``, tied ones once.
+        parameters: in the order in which forward uses them, so that gradients come in the reverse one; tied
+            ones once.
         count: how many units of the model are equal to this one.
         tp_inputs: features of inputs that colwise layers share: gathered forward under sequence parallelism,
             their gradients summed over ``tp`` backward.
-        tp_outputs: features of rowwise layers' outputs (and a split embedding's): summed over ``tp`` forward.
+        tp_outputs: features of rowwise layers' outputs (and of a split embedding's): summed over ``tp``
+            forward.
     """
 
     name: str
@@ -144,7 +153,8 @@ class ModelSpec:
         hidden: features between the blocks.
         vocab: rows of the logits; 0: no head.
         heads, kv_heads: of attention, for what ``tp`` may divide; 0: none.
-        divisible: further sizes that ``tp`` must divide, by name (``{"ffn": 14336}``).
+        divisible: sizes that ``tp`` must divide, by name: only those that the plan can't cut otherwise, as
+            ``LocalSizes``.
         tied: the embedding is the head's weight as well.
         tp_ready: there is a tensor-parallel plan.
         source: where this was read.

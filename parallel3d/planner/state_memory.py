@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients, optimizer state, whole groups and buffers, as the engine allocates them."""
+"""Bytes of parameters, gradients, optimizer state, unsharded groups and buffers, as the engine allocates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from functools import lru_cache
 from math import ceil
 
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.model_spec import ModelSpec, Parameter, Unit
+from parallel3d.planner.engine_layout import ACCELERATOR_BYTES, UnitLayout, unit_layout
+from parallel3d.planner.engine_residents import Widths
+from parallel3d.planner.engine_timeline import run_backward
+from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.workload import Workload
 
 __all__ = ["StateMemory", "state_memory"]
@@ -15,13 +18,18 @@ __all__ = ["StateMemory", "state_memory"]
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes on the fullest rank.
+    """Bytes on the fullest rank, which is the first.
 
     Attributes:
-        parameters, gradients, optimizer: at rest, after a step.
+        parameters, gradients, optimizer: at rest, after a step. Optimizer's counters of steps, which are on
+            the CPU, are not in.
         gradients_whole: gradients are there during the whole step (ZeRO-1, DDP).
-        unsharded: whole groups at the peak of backward. unsharded_at_loss: those at the end of forward.
-        buffers: of gathers and reductions under way at the peak.
+        unsharded, buffers: at the moment of a backward at which their sum is largest: unsharded parameters;
+            buffers of gathers, gradients that have come and are not reduced yet, inputs of reductions.
+        unsharded_at_loss: unsharded parameters at the end of forward.
+        results: what a backward's end needs beyond ``gradients``: results of reductions in another dtype.
+        results_again: the same where there are gradients of an earlier micro-batch, to be added to.
+        waiting: gradients of tied weights, which autograd holds from the head's backward to the embedding's.
         step: what the optimizer's step allocates.
         inputs: what these were computed from.
     """
@@ -34,72 +42,165 @@ class StateMemory:
     unsharded_at_loss: int
     buffers: int
     step: int
+    results: int = 0
+    results_again: int = 0
+    waiting: int = 0
     inputs: dict[str, int] = field(default_factory=dict, hash=False)
 
 
-def state_memory(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """Of ``model`` on ``layout``."""
-    if work.sharding == "fsdp":
-        return _sharded(model, layout.shard, layout.tp, work)
-    return _whole(model, layout, work)
+def state_memory(
+    model: ModelSpec,
+    layout: MeshLayout,
+    work: Workload,
+    *,
+    in_place_bytes: int = ACCELERATOR_BYTES,
+    streams: bool = True,
+) -> StateMemory:
+    """Of ``model`` on ``layout``, which is resolved.
 
-
-@lru_cache(maxsize=65536)
-def _numel(unit: Unit, shard: int, tp: int) -> int:
-    """Elements of a unit's parameters on the fullest rank."""
-    return sum(_part(p, shard, tp) for p in unit.parameters)
-
-
-def _part(parameter: Parameter, shard: int, tp: int) -> int:
-    sizes = list(parameter.shape) or [1]
-    if parameter.tp_dim is not None:
-        sizes[parameter.tp_dim] = ceil(sizes[parameter.tp_dim] / tp)
-    sizes[0] = ceil(sizes[0] / shard)
-    found = 1
-    for size in sizes:
-        found *= size
-    return found
-
-
-def _sharded(model: ModelSpec, shard: int, tp: int, work: Workload) -> StateMemory:
-    mine = sum(u.count * _numel(u, shard, tp) for u in model.units)
-    width, reduce = work.compute_itemsize, work.reduce_itemsize
-    blocks = [_numel(u, 1, tp) for u in model.units if u.kind == "block"]
-    largest = max(blocks, default=0)
-    others = [_numel(u, 1, tp) for u in model.units if u.kind != "block"]
-    kept = [_numel(u, 1, tp) for u in model.units if u.kind in ("tail", "root")]
-    all_blocks = sum(u.count * _numel(u, 1, tp) for u in model.units if u.kind == "block")
-    if shard == 1 and width == work.param_itemsize:
-        unsharded = at_loss = buffers = 0
-    else:
-        whole = largest if work.reshard_after_forward else all_blocks
-        unsharded = width * (whole + (largest if work.reshard_after_forward else 0) + sum(kept))
-        at_loss = width * ((0 if work.reshard_after_forward else all_blocks) + sum(kept))
-        biggest = max([largest, *others], default=0)
-        buffers = reduce * biggest if shard > 1 else 0
+    Args:
+        in_place_bytes: from which a parameter is gathered into its place: the engine's for accelerators.
+        streams: whether the device has streams, as accelerators have.
+    """
+    if work.sharding != "fsdp":
+        return _whole(model, layout, work)
+    found = _sharded(
+        model.units,
+        layout.shard,
+        layout.tp,
+        Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize),
+        work.sequence_parallel,
+        work.reshard_after_forward,
+        in_place_bytes,
+        streams,
+    )
+    state, step = _optimizer(work)
+    waiting = 0
+    if model.tied:
+        waiting = _tied(model.units) // layout.tp * work.compute_itemsize
     return StateMemory(
-        parameters=mine * work.param_itemsize,
-        gradients=mine * work.param_itemsize,
-        optimizer=mine * work.optimizer_bytes,
+        parameters=found.elements * work.param_itemsize,
+        gradients=found.trained * work.param_itemsize,
+        optimizer=found.trained * state,
         gradients_whole=False,
-        unsharded=unsharded,
-        unsharded_at_loss=at_loss,
-        buffers=buffers,
-        step=0,
-        inputs={"parameters of a rank": mine, "shard": shard, "tp": tp, "largest block": largest},
+        unsharded=found.unsharded,
+        unsharded_at_loss=found.at_loss,
+        buffers=found.buffers,
+        step=found.trained * step,
+        results=found.results,
+        results_again=found.trained * work.reduce_itemsize,
+        waiting=waiting,
+        inputs={
+            "parameters of a rank": found.elements,
+            "of them trained": found.trained,
+            "shard": layout.shard,
+            "tp": layout.tp,
+            "unsharded block": found.block,
+        },
     )
 
 
+def _optimizer(work: Workload) -> tuple[int, int]:
+    """Bytes a parameter of the optimizer's state, and of what its step allocates beside.
+
+    AdamW's foreach implementation, which is the default on accelerators, makes the square roots of all second
+    moments at once; SGD's nothing.
+    """
+    step = work.param_itemsize if work.optimizer in ("adam", "adamw") else 0
+    return work.optimizer_bytes, step
+
+
+def _tied(units: tuple[Unit, ...]) -> int:
+    """Elements of the embedding that is the head's weight as well."""
+    return max(
+        (p.numel for u in units if u.kind == "root" for p in u.parameters if p.trainable), default=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    """Elements of a rank at rest, and bytes of the rest."""
+
+    elements: int
+    trained: int
+    unsharded: int
+    buffers: int
+    at_loss: int
+    results: int
+    block: int
+
+
+@lru_cache(maxsize=4096)
+def _sharded(
+    units: tuple[Unit, ...],
+    shard: int,
+    tp: int,
+    widths: Widths,
+    sequence_parallel: bool,
+    reshard: bool,
+    in_place_bytes: int,
+    streams: bool,
+) -> _Sharded:
+    layouts = [
+        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, in_place_bytes)
+        for unit in units
+    ]
+    buckets = [(u.count, b) for u in layouts for b in u.buckets]
+    backward = run_backward(layouts, widths, reshard_after_forward=reshard, streams=streams)
+    return _Sharded(
+        elements=sum(count * b.numel for count, b in buckets),
+        trained=sum(count * b.numel for count, b in buckets if b.trainable),
+        unsharded=backward.unsharded,
+        buffers=backward.buffers,
+        at_loss=backward.at_loss,
+        results=_results(layouts, widths),
+        block=max((_whole_unit(u) for u in layouts if u.kind == "block"), default=0),
+    )
+
+
+def _whole_unit(unit: UnitLayout) -> int:
+    return sum(b.parts * b.numel for b in unit.buckets)
+
+
+def _results(layouts: list[UnitLayout], widths: Widths) -> int:
+    """Bytes beyond the gradients: all results wait for the backward's end, when each becomes a gradient, of
+    another dtype, and only then is freed."""
+    rest, reduce = widths.rest, widths.reduce
+    if rest == reduce:
+        return 0
+    sizes = [
+        b.numel
+        for unit in reversed(layouts)
+        for _ in range(unit.count)
+        for b in unit.buckets
+        if b.trainable
+    ]
+    total = most = reduce * sum(sizes)
+    for size in sizes:
+        total += rest * size
+        most = max(most, total)
+        total -= reduce * size
+    return max(0, most - rest * sum(sizes))
+
+
 def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """ZeRO-1: whole parameters and gradients; fp32 copies and optimizer state over ``replicate``."""
-    numel = sum(u.count * _numel(u, 1, layout.tp) for u in model.units)
+    """ZeRO-1: whole parameters and gradients; fp32 copies and optimizer state over ``replicate``.
+
+    Not our engine's. Frameworks that shard so (Megatron-LM, DeepSpeed) step by fused kernels, in place.
+    """
+    layouts = [
+        unit_layout(u, 1, layout.tp, work.param_itemsize, work.sequence_parallel, ACCELERATOR_BYTES)
+        for u in model.units
+    ]
+    numel = sum(u.count * _whole_unit(u) for u in layouts)
     over = layout.replicate if work.sharding == "zero1" else 1
     part = ceil(numel / over)
     master = work.param_itemsize if work.compute_itemsize != work.param_itemsize else 0
+    state, _ = _optimizer(work)
     return StateMemory(
         parameters=numel * work.compute_itemsize + part * master,
         gradients=numel * work.reduce_itemsize,
-        optimizer=part * work.optimizer_bytes,
+        optimizer=part * state,
         gradients_whole=True,
         unsharded=0,
         unsharded_at_loss=0,

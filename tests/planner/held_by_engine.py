@@ -1,0 +1,189 @@
+"""What the engine holds while it works: every storage that it makes or is handed, followed by identity."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parallel3d.fsdp.buckets.grads import GradientSlots
+from parallel3d.fsdp.comms import cpu_comm
+from parallel3d.fsdp.running import resident
+from parallel3d.fsdp.running.members import units_of
+
+__all__ = ["Held", "local_of"]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Held(TorchDispatchMode):
+    """Within its body, after each operation: bytes of
+
+    - ``unsharded``: the buckets' unsharded parameters,
+    - ``buffers``: their gather buffers; what the comms' methods and the gradients' arrival have made; and
+      gradients from the moment at which autograd hands them to the engine, as long as anybody holds them,
+    - ``reduced``: results of reductions and gradients at rest.
+
+    Attributes:
+        peak: the most of the first two together. most_reduced: of the third.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.inside = 0
+        self.active = False
+        self.made: dict[int, StorageWeakRef] = {}
+        self.results: dict[int, StorageWeakRef] = {}
+        self.peak = self.most_reduced = self.unsharded = 0
+        self.into = "made"
+        for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
+            self._wrap(patch, cpu_comm.CpuComm, name)
+        self._wrap(patch, GradientSlots, "accept", takes=lambda args: [args[2]])
+        self._wrap(patch, resident, "_arrive", takes=lambda args: args[1])
+        self._wrap(patch, cpu_comm, "reduce_scatter", into="results")
+
+    def _wrap(self, patch, owner, name, takes=lambda args: [], into="made") -> None:
+        inner = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def wrapper(*args, **kwargs):
+            if not self.active:
+                return inner(*args, **kwargs)
+            for grad in takes(args):
+                if grad is not None:
+                    self._add(self.made, local_of(grad))
+            self.sample()
+            before, self.into = self.into, into
+            self.inside += 1
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.inside -= 1
+                self.into = before
+                del args, kwargs
+                self.sample()
+
+        patch.setattr(owner, name, wrapper)
+
+    def begin_backward(self) -> int:
+        """Forgets forward's peak; returns the bytes of unsharded parameters that are there."""
+        self.peak = 0
+        self.sample()
+        return self.unsharded
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """The engine of ``model``, which has made a step."""
+        self.units = list(units_of(model, recurse=True))
+        self.buckets = [bucket for unit in self.units for bucket in unit.group.buckets]
+        self.comm = self.units[0].ready_context().comm
+        self.at_rest = [_storage(bucket.flat) for bucket in self.buckets]
+        self.active = True
+        with self:
+            yield
+        self.active = False
+
+    @contextmanager
+    def counting_new(self) -> Iterator[NewBytes]:
+        """The most bytes that ops in the body have made."""
+        with NewBytes() as new:
+            yield new
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        given = {_storage(t).cdata for t in _tensors((args, kwargs))} if self.inside else ()
+        result = func(*args, **(kwargs or {}))
+        if self.inside:
+            for tensor in _tensors(result):
+                if _storage(tensor).cdata not in given:
+                    self._add(self.made if self.into == "made" else self.results, tensor)
+            if self.active:
+                self.sample()
+        return result
+
+    def _add(self, where: dict[int, StorageWeakRef], tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        where[storage.cdata] = storage
+
+    def sample(self) -> None:
+        """Takes note of what there is."""
+        pools = [bucket.grads.pool.flat for bucket in self.buckets]
+        joints = self.units[0].ready_context().residents.joints
+        pools += [joint.pool.flat for joint in joints]
+        grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
+        results = [local_of(t) for t in (*pools, *grads) if t is not None]
+        jobs = [*self.comm.scattering, *self.comm.reducing]
+        results += [job.tensor for job, _ in jobs if not job.inputs and hasattr(job, "tensor")]
+        for tensor in results:
+            self._add(self.results, tensor)
+        owned = [b for b in self.buckets if b.has_own_unsharded]
+        unsharded = {_storage(b.unsharded).cdata: _storage(b.unsharded) for b in owned}
+        gathered = [b.gathered for b in owned if b.gathered is not b.unsharded]
+        buffers = {_storage(t).cdata: _storage(t) for t in gathered}
+        buffers.update(_alive(self.made))
+        reduced = _alive(self.results)
+        for each in (*self.at_rest, *reduced.values(), *unsharded.values()):
+            buffers.pop(each.cdata, None)
+        for each in self.at_rest:
+            reduced.pop(each.cdata, None)
+            unsharded.pop(each.cdata, None)
+        u, b, r = (sum(map(_nbytes, s.values())) for s in (unsharded, buffers, reduced))
+        self.unsharded, self.most_reduced = u, max(self.most_reduced, r)
+        self.peak = max(self.peak, u + b)
+
+
+class NewBytes(TorchDispatchMode):
+    """The most bytes at one time of what ops in its body have made, but for single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        given = {_storage(t).cdata for t in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            if _storage(tensor).cdata not in given and tensor.dim():
+                self._made[_storage(tensor).cdata] = _storage(tensor)
+        self.most = max(self.most, sum(map(_nbytes, _alive(self._made).values())))
+        return result
+
+
+def _alive(storages: dict[int, StorageWeakRef]) -> dict[int, StorageWeakRef]:
+    for key in [key for key, storage in storages.items() if storage.expired()]:
+        del storages[key]
+    return dict(storages)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [
+        t
+        for t in tree_leaves(value)
+        if isinstance(t, torch.Tensor) and not isinstance(t, DTensor) and t.device.type != "meta"
+    ]
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _nbytes(storage: StorageWeakRef) -> int:
+    return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()
