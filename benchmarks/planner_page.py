@@ -1,6 +1,6 @@
 """The tables and the picture of docs/planner.md, from what planner_accuracy.py has written with ``--json``.
 
-    python benchmarks/planner_page.py ACCURACY.json RUNS.csv PREDICTIONS.csv
+python benchmarks/planner_page.py ACCURACY.json RUNS.csv PREDICTIONS.csv
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from svg import Drawing
 from tables import replace_between, table
 
 DOCS = Path(__file__).parents[1] / "docs"
-COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
+COLORS = (
+    "#1f77b4",
+    "#ff7f0e",
+    "#2ca02c",
+    "#d62728",
+    "#9467bd",
+    "#8c564b",
+    "#e377c2",
+    "#17becf",
+    "#bcbd22",
+)
 SIZE, LEFT, TOP = 420, 60, 20
 
 
@@ -36,7 +46,16 @@ def errors_table(result: dict[str, Any]) -> str:
         ]
         for name, r in result["errors"].items()
     ]
-    head = ["source", "speeds", "median", "90th percentile", "signed median", "memory", "median", "fits right"]
+    head = [
+        "source",
+        "speeds",
+        "median",
+        "90th percentile",
+        "signed median",
+        "memory",
+        "median",
+        "fits right",
+    ]
     return table(head, rows)
 
 
@@ -69,7 +88,13 @@ def picture(runs: list[dict[str, str]], found: dict[str, dict[str, str]], path: 
     def at(value: float) -> float:
         return (log10(value) - low) / (high - low) * SIZE
 
-    for factor, color in ((1.0, "#888888"), (1.1, "#bbbbbb"), (1 / 1.1, "#bbbbbb"), (1.25, "#e0e0e0"), (0.8, "#e0e0e0")):
+    for factor, color in (
+        (1.0, "#888888"),
+        (1.1, "#bbbbbb"),
+        (1 / 1.1, "#bbbbbb"),
+        (1.25, "#e0e0e0"),
+        (0.8, "#e0e0e0"),
+    ):
         ends = [(LEFT + at(v), TOP + SIZE - at(v * factor)) for v in (400, 150_000)]
         drawing.line(ends, color=color, dash="" if factor == 1 else "4 3")
     for tick in (1_000, 10_000, 100_000):

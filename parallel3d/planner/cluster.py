@@ -90,7 +90,8 @@ class Cluster:
     @property
     def domain(self) -> int:
         """GPUs that are joined by the fast links."""
-        return max(self.gpu.domain, self.gpus_per_node)
+        rack = self.gpu.domain if self.gpu.domain > self.gpu.node else 0
+        return max(rack, self.gpus_per_node)
 
     @classmethod
     def of(

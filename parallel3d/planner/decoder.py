@@ -191,15 +191,20 @@ class Decoder:
         for i in range(self.norms):
             yield self._norm_work(f"norm{i + 1}", h)
         yield Elementwise("residuals", (6 * h, 6 * h), (6 * h, 6 * h), (2, 2))
+        sums = (0 if self.fused_qkv else 2) + (1 if self.gated and not self.fused_gate else 0)
+        if sums:  # of the gradients that layers with one input give it
+            yield Elementwise(
+                "gradient sums", (0, 3 * sums * h), (0, 3 * sums * h), (0, sums), "gathered"
+            )
         if self.gated:
-            yield Elementwise(self.mlp, (5 * f, 8 * f), (3 * f, 5 * f), (2, 3), "tp")
+            yield Elementwise(self.mlp, (5 * f, 9 * f), (3 * f, 5 * f), (2, 3), "tp")
         else:
             yield Elementwise(self.mlp, (2 * f, 3 * f), (2 * f, 3 * f), (1, 1), "tp")
         qk = (self.heads + self.kv) * self.dim
         if self.qk_norm:
             yield self._norm_work("q, k norms", qk, "tp")
         if self.positions == "rope":
-            yield Elementwise("rope", (10 * qk, 10 * qk), (3 * qk, 3 * qk), (8, 8), "tp")
+            yield Elementwise("rope", (10 * qk, 16 * qk), (3 * qk, 3 * qk), (8, 8), "tp")
         for which, split in (("n", "tp"), ("k", "sequence")):
             biased = [n for _, n, _, way, bias in self.linears() if bias and way == which]
             if biased:
@@ -233,9 +238,9 @@ class Decoder:
         self, name: str, features: int, split: str = "sequence"
     ) -> Iterator[Activation]:
         yield Activation(f"{name} input", features, split=split, of="norm")
-        if self.norm == "rmsnorm":  # x in fp32, its normed value in fp32 and in bf16
-            yield Activation(f"{name} in fp32", 2 * features, 4, split, "norm", eager_only=True)
-            yield Activation(f"{name} normed", features, None, split, "norm", eager_only=True)
+        if self.norm == "rmsnorm":  # x in fp32
+            # pow and the product share x; the bf16 input isn't kept, but the residual is
+            yield Activation(f"{name} in fp32", features, 4, split, "norm", eager_only=True)
 
     def _tail(self) -> Unit:
         """Final norm, head and loss."""

@@ -105,14 +105,15 @@ def _moments(
             **resident,
             "gradients": before,
             "unsharded groups": state.unsharded,
-            "gather and reduce buffers": state.buffers,
+            "gather and reduce buffers": state.buffers + state.waiting,
             "activations": kept.kept + kept.block + kept.gathered,
         },
         "end of backward": {
             **resident,
             "gradients": state.gradients,
             "unsharded groups": state.unsharded,
-            "gather and reduce buffers": state.buffers,
+            "gather and reduce buffers": state.buffers
+            + (state.results_again if accumulation > 1 else state.results),
             "activations": kept.block + kept.gathered,
         },
         "optimizer": {

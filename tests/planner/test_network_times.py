@@ -90,6 +90,10 @@ class TestOverlap:
 
 
 class TestClusters:
+    def test_fast_links_end_at_the_node_or_the_rack(self) -> None:
+        assert Cluster.of("h100", 4, gpus_per_node=2).domain == 2
+        assert Cluster.of("gb200", 18).domain == 72
+
     def test_names(self) -> None:
         assert gpu("H100") is gpu("h100-80gb-sxm")
         assert {"a100-40gb-sxm", "h200", "b200", "gb200", "mi300x", "cpu", "h100-pcie"} <= set(
