@@ -170,14 +170,14 @@ class Decoder:
 
     def _block_work(self) -> dict:
         hidden = self.hidden
-        return dict(
-            matmuls=tuple(Matmul(name, n, k, split) for name, n, k, split, _ in self.linears()),
-            attention=(Attention(self.heads, self.kv, self.dim),),
-            elementwise=tuple(self._elementwise()),
-            activations=tuple(self._activations()),
-            tp_inputs=(hidden, hidden) if self.norms > 1 else (hidden,),
-            tp_outputs=(hidden, hidden),
-        )
+        return {
+            "matmuls": tuple(Matmul(name, n, k, split) for name, n, k, split, _ in self.linears()),
+            "attention": (Attention(self.heads, self.kv, self.dim),),
+            "elementwise": tuple(self._elementwise()),
+            "activations": tuple(self._activations()),
+            "tp_inputs": (hidden, hidden) if self.norms > 1 else (hidden,),
+            "tp_outputs": (hidden, hidden),
+        }
 
     def _norm_work(self, name: str, features: int, split: str = "sequence") -> Elementwise:
         h = features

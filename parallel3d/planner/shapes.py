@@ -52,9 +52,8 @@ def spec_from_shapes(
     ):
         if value not in known:
             raise PlanningError(f"{what} is {value!r}; it must be one of {', '.join(known)}")
-    sizes = dict(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim, ffn=ffn, vocab=vocab
-    )
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "head_dim": dim}
+    sizes |= {"ffn": ffn, "vocab": vocab}
     for what, size in sizes.items():
         if type(size) is not int or size < 1:
             raise PlanningError(f"{what} is {size!r}; it must be an int, 1 or more")
