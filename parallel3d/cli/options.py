@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from parallel3d.errors import PlanningError
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING, Workload
 
@@ -91,7 +92,7 @@ Reshard = Annotated[
 ]
 ReshardOrBoth = Annotated[
     bool | None,
-    _option("--reshard/--no-reshard", panel=_WORK, help="The same; both are tried if not given."),
+    _option("--reshard/--no-reshard", panel=_WORK, help="Free parameters after forward; both are tried if not given."),
 ]
 Sharding = Annotated[str, _option("--sharding", panel=_WORK, help=f"{', '.join(SHARDING)}.")]
 
@@ -132,10 +133,10 @@ def cluster_of(given: Mapping[str, Any]) -> Cluster:
     """Of a command's options by name.
 
     Raises:
-        PlanningError: no such GPU. BadParameter: none is named.
+        PlanningError: none is named, or there is no such GPU.
     """
     if given["gpu"] is None:
-        raise typer.BadParameter("missing; for example --gpu h100-80gb-sxm", param_hint="--gpu")
+        raise PlanningError("which GPU? Give --gpu a name, for example h100-80gb-sxm")
     return Cluster.of(
         given["gpu"], given["nodes"], given["gpus_per_node"], given["nic"], given["profile"]
     )
@@ -145,10 +146,10 @@ def workload_of(given: Mapping[str, Any], checkpointing: str, reshard: bool) -> 
     """Of a command's options by name.
 
     Raises:
-        PlanningError: a value that can't be. BadParameter: no sequence length.
+        PlanningError: a value that can't be, or no sequence length.
     """
     if given["seq_len"] is None:
-        raise typer.BadParameter("missing; for example --seq-len 4096", param_hint="--seq-len")
+        raise PlanningError("how long are the sequences? Give --seq-len, for example 4096")
     return Workload(
         checkpointing=checkpointing,
         reshard_after_forward=reshard,

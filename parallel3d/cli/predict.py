@@ -11,6 +11,7 @@ import typer
 from parallel3d.cli import options as o
 from parallel3d.cli import tables
 from parallel3d.cli.models import read_model
+from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.legality import refusal
 from parallel3d.planner.mesh_plan import MeshPlan
@@ -91,7 +92,7 @@ def _as_json(found: Prediction, refused: str | None, explain: bool) -> dict[str,
 def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_json: bool) -> None:
     if runs is None or models is None or out is None:
         lacking = [n for n, v in (("--runs", runs), ("--models", models), ("--out", out)) if v is None]
-        raise typer.BadParameter("--runs, --models and --out go together", param_hint=", ".join(lacking))
+        raise PlanningError(f"--runs, --models and --out go together; not given: {', '.join(lacking)}")
     count = write_predictions(runs, models, out)
     if as_json:
         typer.echo(json.dumps({"rows": count, "out": str(out)}))
