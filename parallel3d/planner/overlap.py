@@ -22,6 +22,7 @@ class UnitTimes:
         forward, backward: with tensor parallelism's communication.
         gather, reduce, all_reduce: of one unit.
         gather_again: in backward; 0 if the unit was kept.
+        tp_forward, tp_backward: tensor parallelism's part of the first two, for the timeline.
     """
 
     count: int
@@ -31,6 +32,8 @@ class UnitTimes:
     gather_again: float = 0.0
     reduce: float = 0.0
     all_reduce: float = 0.0
+    tp_forward: float = 0.0
+    tp_backward: float = 0.0
 
 
 @dataclass

@@ -133,7 +133,7 @@ def _unit_times(
     shard, replicate = links["shard"], links["replicate"]
     numel = local_numel(unit, tp)
     if work.sharding != "fsdp" or not numel:
-        return UnitTimes(unit.count, forward, backward)
+        return UnitTimes(unit.count, forward, backward, 0.0, 0.0, 0.0, 0.0, *comm)
     rate = memory_rate(cluster.gpu)
     gather = collective_time("all_gather", numel * work.compute_itemsize, shard, cluster)
     reduce = collective_time("reduce_scatter", numel * work.reduce_itemsize, shard, cluster)
@@ -144,7 +144,7 @@ def _unit_times(
         copy = constant("gather_copy").value * numel / rate
         forward += copy
         backward += constant("reduce_copy").value * numel / rate + (copy if again else 0.0)
-    return UnitTimes(unit.count, forward, backward, gather, again, reduce, summed)
+    return UnitTimes(unit.count, forward, backward, gather, again, reduce, summed, *comm)
 
 
 def _exposed(

@@ -1,0 +1,46 @@
+"""The commands joined, and what they have in common: a user's mistake is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from parallel3d.cli.plan import plan_command
+from parallel3d.cli.predict import predict_command
+from parallel3d.errors import Parallel3dError
+
+__all__ = ["app"]
+
+
+class _Commands(TyperGroup):
+    """Turns errors that say what to do into one line; others keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of the pipe has gone
+            raise
+        except (Parallel3dError, OSError) as error:
+            typer.echo("error: " + " ".join(str(error).split()), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="parallel3d",
+    help="Which (replicate, shard, tp) mesh, does it fit, how fast, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command("plan")(plan_command)
+app.command("predict")(predict_command)
+# calibrate goes here: app.command("calibrate")(calibrate_command) from parallel3d/cli/calibrate.py, which prints
+# and writes what parallel3d.planner.calibrate.calibrate(...) measures; ``--profile`` reads it already.
+
+
+@app.callback()
+def _root() -> None:
+    """Which (replicate, shard, tp) mesh, does it fit, how fast, and why."""
