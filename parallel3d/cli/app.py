@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from parallel3d.cli.calibrate import calibrate_command
 from parallel3d.cli.plan import plan_command
 from parallel3d.cli.predict import predict_command
 from parallel3d.errors import Parallel3dError
@@ -37,8 +38,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("predict")(predict_command)
-# calibrate goes here: app.command("calibrate")(calibrate_command) from parallel3d/cli/calibrate.py, which prints
-# and writes what parallel3d.planner.calibrate.calibrate(...) measures; ``--profile`` reads it already.
+app.command("calibrate")(calibrate_command)
 
 
 @app.callback()

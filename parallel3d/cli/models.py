@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from parallel3d.errors import PlanningError
+from parallel3d.planner.hf_config import spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.shapes import spec_from_shapes
 
@@ -30,10 +31,6 @@ def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
         )
     if "=" in text:
         return _of_shapes(text, seq_len)
-    try:
-        from parallel3d.planner.hf_config import spec_from_hf_config
-    except ModuleNotFoundError:  # until hf_config is there: delete this, and _SOME
-        return _of_shapes(_some(text), seq_len)
     return spec_from_hf_config(text)
 
 
@@ -65,15 +62,3 @@ def _value(name: str, text: str, kind: str) -> int | bool | str:
     except ValueError:
         raise PlanningError(f"--model has {name}={text}; it must be an int") from None
 
-
-# To delete with the fallback above.
-_SOME = {
-    "llama-3.1-8b": "layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256",
-    "llama-3.1-70b": "layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256",
-}
-
-
-def _some(name: str) -> str:
-    if name not in _SOME:
-        raise PlanningError(f"there is no model {name!r}; the nearest: {', '.join(_SOME)}")
-    return f"name={name},{_SOME[name]}"
