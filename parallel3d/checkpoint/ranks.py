@@ -141,9 +141,11 @@ def _ranks_of(model: nn.Module | None) -> Ranks:
         return Ranks(None, 0, 1, (0,))
     ranks = tuple(range(dist.get_world_size()))
     params = parameters_at_rest(model) if model is not None else []
-    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+    # By id: a mesh's own hash takes longer than all else here.
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}
     if meshes:
-        ranks = tuple(sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()}))
+        found = {int(r) for mesh in meshes.values() for r in mesh.mesh.flatten().tolist()}
+        ranks = tuple(sorted(found))
     if len(ranks) == 1:
         return Ranks(None, 0, 1, ranks)
     world = dist.group.WORLD
