@@ -29,7 +29,7 @@ from parallel3d.checkpoint.format.reader import Reader
 from parallel3d.checkpoint.matching import check_alike, matched
 from parallel3d.checkpoint.model_state import model_state
 from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode, encode, keeper
@@ -179,7 +179,8 @@ class _Load:
         skipped: list[tuple[Path, str]],
     ) -> Info:
         """Verifies, reads, and only then gives optimizers and generators their state. Collective."""
-        self.ranks.all(lambda: self._prepare(model, optimizers, extra))
+        given = self.ranks.all(lambda: self._prepare(model, optimizers, extra))
+        check_same("load", given)
         if self.extra_state.any:
             self.ranks.undone_unless(self.extra_state.apply, self._read, self.extra_state.undo)
         else:
@@ -213,8 +214,9 @@ class _Load:
 
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
-    ) -> None:
-        """Finds what is to be read where to; raises if anything doesn't fit. Changes nothing.
+    ) -> dict[str, object]:
+        """Finds what is to be read where to; raises if anything doesn't fit. Changes nothing. Returns what
+        must be the same on all ranks.
 
         What each rank has whole for itself (random states, values of modules, extra) is read here, so that
         it has been looked at before anything changes.
@@ -236,6 +238,7 @@ class _Load:
         self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
             check_alike(self.folder, name, self.index.tensors[name], target)
+        return {"optimizers": len(optimizers)}
 
     def _prepare_extra(self, given: Mapping[str, Any] | None, stored: Stored) -> None:
         targets: dict[str, Tensor] = {}

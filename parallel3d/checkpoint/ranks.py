@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -18,7 +18,7 @@ from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.running.members import parameters_at_rest
 from parallel3d.guards.timeouts import keep_for_saving
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["Ranks", "check_same", "ranks_of"]
 
 T = TypeVar("T")
 
@@ -158,6 +158,26 @@ def _ranks_of(model: nn.Module | None) -> Ranks:
         keep_for_saving(group)
         known = _groups[ranks] = world, group
     return Ranks(known[1], dist.get_rank(known[1]), len(ranks), ranks)
+
+
+def check_same(what: str, given: Sequence[Mapping[str, object]]) -> None:
+    """Raises a CheckpointError, the same on all ranks, if ranks have given ``what`` different arguments.
+
+    Args:
+        given: argument -> value, of each rank; alike on all.
+    """
+    for name in given[0]:
+        ranks: dict[object, list[int]] = {}
+        for rank, values in enumerate(given):
+            ranks.setdefault(values[name], []).append(rank)
+        if len(ranks) > 1:
+            said = ", ".join(f"{value!r} on {_ranks_text(who)}" for value, who in ranks.items())
+            raise CheckpointError(f"{what}: {name} differs: {said}; give the same on all ranks")
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def as_checkpoint_error(problems: dict[int, Exception], size: int) -> CheckpointError:

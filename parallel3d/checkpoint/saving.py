@@ -25,7 +25,7 @@ from parallel3d.checkpoint.format.planners import SavePlanner
 from parallel3d.checkpoint.format.writer import Writer
 from parallel3d.checkpoint.model_state import model_state
 from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import rng_state
 from parallel3d.checkpoint.staging import copy_to_host
 from parallel3d.checkpoint.values import encode, keeper
@@ -81,7 +81,7 @@ def save(
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
     ranks = ranks_of(model)
-    work = _Work(Path(path).absolute(), step, keep, ranks)
+    work = _Work(Path(path).absolute(), step, keep, ranks, only=only)
     try:
         with torch.inference_mode(False), torch.no_grad():
             work.collect(model, as_optimizers(optimizer), extra, only)
@@ -98,6 +98,7 @@ class _Work:
 
     Attributes:
         tensors: what DCP stores, by name.
+        optimizers: how many were given.
         info: for checkpoint.json.
         description: more for it.
         problem: why this rank has nothing to write.
@@ -107,6 +108,8 @@ class _Work:
     step: int
     keep: int | None
     ranks: Ranks
+    only: str | None = None
+    optimizers: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     description: Callable[[], dict[str, Any]] = dict
@@ -120,6 +123,7 @@ class _Work:
         only: str | None,
     ) -> None:
         """Finds all that is to be stored."""
+        self.optimizers = len(optimizers)
         state = model_state(model, only)
         self.description = describe(model)
         tensors = self.tensors = {**state.tensors, **state.extra_tensors}
@@ -140,11 +144,13 @@ class _Work:
         tensors |= values
 
     def run(self) -> Path:
-        """Writes. Collective."""
-        final = folders.step_folder(self.run_folder, self.step)
-        writer = Writer(final, lambda: {**self.info, **self.description()})
+        """Writes. Collective. Returns the first rank's path."""
+        writer: Writer | None = None
         try:
-            self.ranks.all(self._check)
+            final = self._agreed()
+            writer = Writer(
+                final, lambda: {**self.info, **self.description()}, ranks=self.ranks.size
+            )
             with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
                 dcp.save(
                     self.tensors,
@@ -154,7 +160,7 @@ class _Work:
                     no_dist=self.ranks.group is None,
                 )
         except CheckpointError:
-            if self.ranks.is_first and writer.folder is not None:
+            if self.ranks.is_first and writer is not None and writer.folder is not None:
                 folders.discard(writer.folder)
             raise
         except BaseException:  # of this rank alone: a peer is gone
@@ -164,11 +170,19 @@ class _Work:
             self.tensors, self.description = {}, dict  # nothing of the model's is kept
         if self.ranks.is_first and self.keep is not None:
             try:
-                folders.prune(self.run_folder, self.keep)
+                folders.prune(final.parent, self.keep)
             except OSError as error:
                 warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=3)
         return final
 
-    def _check(self) -> None:
+    def _agreed(self) -> Path:
+        """The folder, when every rank has something to write and all are saving the same."""
+        found = self.ranks.all(self._given)
+        check_same("save", [what for _, what in found])
+        return folders.step_folder(found[0][0], self.step)
+
+    def _given(self) -> tuple[Path, dict[str, object]]:
         if self.problem is not None:
             raise self.problem
+        given = {"step": self.step, "only": self.only, "optimizers": self.optimizers}
+        return self.run_folder, given
