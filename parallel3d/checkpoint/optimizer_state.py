@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from parallel3d.checkpoint.contents import Contents
 from parallel3d.checkpoint.model_state import parameter_names
 from parallel3d.checkpoint.optimizer_groups import LoadedGroups
+from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError
@@ -168,7 +169,7 @@ class LoadedOptimizers:
                 f"checkpoint {entry.shape}"
             )
         fits = tuple(old.shape) == entry.shape and old.dtype == entry.dtype
-        if not fits or old.is_inference() or old.requires_grad:
+        if not fits or old.is_inference() or old.requires_grad or shares_memory_within(old):
             return None
         self._stored.take(at, where)
         self.tensors[at] = old.detach()
