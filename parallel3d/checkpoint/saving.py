@@ -167,7 +167,10 @@ class _Work:
                 folders.prune(self.run_folder, self.keep)
             except OSError as error:
                 warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=3)
-        return final
+        assert writer.folder is not None
+        return writer.folder.with_name(
+            final.name
+        )  # where the first rank's working directory has put it
 
     def _check(self) -> None:
         if self.problem is not None:

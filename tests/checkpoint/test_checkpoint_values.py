@@ -96,11 +96,11 @@ def test_extra_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [[1], "a", 3])
 def test_extra_is_no_dict(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(CheckpointError, match="extra is .*; it must be a dict"):
+    with pytest.raises(CheckpointError, match=r"extra is .*; it must be a dict"):
         save(tmp_path / "run", nn.Linear(1, 1), step=1, extra=wrong)
     assert not (tmp_path / "run").exists()
     save(tmp_path / "run", nn.Linear(1, 1), step=1)
-    with pytest.raises(CheckpointError, match="extra is .*; it must be a dict"):
+    with pytest.raises(CheckpointError, match=r"extra is .*; it must be a dict"):
         load(tmp_path / "run", nn.Linear(1, 1), extra=wrong)
 
 

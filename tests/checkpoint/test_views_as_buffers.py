@@ -74,7 +74,7 @@ def test_elements_in_one_place(tmp_path: Path, kind: str) -> None:
     load(tmp_path / "x", model)
     assert torch.equal(model.get_buffer("buffer"), expanded)
     model = Model(torch.zeros(3).expand(4, 3))
-    with pytest.raises(CheckpointError, match="buffer.* share"):
+    with pytest.raises(CheckpointError, match=r"buffer.* share"):
         load(tmp_path / "x", model)
     assert not model.weight.any() and not model.get_buffer("buffer").any()
     save(tmp_path / "y", Model(torch.ones(1).expand(1, 1)))
