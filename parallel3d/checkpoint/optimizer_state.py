@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from parallel3d.checkpoint.contents import Contents
 from parallel3d.checkpoint.model_state import parameter_names
-from parallel3d.checkpoint.optimizer_groups import LoadedGroups
+from parallel3d.checkpoint.optimizer_groups import LoadedGroups, kind_of
+from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError
@@ -65,7 +66,7 @@ def optimizer_state(
                 raise CheckpointError(f"parameter {twice or mine[0]!r} is in two of the optimizers")
             options = {k: v for k, v in group.items() if k not in _NO_OPTIONS}
             options = encode(options, f"{PREFIX}group {len(groups)}", keep)
-            groups.append({"params": mine, "options": options})
+            groups.append({"params": mine, "options": options, "kind": kind_of(optimizer)})
             for name, param in zip(mine, group["params"], strict=True):
                 entry = optimizer.state.get(param)
                 if entry:
@@ -168,7 +169,7 @@ class LoadedOptimizers:
                 f"checkpoint {entry.shape}"
             )
         fits = tuple(old.shape) == entry.shape and old.dtype == entry.dtype
-        if not fits or old.is_inference() or old.requires_grad:
+        if not fits or old.is_inference() or old.requires_grad or shares_memory_within(old):
             return None
         self._stored.take(at, where)
         self.tensors[at] = old.detach()

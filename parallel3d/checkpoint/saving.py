@@ -28,7 +28,7 @@ from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import rng_state
 from parallel3d.checkpoint.staging import copy_to_host
-from parallel3d.checkpoint.values import encode, keeper
+from parallel3d.checkpoint.values import as_dict, encode, keeper
 from parallel3d.errors import CheckpointError
 
 __all__ = ["save"]
@@ -77,11 +77,11 @@ def save(
     if step >= _MOST_STEPS:
         raise CheckpointError(f"step is {step}; it must be below {_MOST_STEPS:.0e}")
     if keep is not None:
-        as_count("keep", keep, least=1)
+        keep = as_count("keep", keep, least=1)
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
     ranks = ranks_of(model)
-    work = _Work(Path(path).absolute(), step, keep, ranks, only=only)
+    work = _Work(folders.as_path(path).absolute(), step, keep, ranks, only=only)
     try:
         with torch.inference_mode(False), torch.no_grad():
             work.collect(model, as_optimizers(optimizer), extra, only)
@@ -134,7 +134,7 @@ class _Work:
             "rng": rng_state(self.ranks, tensors),
             "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
             "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
-            "extra": encode(dict(extra or {}), "extra", keeper(values)),
+            "extra": encode(as_dict("extra", extra), "extra", keeper(values)),
         }
         for name in () if self.ranks.is_first else (*state.buffers, *state.extra_tensors, *values):
             # The first rank's: where others have different ones, what is stored still goes together.
