@@ -83,10 +83,11 @@ def test_one_comes_too_late(gloo_pool: GlooPool, tmp_path: Path) -> None:
     for with_watch in (True, False):
         path = str(tmp_path / str(with_watch))
         found = gloo_pool.run(comes_too_late, path, with_watch, world_size=2, timeout=40)
-        told = PeerFailureError if with_watch else CheckpointError  # the late one
-        assert [error for error, _, _ in found] == [CheckpointError.__name__, told.__name__]
-        for _, text, seconds in found:
-            assert seconds < 8
+        for error, text, seconds in found:
+            told = [CheckpointError.__name__]
+            if with_watch:  # the late one hears of it in the store or by the watch
+                told.append(PeerFailureError.__name__)
+            assert error in told and seconds < 8
             assert "rank 1 of 2 did not report 'checkpoint' within 1 s" in text
 
 
