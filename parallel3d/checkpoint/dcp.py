@@ -153,7 +153,7 @@ def save_dcp(
     Raises:
         CheckpointError: on every rank; nothing is left of what was written.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "save_dcp")
     path = Path(folder)
     written = ranks.first(lambda: _begin(path))
     try:

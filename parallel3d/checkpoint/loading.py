@@ -96,7 +96,7 @@ def _load(
     optimizer: Optimizer | Iterable[Optimizer] | None,
     extra: Mapping[str, Any] | None,
 ) -> Info:
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "load")
     try:
         folders.as_path(path)
         optimizers = as_optimizers(optimizer)
@@ -131,7 +131,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         run = folders.as_path(path).absolute()
         return next(iter(folders.whole(run)), None) if run.is_dir() else None
 
-    return ranks_of().first(find)
+    return ranks_of(None, "latest").first(find)
 
 
 def _find(given: str | os.PathLike[str]) -> tuple[Path, list[Path]]:

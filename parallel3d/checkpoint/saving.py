@@ -80,7 +80,7 @@ def save(
         keep = as_count("keep", keep, least=1)
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "save")
     work = _Work(folders.as_path(path).absolute(), step, keep, ranks, only=only)
     try:
         with torch.inference_mode(False), torch.no_grad():

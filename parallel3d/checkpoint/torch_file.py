@@ -204,7 +204,7 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
     Raises:
         CheckpointError: on every rank; what was there under the name still is.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "save_torch")
     path = Path(file)
     ranks.all(lambda: state_at_rest(model, "saving a checkpoint") and None)
     whole = {"type": _FULL, "offload_to_cpu": True, "rank0_only": True}

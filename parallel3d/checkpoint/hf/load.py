@@ -73,7 +73,7 @@ def load_hf(
     """
     strict = as_bool("strict", strict)
     path = Path(folder)
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "load_hf")
     ranks.all(lambda: bring_to_rest(model, "load_hf"))
     stored = ranks.first(lambda: stored_tensors(path))
     with Reader(path, stored) as reader:
