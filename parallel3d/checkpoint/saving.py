@@ -184,5 +184,9 @@ class _Work:
     def _given(self) -> tuple[Path, dict[str, object]]:
         if self.problem is not None:
             raise self.problem
-        given = {"step": self.step, "only": self.only, "optimizers": self.optimizers}
+        given: dict[str, object] = {
+            "step": self.step,
+            "only": self.only,
+            "optimizers": self.optimizers,
+        }
         return self.run_folder, given
