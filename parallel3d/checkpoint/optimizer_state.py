@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,14 +44,16 @@ def as_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimiz
 
 
 def optimizer_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
+    names: Mapping[int, str], optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Puts the state's tensors into ``tensors``; returns the rest, and how it goes together, encoded.
+
+    Args:
+        names: of the model's parameters, by id.
 
     Raises:
         CheckpointError: a parameter isn't the model's, or a value can't be kept.
     """
-    names = parameter_names(model)
     keep = keeper(tensors)
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -84,7 +86,7 @@ def _check_keys(optimizer: Optimizer) -> None:
             )
 
 
-def _names_of(group: dict[str, Any], number: int, names: dict[int, str]) -> list[str]:
+def _names_of(group: dict[str, Any], number: int, names: Mapping[int, str]) -> list[str]:
     found = []
     for place, param in enumerate(group["params"]):
         name = names.get(id(param))

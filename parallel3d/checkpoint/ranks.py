@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -140,7 +140,9 @@ class Ranks:
             _groups.pop(self.ranks, None)
 
 
-def ranks_of(model: nn.Module | None, call: str) -> Ranks:
+def ranks_of(
+    model: nn.Module | None, call: str, at_rest: Iterable[nn.Parameter] | None = None
+) -> Ranks:
     """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model or none.
 
     Collective among them when first called. Waits for a save that is under way in the background, which
@@ -148,6 +150,7 @@ def ranks_of(model: nn.Module | None, call: str) -> Ranks:
 
     Args:
         call: the function that the user has called, in which they take part; the same on all of them.
+        at_rest: the model's parameters at rest, if the caller has them.
 
     Raises:
         CheckpointError: on all of them: what that save has raised, if it hasn't been told on one of them.
@@ -156,17 +159,18 @@ def ranks_of(model: nn.Module | None, call: str) -> Ranks:
         PeerFailureError: when first called, within ``guards.watch``: another rank has failed.
     """
     failed = wait_for_background()
-    ranks = _ranks_of(model, call)
+    if at_rest is None:
+        at_rest = parameters_at_rest(model) if model is not None else []
+    ranks = _ranks_of(at_rest, call)
     if failed is not None:
         ranks.all(failed.tell)
     return ranks
 
 
-def _ranks_of(model: nn.Module | None, call: str) -> Ranks:
+def _ranks_of(params: Iterable[nn.Parameter], call: str) -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(None, 0, 1, (0,))
     ranks = tuple(range(dist.get_world_size()))
-    params = parameters_at_rest(model) if model is not None else []
     # By id: a mesh's own hash takes longer than all else here.
     meshes = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}
     if meshes:

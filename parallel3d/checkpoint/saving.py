@@ -23,7 +23,7 @@ from parallel3d.checkpoint.describe import describe
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.planners import SavePlanner
 from parallel3d.checkpoint.format.writer import Writer
-from parallel3d.checkpoint.model_state import model_state
+from parallel3d.checkpoint.model_state import ModelState, model_state
 from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import rng_state
@@ -80,15 +80,18 @@ def save(
         keep = as_count("keep", keep, least=1)
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
-    ranks = ranks_of(model, "save")
-    work = _Work(folders.as_path(path).absolute(), step, keep, ranks, only=only)
+    run_folder = folders.as_path(path).absolute()
+    state: ModelState | None = None
+    problem: Exception | None = None
     try:
         with torch.inference_mode(False), torch.no_grad():
-            work.collect(model, as_optimizers(optimizer), extra, only)
-            if async_:
-                work.tensors = copy_to_host(work.tensors)
+            state = model_state(model, only)
     except Exception as error:  # told to the other ranks, who are on their way to write
-        work.problem = error
+        problem = error
+    ranks = ranks_of(model, "save", state.parameters.values() if state else None)
+    work = _Work(run_folder, step, keep, ranks, only=only, problem=problem)
+    if state is not None:
+        work.collect(state, optimizer, extra, async_=async_)
     return run_in_background(work.run) if async_ else work.run()
 
 
@@ -117,23 +120,35 @@ class _Work:
 
     def collect(
         self,
-        model: nn.Module,
-        optimizers: list[Optimizer],
+        state: ModelState,
+        optimizer: Optimizer | Iterable[Optimizer] | None,
         extra: Mapping[str, Any] | None,
-        only: str | None,
+        *,
+        async_: bool,
     ) -> None:
-        """Finds all that is to be stored."""
+        """Finds all that is to be stored; with ``async_`` copies it."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._collect(state, as_optimizers(optimizer), extra)
+                if async_:
+                    self.tensors = copy_to_host(self.tensors)
+        except Exception as error:  # told as above
+            self.problem = error
+
+    def _collect(
+        self, state: ModelState, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
+    ) -> None:
         self.optimizers = len(optimizers)
-        state = model_state(model, only)
-        self.description = describe(model)
+        self.description = describe(state.parameters)
+        names = {id(param): name for name, param in state.parameters.items()}
         tensors = self.tensors = {**state.tensors, **state.extra_tensors}
         values: dict[str, Tensor] = {}
         self.info = {
             "step": self.step,
             "ranks": self.ranks.size,
             "rng": rng_state(self.ranks, tensors),
-            "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
-            "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
+            "model": {"only": self.only, "ties": state.ties, "extra_state": state.extra},
+            "optimizer": optimizer_state(names, optimizers, tensors) if optimizers else None,
             "extra": encode(as_dict("extra", extra), "extra", keeper(values)),
         }
         for name in () if self.ranks.is_first else (*state.buffers, *state.extra_tensors, *values):
