@@ -1,6 +1,8 @@
 """What several packages ask of the user's arguments."""
 
 import math
+from contextlib import suppress
+from operator import index
 
 from parallel3d.errors import Parallel3dError
 
@@ -25,11 +27,14 @@ def is_positive(value: object) -> bool:
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
-    """``value``, an integer of at least ``least``.
+    """``value``, an integer of at least ``least``, also numpy's or a tensor of one, as an ``int``.
 
     Raises:
-        Parallel3dError: anything else.
+        Parallel3dError: anything else; so is a boolean.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
+    if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
+        with suppress(TypeError):
+            count = index(value)  # type: ignore[arg-type]
+            if count >= least:
+                return count
     raise Parallel3dError(f"{name} is {value!r}; it must be an integer, {least} or more")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -39,20 +42,36 @@ class _Saving(Future[Path]):
 
 
 _pending: _Saving | None = None
+_last: _Saving | None = None
 _thread: ThreadPoolExecutor | None = None
 """Kept: who starts a thread waits until it has run a little."""
 
 
 def run_in_background(work: Callable[[], Path]) -> Future[Path]:
     """Runs ``work`` in a thread, which the interpreter's end waits for; the one before must be done."""
-    global _pending, _thread
+    global _pending, _last, _thread
     assert _pending is None
-    _pending = _Saving()
+    if _last is None:
+        atexit.register(_tell_at_exit)
+    _pending = _last = _Saving()
     _pending.set_running_or_notify_cancel()  # it can't be cancelled
     if _thread is None:
         _thread = ThreadPoolExecutor(1, thread_name_prefix="parallel3d-checkpoint")
     _thread.submit(_pending.run, work)
     return _pending
+
+
+def _tell_at_exit() -> None:
+    """Says on stderr what the last save has raised, if nobody has been told. Threads have ended by then."""
+    if _last is None or _last.told or not _last.done():
+        return
+    error = _last.exception()
+    if error is not None:
+        print(
+            "parallel3d: the last save in the background has failed, and nobody has asked for its result:\n"
+            + "".join(traceback.format_exception(error)),
+            file=sys.stderr,
+        )
 
 
 def wait_for_background() -> _Saving | None:

@@ -28,7 +28,8 @@ class Contents:
         only: as ``save`` was given.
         ties: other names of stored tensors -> theirs.
         extra_state: of modules, encoded, by their names.
-        groups: of optimizers: (parameters' names, options encoded); None if none were saved.
+        groups: of optimizers: (parameters' names, options encoded, kind of optimizer: as ``kind_of`` names
+            it, None in what earlier versions wrote); None if none were saved.
         state: parameter's name -> key -> value, encoded.
         extra: encoded.
     """
@@ -41,7 +42,7 @@ class Contents:
     only: str | None
     ties: dict[str, str]
     extra_state: dict[str, Any]
-    groups: list[tuple[list[str], Any]] | None
+    groups: list[tuple[list[str], Any, str | None]] | None
     state: dict[str, dict[str, Any]]
     extra: dict[str, Any]
 
@@ -105,7 +106,7 @@ def _ties(ties: dict[str, Any], index: Index) -> dict[str, str]:
 
 def _optimizer(
     info: dict[str, Any],
-) -> tuple[list[tuple[list[str], Any]] | None, dict[str, dict[str, Any]]]:
+) -> tuple[list[tuple[list[str], Any, str | None]] | None, dict[str, dict[str, Any]]]:
     if info.get("optimizer") is None:
         return None, {}
     stored = _get(info, "optimizer", dict)
@@ -119,7 +120,8 @@ def _optimizer(
         known.update(names)
         if twice:
             raise CorruptCheckpointError("a parameter is twice in the optimizer's groups")
-        groups.append((names, _get(group, "options", dict)))
+        kind = None if group.get("kind") is None else _get(group, "kind", str)
+        groups.append((names, _get(group, "options", dict), kind))
     state = _get(stored, "state", dict)
     for name in state:
         _get(state, name, dict)

@@ -14,6 +14,7 @@ from uuid import uuid4
 import torch
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
 from parallel3d.checkpoint.ranks import Ranks, ranks_of
@@ -152,7 +153,7 @@ def save_dcp(
     Raises:
         CheckpointError: on every rank; nothing is left of what was written.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "save_dcp")
     path = Path(folder)
     written = ranks.first(lambda: _begin(path))
     try:
@@ -191,9 +192,19 @@ def _write(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
         torch_checkpoint.save(
             state,
             storage_writer=torch_checkpoint.FileSystemWriter(path),
+            planner=_Planner(),
             process_group=ranks.group,
             no_dist=ranks.group is None,
         )
+
+
+class _Planner(torch_checkpoint.DefaultSavePlanner):
+    """torch's, of tensors whose memory holds their values: with the conjugate bit, or the negative one,
+    it would hold others, and what torch writes then isn't read by all."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        found = super().transform_object(write_item, object)
+        return found.resolve_conj().resolve_neg() if isinstance(found, torch.Tensor) else found
 
 
 def _nested(

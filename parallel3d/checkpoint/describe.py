@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-
-from parallel3d.checkpoint.model_state import plain_name
 
 __all__ = ["axes_of", "describe", "mesh_of"]
 
@@ -24,19 +22,15 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
-def describe(model: nn.Module) -> Callable[[], dict[str, Any]]:
-    """Looks at a model that is at rest; what is returned says it, when asked, of the model as it was then.
+def describe(parameters: Mapping[str, nn.Parameter]) -> Callable[[], dict[str, Any]]:
+    """Looks at a model's parameters at rest, by name; what is returned says it, when asked, as it was then.
 
     JSON values: ``mesh`` (axes and sizes), ``plan`` (parameter -> placements), ``versions``.
     """
     # Between the two a forward may show other parameters; and strings by the hundred take their time.
-    mesh = mesh_of(model)
-    placed = [
-        (plain_name(name), param.placements)
-        for name, param in model.named_parameters()
-        if isinstance(param, DTensor)
-    ]
-    return partial(_described, axes_of(mesh), placed)
+    sharded = [(name, p) for name, p in parameters.items() if isinstance(p, DTensor)]
+    mesh = max((p.device_mesh for _, p in sharded), key=lambda mesh: mesh.ndim, default=None)
+    return partial(_described, axes_of(mesh), [(name, p.placements) for name, p in sharded])
 
 
 def _described(

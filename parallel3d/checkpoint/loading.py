@@ -29,10 +29,10 @@ from parallel3d.checkpoint.format.reader import Reader
 from parallel3d.checkpoint.matching import check_alike, matched
 from parallel3d.checkpoint.model_state import model_state
 from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.stored import Stored
-from parallel3d.checkpoint.values import decode, encode, keeper
+from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["Info", "latest", "load"]
@@ -43,14 +43,14 @@ class Info:
     """What ``load`` has read beside tensors of the model and the optimizer.
 
     Attributes:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, absolute.
         step: how many steps had been done.
         extra: what ``save`` was given.
         mesh: axis -> size, where it was saved; None for a plain model.
         versions: of torch, parallel3d and Python, where it was saved.
         rng: what became of the random generators: ``"restored"`` (same ranks and mesh), ``"reseeded"`` (from
             the integers of ``seed_step``) or ``"left"`` as they are.
-        skipped: newer folders that are no whole checkpoints, and why.
+        skipped: newer folders that are no whole checkpoints, or links, and why.
     """
 
     path: Path
@@ -76,7 +76,7 @@ def load(
 
     Args:
         path: a run's folder: the checkpoint saved last is read, or, with a warning, the one before if that
-            is damaged. Or the folder of one checkpoint.
+            is damaged. Or the folder of one checkpoint. A relative one is the first rank's.
         optimizer: as given to ``save``; may be new, without state. None: what was saved of it is not read.
         extra: tensors to read into, in the structure that was saved: sharded ones, or large ones. Others
             are returned, whole on each rank.
@@ -87,26 +87,27 @@ def load(
     """
     # What is made here must not be inference tensors, and what is there may not be one.
     with torch.inference_mode(False), torch.no_grad():
-        return _load(Path(path), model, optimizer, extra)
+        return _load(path, model, optimizer, extra)
 
 
 def _load(
-    run: Path,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer] | None,
     extra: Mapping[str, Any] | None,
 ) -> Info:
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "load")
     try:
+        folders.as_path(path)
         optimizers = as_optimizers(optimizer)
         wrong = None
     except CheckpointError as error:  # told to the other ranks, who are on their way
         optimizers, wrong = [], error
-    found = ranks.first(lambda: _find(run))
+    run, found = ranks.first(lambda: _find(path))
     skipped: list[tuple[Path, str]] = []
     for folder in found:
         try:
-            index, info = ranks.first(partial(folders.open_checkpoint, folder))
+            index, info = ranks.first(partial(_open, folder, run))
             work = _Load(folder, index, info, ranks, wrong)
             result = work.run(model, optimizers, extra, skipped)
         except CorruptCheckpointError as error:
@@ -123,17 +124,19 @@ def _load(
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint of a run that was saved last, if there is one. All ranks must call it."""
-    run = Path(path)
+    """The checkpoint of a run that was saved last, if there is one; absolute, and by the first rank's
+    working directory. All ranks must call it."""
 
     def find() -> Path | None:
+        run = folders.as_path(path).absolute()
         return next(iter(folders.whole(run)), None) if run.is_dir() else None
 
-    return ranks_of().first(find)
+    return ranks_of(None, "latest").first(find)
 
 
-def _find(path: Path) -> list[Path]:
-    """The folders to try, in this order."""
+def _find(given: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
+    """(``given``, the folders to try, in this order); absolute."""
+    path = folders.as_path(given).absolute()
     if not path.exists():
         raise CheckpointError(f"there is nothing at {path}")
     if path.is_file():
@@ -142,11 +145,11 @@ def _find(path: Path) -> list[Path]:
             "parallel3d.checkpoint.load_torch"
         )
     if folders.is_checkpoint(path):
-        return [path]
-    found = folders.candidates(path)
-    if found:
-        return found
-    hint = ""
+        return path, [path]
+    found = folders.found_in(path)
+    if not all(folder.is_symlink() for folder in found):
+        return path, found
+    hint = f"; {found[0].name} is a link, and those aren't followed" if found else ""
     if (path / ".metadata").exists():
         hint = "; torch.distributed.checkpoint wrote it: use parallel3d.checkpoint.load_dcp"
     elif any(path.glob("*.safetensors")):
@@ -154,6 +157,15 @@ def _find(path: Path) -> list[Path]:
             "; it has safetensors: for a model of Hugging Face's use parallel3d.checkpoint.load_hf"
         )
     raise CorruptCheckpointError(f"{path} has no checkpoint of parallel3d{hint}")
+
+
+def _open(folder: Path, run: Path) -> tuple[Index, dict[str, Any]]:
+    """As ``open_checkpoint``; not through a link, which may lead anywhere, unless the user has given it."""
+    if folder != run and folder.is_symlink():
+        raise CorruptCheckpointError(
+            f"{folder} is a link, and those of a run aren't followed; load it by its own path"
+        )
+    return folders.open_checkpoint(folder)
 
 
 class _Load:
@@ -179,7 +191,8 @@ class _Load:
         skipped: list[tuple[Path, str]],
     ) -> Info:
         """Verifies, reads, and only then gives optimizers and generators their state. Collective."""
-        self.ranks.all(lambda: self._prepare(model, optimizers, extra))
+        given = self.ranks.all(lambda: self._prepare(model, optimizers, extra))
+        check_same("load", given)
         if self.extra_state.any:
             self.ranks.undone_unless(self.extra_state.apply, self._read, self.extra_state.undo)
         else:
@@ -213,8 +226,9 @@ class _Load:
 
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
-    ) -> None:
-        """Finds what is to be read where to; raises if anything doesn't fit. Changes nothing.
+    ) -> dict[str, object]:
+        """Finds what is to be read where to; raises if anything doesn't fit. Changes nothing. Returns what
+        must be the same on all ranks.
 
         What each rank has whole for itself (random states, values of modules, extra) is read here, so that
         it has been looked at before anything changes.
@@ -236,11 +250,12 @@ class _Load:
         self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
             check_alike(self.folder, name, self.index.tensors[name], target)
+        return {"optimizers": len(optimizers)}
 
     def _prepare_extra(self, given: Mapping[str, Any] | None, stored: Stored) -> None:
         targets: dict[str, Tensor] = {}
         if given is not None:
-            encode(dict(given), "extra", keeper(targets))
+            encode(as_dict("extra", given), "extra", keeper(targets))
         read = stored.reader("extra[")
 
         def target(name: str) -> Tensor:

@@ -13,6 +13,7 @@ from parallel3d.checkpoint.contents import Contents
 from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.whole import read_whole
 from parallel3d.checkpoint.model_state import PREFIX, ModelState
+from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.errors import CheckpointError
 
 __all__ = ["check_alike", "matched"]
@@ -58,11 +59,17 @@ def _check_tied(folder: Path, index: Index, alias: str, name: str) -> None:
 
 
 def check_alike(folder: Path, name: str, entry: TensorEntry, target: Tensor) -> None:
-    """Raises CheckpointError unless shape and dtype are those of the stored tensor."""
+    """Raises CheckpointError unless it can hold the stored tensor: shape and dtype are its, and each element
+    has a place of its own."""
     if entry.shape != tuple(target.shape) or entry.dtype != target.dtype:
         raise CheckpointError(
             f"{_short(name)} is {_kind(entry.dtype, entry.shape)} in {folder}, but here "
             f"{_kind(target.dtype, target.shape)}"
+        )
+    if shares_memory_within(target):
+        raise CheckpointError(
+            f"{_short(name)} can't be read into: its elements share memory, as after expand(); make it "
+            "contiguous first"
         )
 
 

@@ -26,6 +26,7 @@ class ModelState:
     """The tensors of a model as they lie, by the name they are stored under: Parameters, not copies.
 
     Attributes:
+        parameters: every parameter of the model, by its first name.
         tensors: parameters and persistent buffers, each once.
         buffers: names of those that are buffers.
         ties: other names of these -> the first.
@@ -33,6 +34,7 @@ class ModelState:
         extra_tensors: that are in these.
     """
 
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
@@ -52,20 +54,26 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
         unit.show_shards()
     state = ModelState()
     first: dict[int, str] = {}
-    for given, param in model.named_parameters(remove_duplicate=False):
-        name = plain_name(given)
-        if only == "trainable" and not param.requires_grad:
-            continue
-        known = first.setdefault(id(param), name)
-        if known != name:
-            state.ties[PREFIX + name] = PREFIX + known
-        else:
-            state.tensors[PREFIX + name] = _checked(name, param)
+    # Once for all that a save asks: an async one blocks training meanwhile.
+    modules = [(plain_name(n), m) for n, m in model.named_modules(remove_duplicate=False)]
+    for prefix, module in modules:
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            known = first.setdefault(id(param), name)
+            if known == name:
+                state.parameters[name] = param
+            if only == "trainable" and not param.requires_grad:
+                continue
+            if known != name:
+                state.ties[PREFIX + name] = PREFIX + known
+            else:
+                state.tensors[PREFIX + name] = _checked(name, param)
     if only == "trainable":
         return state
     seen: set[nn.Module] = set()
-    for given, module in model.named_modules(remove_duplicate=False):
-        prefix = plain_name(given)
+    for prefix, module in modules:
         at = f"{prefix}." if prefix else ""
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:

@@ -14,8 +14,24 @@ from parallel3d.checkpoint.contents import Contents
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.optim.step_in_backward import StepInBackward
 
-__all__ = ["LoadedGroups"]
+__all__ = ["LoadedGroups", "kind_of"]
+
+_SAME = {"AdamW": "Adam"}  # state and options are the same; one goes on with the other's
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The name of the class that says what an optimizer's state means.
+
+    That is the first one derived from ``Optimizer``: a user's subclass of AdamW, or what ``optim.local``
+    makes of one, goes on with AdamW's state; and ``step_in_backward``'s is the one that steps for it.
+    """
+    while isinstance(optimizer, StepInBackward):
+        optimizer = optimizer.optimizer
+    of = [c for c in type(optimizer).__mro__ if issubclass(c, Optimizer) and c is not Optimizer]
+    name = of[-1].__name__ if of else Optimizer.__name__
+    return _SAME.get(name, name)
 
 
 class LoadedGroups:
@@ -29,7 +45,9 @@ class LoadedGroups:
         self._same_torch = contents.versions.get("torch") == torch.__version__
         self.names: dict[str, int] = {}
         self._options: list[tuple[Any, dict[str, Any]]] = []  # (encoded, decoded)
-        for number, (names, encoded) in enumerate(contents.groups or ()):
+        self._kinds: list[str | None] = []
+        for number, (names, encoded, kind) in enumerate(contents.groups or ()):
+            self._kinds.append(kind)
             self.names.update(dict.fromkeys(names, number))
             options = decode(encoded, stored.reader(f"optimizer.group {number}["))
             wrong = [key for key in options if key in ("params", "param_names")]
@@ -54,6 +72,12 @@ class LoadedGroups:
         if not names:
             return {}
         of = [self.names[name] for name in names]
+        kind = kind_of(optimizer)
+        for saved in {self._kinds[group] for group in of} - {kind, None}:
+            raise CheckpointError(
+                f"the optimizer's group {number} was saved from another optimizer than "
+                f"{type(optimizer).__name__}: its kind was {saved:.80}, and is {kind} now"
+            )
         encoded, options = self._options[of[0]]
         for name, group in zip(names, of, strict=True):
             if group != of[0] and self._options[group][0] != encoded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from parallel3d.checkpoint.contents import Contents
 from parallel3d.checkpoint.model_state import parameter_names
-from parallel3d.checkpoint.optimizer_groups import LoadedGroups
+from parallel3d.checkpoint.optimizer_groups import LoadedGroups, kind_of
+from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError
@@ -43,14 +44,16 @@ def as_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimiz
 
 
 def optimizer_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
+    names: Mapping[int, str], optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Puts the state's tensors into ``tensors``; returns the rest, and how it goes together, encoded.
+
+    Args:
+        names: of the model's parameters, by id.
 
     Raises:
         CheckpointError: a parameter isn't the model's, or a value can't be kept.
     """
-    names = parameter_names(model)
     keep = keeper(tensors)
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -65,7 +68,7 @@ def optimizer_state(
                 raise CheckpointError(f"parameter {twice or mine[0]!r} is in two of the optimizers")
             options = {k: v for k, v in group.items() if k not in _NO_OPTIONS}
             options = encode(options, f"{PREFIX}group {len(groups)}", keep)
-            groups.append({"params": mine, "options": options})
+            groups.append({"params": mine, "options": options, "kind": kind_of(optimizer)})
             for name, param in zip(mine, group["params"], strict=True):
                 entry = optimizer.state.get(param)
                 if entry:
@@ -83,7 +86,7 @@ def _check_keys(optimizer: Optimizer) -> None:
             )
 
 
-def _names_of(group: dict[str, Any], number: int, names: dict[int, str]) -> list[str]:
+def _names_of(group: dict[str, Any], number: int, names: Mapping[int, str]) -> list[str]:
     found = []
     for place, param in enumerate(group["params"]):
         name = names.get(id(param))
@@ -168,7 +171,7 @@ class LoadedOptimizers:
                 f"checkpoint {entry.shape}"
             )
         fits = tuple(old.shape) == entry.shape and old.dtype == entry.dtype
-        if not fits or old.is_inference() or old.requires_grad:
+        if not fits or old.is_inference() or old.requires_grad or shares_memory_within(old):
             return None
         self._stored.take(at, where)
         self.tensors[at] = old.detach()

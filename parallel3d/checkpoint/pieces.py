@@ -14,7 +14,7 @@ from parallel3d._compat import dtensor_shard_box, get_local_tensor
 from parallel3d._packed_layout import packed_among, packed_boxes
 from parallel3d.errors import CheckpointError
 
-__all__ = ["HeldBox", "Piece", "held_boxes", "pieces_of"]
+__all__ = ["HeldBox", "Piece", "held_boxes", "pieces_of", "shares_memory_within"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,13 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
             f"{tuple(local.shape)} on this rank, but its placements say {tuple(sizes)}"
         )
     return [Piece(tuple(offsets), tuple(sizes), local)] if prod(sizes) or not sizes else []
+
+
+def shares_memory_within(tensor: Tensor) -> bool:
+    """Whether several elements are one place in memory, as in an expanded tensor: it can't be read into."""
+    local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    sizes = zip(local.shape, local.stride(), strict=True)
+    return local.numel() > 1 and any(n > 1 and stride == 0 for n, stride in sizes)
 
 
 def held_boxes(tensor: DTensor) -> list[HeldBox]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,13 +12,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat_groups import wake_waiting
+from parallel3d._compat_groups import set_group_timeout, wake_waiting
 from parallel3d.checkpoint.background import wait_for_background
-from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.running.members import parameters_at_rest
-from parallel3d.guards.timeouts import keep_for_saving
+from parallel3d.guards.timeouts import keep_for_saving, saving_limit
+from parallel3d.mesh.agreement import check_agreement
+from parallel3d.mesh.naming import name_ranks
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["Ranks", "check_same", "ranks_of"]
 
 T = TypeVar("T")
 
@@ -39,12 +41,15 @@ class Ranks:
             None for a process alone.
         rank, size: this one's number among them, and how many there are.
         ranks: their numbers in the default group.
+        call: what they save or load by, ``load_hf`` say; compared when they first agree on something.
     """
 
     group: ProcessGroup | None
     rank: int
     size: int
     ranks: tuple[int, ...]
+    call: str = ""
+    _compared: list[bool] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -68,11 +73,22 @@ class Ranks:
                 raise as_checkpoint_error({0: problem}, 1) from problem
             return [value]  # type: ignore[list-item]
         found: list = [None] * self.size
-        dist.all_gather_object(found, (value, _portable(problem)), group=self.group)
-        problems = {rank: p for rank, (_, p) in enumerate(found) if p is not None}
+        dist.all_gather_object(found, (self.call, value, _portable(problem)), group=self.group)
+        self._compared[:] = [True]
+        calls = [call for call, _, _ in found]
+        if len(set(calls)) > 1:
+            raise CheckpointError(self._other_calls(calls)) from problem
+        problems = {rank: p for rank, (_, _, p) in enumerate(found) if p is not None}
         if problems:
             raise as_checkpoint_error(problems, self.size) from problem
-        return [v for v, _ in found]
+        return [v for _, v, _ in found]
+
+    def _other_calls(self, calls: list[str]) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, call in zip(self.ranks, calls, strict=True):
+            ranks_of.setdefault(call, []).append(rank)
+        texts = [f"{call} on {name_ranks(ranks)}" for call, ranks in ranks_of.items()]
+        return f"the ranks call different functions: {', '.join(texts)}; all must call the same"
 
     def first(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on the first rank, the only one that calls it, on every rank.
@@ -82,6 +98,10 @@ class Ranks:
         """
         if self.group is None:
             return self.all(function)[0]
+        if (
+            not self._compared
+        ):  # by ``all``: a broadcast alone would take another call's for an answer
+            self.all(lambda: None)
         answer: list = [None, None]
         problem: Exception | None = None
         if self.is_first:
@@ -120,42 +140,80 @@ class Ranks:
             _groups.pop(self.ranks, None)
 
 
-def ranks_of(model: nn.Module | None = None) -> Ranks:
-    """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model.
+def ranks_of(
+    model: nn.Module | None, call: str, at_rest: Iterable[nn.Parameter] | None = None
+) -> Ranks:
+    """The ranks of the mesh that ``model``'s parameters lie on; all, of a plain model or none.
 
     Collective among them when first called. Waits for a save that is under way in the background, which
     uses the same group.
 
+    Args:
+        call: the function that the user has called, in which they take part; the same on all of them.
+        at_rest: the model's parameters at rest, if the caller has them.
+
     Raises:
         CheckpointError: on all of them: what that save has raised, if it hasn't been told on one of them.
+            When first called, on those that have come: another doesn't within ``guards.Timeouts(save=)``
+            or the default group's timeout, or calls another function.
+        PeerFailureError: when first called, within ``guards.watch``: another rank has failed.
     """
     failed = wait_for_background()
-    ranks = _ranks_of(model)
+    if at_rest is None:
+        at_rest = parameters_at_rest(model) if model is not None else []
+    ranks = _ranks_of(at_rest, call)
     if failed is not None:
         ranks.all(failed.tell)
     return ranks
 
 
-def _ranks_of(model: nn.Module | None) -> Ranks:
+def _ranks_of(params: Iterable[nn.Parameter], call: str) -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(None, 0, 1, (0,))
     ranks = tuple(range(dist.get_world_size()))
-    params = parameters_at_rest(model) if model is not None else []
-    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+    # By id: a mesh's own hash takes longer than all else here.
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}
     if meshes:
-        ranks = tuple(sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()}))
+        found = {int(r) for mesh in meshes.values() for r in mesh.mesh.flatten().tolist()}
+        ranks = tuple(sorted(found))
     if len(ranks) == 1:
         return Ranks(None, 0, 1, ranks)
     world = dist.group.WORLD
     assert world is not None
     known = _groups.get(ranks)
     if known is None or known[0] is not world:
-        group = dist.new_group(
-            list(ranks), timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True
-        )
-        keep_for_saving(group)
-        known = _groups[ranks] = world, group
-    return Ranks(known[1], dist.get_rank(known[1]), len(ranks), ranks)
+        known = _groups[ranks] = world, _new_group(ranks, call)
+    return Ranks(known[1], dist.get_rank(known[1]), len(ranks), ranks, call)
+
+
+def _new_group(ranks: tuple[int, ...], call: str) -> ProcessGroup:
+    limit = saving_limit()
+    try:
+        # Making a group can't be interrupted where a rank doesn't come; this ends when one has failed.
+        check_agreement("checkpoint", {"call": call}, timeout=limit, ranks=ranks)
+    except AgreementError as error:
+        raise CheckpointError(str(error)) from error
+    group = dist.new_group(
+        list(ranks), timeout=limit, backend="gloo", use_local_synchronization=True
+    )
+    set_group_timeout(group, _TIMEOUT)
+    keep_for_saving(group)
+    return group
+
+
+def check_same(what: str, given: Sequence[Mapping[str, object]]) -> None:
+    """Raises a CheckpointError, the same on all ranks, if ranks have given ``what`` different arguments.
+
+    Args:
+        given: argument -> value, of each rank; alike on all.
+    """
+    for name in given[0]:
+        ranks: dict[object, list[int]] = {}
+        for rank, values in enumerate(given):
+            ranks.setdefault(values[name], []).append(rank)
+        if len(ranks) > 1:
+            said = ", ".join(f"{value!r} on {name_ranks(who)}" for value, who in ranks.items())
+            raise CheckpointError(f"{what}: {name} differs: {said}; give the same on all ranks")
 
 
 def as_checkpoint_error(problems: dict[int, Exception], size: int) -> CheckpointError:

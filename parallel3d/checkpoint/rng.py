@@ -47,7 +47,7 @@ def _states() -> dict[str, Tensor]:
         whole = numpy.random.get_state(legacy=False)
         if whole["bit_generator"] == "MT19937":  # not another, set by set_bit_generator
             state = whole["state"]
-            found["numpy"] = torch.tensor([int(k) for k in state["key"]], dtype=torch.int64)
+            found["numpy"] = torch.from_numpy(state["key"].astype("int64"))
             rest = [float(x) for x in (state["pos"], whole["has_gauss"], whole["gauss"])]
             found["numpy_rest"] = torch.tensor(rest, dtype=torch.float64)
     device = _accelerator()

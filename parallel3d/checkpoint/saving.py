@@ -23,12 +23,12 @@ from parallel3d.checkpoint.describe import describe
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.planners import SavePlanner
 from parallel3d.checkpoint.format.writer import Writer
-from parallel3d.checkpoint.model_state import model_state
+from parallel3d.checkpoint.model_state import ModelState, model_state
 from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import rng_state
 from parallel3d.checkpoint.staging import copy_to_host
-from parallel3d.checkpoint.values import encode, keeper
+from parallel3d.checkpoint.values import as_dict, encode, keeper
 from parallel3d.errors import CheckpointError
 
 __all__ = ["save"]
@@ -77,18 +77,21 @@ def save(
     if step >= _MOST_STEPS:
         raise CheckpointError(f"step is {step}; it must be below {_MOST_STEPS:.0e}")
     if keep is not None:
-        as_count("keep", keep, least=1)
+        keep = as_count("keep", keep, least=1)
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
-    ranks = ranks_of(model)
-    work = _Work(Path(path).absolute(), step, keep, ranks)
+    run_folder = folders.as_path(path).absolute()
+    state: ModelState | None = None
+    problem: Exception | None = None
     try:
         with torch.inference_mode(False), torch.no_grad():
-            work.collect(model, as_optimizers(optimizer), extra, only)
-            if async_:
-                work.tensors = copy_to_host(work.tensors)
+            state = model_state(model, only)
     except Exception as error:  # told to the other ranks, who are on their way to write
-        work.problem = error
+        problem = error
+    ranks = ranks_of(model, "save", state.parameters.values() if state else None)
+    work = _Work(run_folder, step, keep, ranks, only=only, problem=problem)
+    if state is not None:
+        work.collect(state, optimizer, extra, async_=async_)
     return run_in_background(work.run) if async_ else work.run()
 
 
@@ -98,6 +101,7 @@ class _Work:
 
     Attributes:
         tensors: what DCP stores, by name.
+        optimizers: how many were given.
         info: for checkpoint.json.
         description: more for it.
         problem: why this rank has nothing to write.
@@ -107,6 +111,8 @@ class _Work:
     step: int
     keep: int | None
     ranks: Ranks
+    only: str | None = None
+    optimizers: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     description: Callable[[], dict[str, Any]] = dict
@@ -114,23 +120,36 @@ class _Work:
 
     def collect(
         self,
-        model: nn.Module,
-        optimizers: list[Optimizer],
+        state: ModelState,
+        optimizer: Optimizer | Iterable[Optimizer] | None,
         extra: Mapping[str, Any] | None,
-        only: str | None,
+        *,
+        async_: bool,
     ) -> None:
-        """Finds all that is to be stored."""
-        state = model_state(model, only)
-        self.description = describe(model)
+        """Finds all that is to be stored; with ``async_`` copies it."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._collect(state, as_optimizers(optimizer), extra)
+                if async_:
+                    self.tensors = copy_to_host(self.tensors)
+        except Exception as error:  # told as above
+            self.problem = error
+
+    def _collect(
+        self, state: ModelState, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
+    ) -> None:
+        self.optimizers = len(optimizers)
+        self.description = describe(state.parameters)
+        names = {id(param): name for name, param in state.parameters.items()}
         tensors = self.tensors = {**state.tensors, **state.extra_tensors}
         values: dict[str, Tensor] = {}
         self.info = {
             "step": self.step,
             "ranks": self.ranks.size,
             "rng": rng_state(self.ranks, tensors),
-            "model": {"only": only, "ties": state.ties, "extra_state": state.extra},
-            "optimizer": optimizer_state(model, optimizers, tensors) if optimizers else None,
-            "extra": encode(dict(extra or {}), "extra", keeper(values)),
+            "model": {"only": self.only, "ties": state.ties, "extra_state": state.extra},
+            "optimizer": optimizer_state(names, optimizers, tensors) if optimizers else None,
+            "extra": encode(as_dict("extra", extra), "extra", keeper(values)),
         }
         for name in () if self.ranks.is_first else (*state.buffers, *state.extra_tensors, *values):
             # The first rank's: where others have different ones, what is stored still goes together.
@@ -140,11 +159,13 @@ class _Work:
         tensors |= values
 
     def run(self) -> Path:
-        """Writes. Collective."""
-        final = folders.step_folder(self.run_folder, self.step)
-        writer = Writer(final, lambda: {**self.info, **self.description()})
+        """Writes. Collective. Returns the first rank's path."""
+        writer: Writer | None = None
         try:
-            self.ranks.all(self._check)
+            final = self._agreed()
+            writer = Writer(
+                final, lambda: {**self.info, **self.description()}, ranks=self.ranks.size
+            )
             with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
                 dcp.save(
                     self.tensors,
@@ -154,7 +175,7 @@ class _Work:
                     no_dist=self.ranks.group is None,
                 )
         except CheckpointError:
-            if self.ranks.is_first and writer.folder is not None:
+            if self.ranks.is_first and writer is not None and writer.folder is not None:
                 folders.discard(writer.folder)
             raise
         except BaseException:  # of this rank alone: a peer is gone
@@ -164,11 +185,23 @@ class _Work:
             self.tensors, self.description = {}, dict  # nothing of the model's is kept
         if self.ranks.is_first and self.keep is not None:
             try:
-                folders.prune(self.run_folder, self.keep)
+                folders.prune(final.parent, self.keep)
             except OSError as error:
                 warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=3)
         return final
 
-    def _check(self) -> None:
+    def _agreed(self) -> Path:
+        """The folder, when every rank has something to write and all are saving the same."""
+        found = self.ranks.all(self._given)
+        check_same("save", [what for _, what in found])
+        return folders.step_folder(found[0][0], self.step)
+
+    def _given(self) -> tuple[Path, dict[str, object]]:
         if self.problem is not None:
             raise self.problem
+        given: dict[str, object] = {
+            "step": self.step,
+            "only": self.only,
+            "optimizers": self.optimizers,
+        }
+        return self.run_folder, given

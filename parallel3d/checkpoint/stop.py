@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from parallel3d.errors import StateError
+from parallel3d.errors import Parallel3dError, StateError
 
 __all__ = ["StopSignal"]
 
@@ -31,14 +31,18 @@ class StopSignal:
     SLURM's ``--signal=USR1@120`` sends one 120 s before the time is up (torchrun then needs
     ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``). Before and after the block signals do
     what they did. Enter it when there is something to save, not before: until then a process that waits for
-    peers which don't come should end at once.
+    peers which don't come should end at once. Within another StopSignal's block both get the signal. Entered
+    again later, it begins with nothing requested.
 
     Args:
         signals: which; SIGTERM and SIGUSR1 by default.
+
+    Raises:
+        Parallel3dError: one is no signal, or one that no process can handle (SIGKILL, SIGSTOP).
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
-        self.signals = signals or (signal.SIGTERM, signal.SIGUSR1)
+        self.signals = tuple(map(_as_signal, signals)) or (signal.SIGTERM, signal.SIGUSR1)
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -59,14 +63,28 @@ class StopSignal:
         return bool(flag.item())
 
     def __enter__(self) -> StopSignal:
-        """Raises StateError in another thread than the main one, which alone can handle signals."""
+        """Handles the signals.
+
+        Raises:
+            StateError: in another thread than the main one, which alone can handle signals; or it is
+                entered already.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise StateError(
                 "StopSignal must be entered in the main thread: Python handles signals there"
             )
-        for number in self.signals:
-            self._before[number] = signal.signal(number, self._receive)
-            signal.siginterrupt(number, False)  # system calls of torch's threads go on
+        if self._before:
+            raise StateError(
+                "this StopSignal is entered already; make another one for a block within its block"
+            )
+        self.received = None
+        try:
+            for number in dict.fromkeys(self.signals):
+                self._before[number] = signal.signal(number, self._receive)
+                signal.siginterrupt(number, False)  # system calls of torch's threads go on
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def __exit__(
@@ -75,6 +93,9 @@ class StopSignal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         while self._before:
             number, handler = self._before.popitem()
             # None: it was installed by C code, and can't be set from Python
@@ -83,6 +104,25 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
+        before = self._before.get(signal.Signals(number))
+        if isinstance(getattr(before, "__self__", None), StopSignal):
+            before(number, frame)  # type: ignore[misc]  # of the block around this one
+
+
+def _as_signal(value: object) -> signal.Signals:
+    try:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError
+        found = signal.Signals(value)
+    except ValueError:
+        raise Parallel3dError(
+            f"StopSignal: {value!r} is no signal; give some of the module signal, such as signal.SIGTERM"
+        ) from None
+    if found.name in ("SIGKILL", "SIGSTOP"):
+        raise Parallel3dError(
+            f"StopSignal: no process can handle {found.name}; give another signal"
+        )
+    return found
 
 
 def _device() -> torch.device:

@@ -204,7 +204,7 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
     Raises:
         CheckpointError: on every rank; what was there under the name still is.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "save_torch")
     path = Path(file)
     ranks.all(lambda: state_at_rest(model, "saving a checkpoint") and None)
     whole = {"type": _FULL, "offload_to_cpu": True, "rank0_only": True}
@@ -242,13 +242,13 @@ def _by_number(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compact(value: Any, known: dict[int, Tensor] | None = None) -> Any:
-    """``value`` with tensors whose memory holds nothing else; tied ones stay tied."""
+    """``value`` with tensors whose memory holds their values and nothing else; tied ones stay tied."""
     known = {} if known is None else known
     if isinstance(value, dict):
         return {key: _compact(each, known) for key, each in value.items()}
     if isinstance(value, Tensor):
         if id(value) not in known:
-            own = value.detach()
+            own = value.detach().resolve_conj().resolve_neg()
             small = own.untyped_storage().nbytes() == own.nbytes
             known[id(value)] = own if small else own.clone(memory_format=torch.contiguous_format)
         return known[id(value)]

@@ -6,8 +6,8 @@ JSON's own types stay as they are; others are an object with one key that begins
 from __future__ import annotations
 
 import base64
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,23 @@ import torch
 from parallel3d.checkpoint.format.index import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["decode", "encode", "is_scalar", "keeper"]
+__all__ = ["as_dict", "decode", "encode", "is_scalar", "keeper"]
 
 _DEEPEST = 64  # lists and dicts within each other
 _LONGEST = 14_000  # bits of an integer; Python writes and reads no longer ones as decimal
+
+
+def as_dict(name: str, given: Any) -> dict[Any, Any]:
+    """What a user has given as a dict, or as None.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{name} is {given!r:.80}; it must be a dict")
+    return dict(given)
 
 
 def is_scalar(tensor: torch.Tensor) -> bool:
@@ -85,6 +98,8 @@ def encode(
         if any(key != key for key in value):
             raise CheckpointError(f"a key of {where} is NaN, which no key equals")
         return {"$dict": [[encode(k, f"a key of {where}", None, depth + 1), x] for k, x in pairs]}
+    if type(value) is Counter:
+        return {"$counter": _encoded_counts(value, where, depth + 1)}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
@@ -97,6 +112,21 @@ def encode(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold; "
         "it holds tensors, numbers, strings, bytes, None, dtypes, and lists, tuples and dicts of these"
     )
+
+
+def _encoded_counts(value: Counter[Any], where: str, depth: int) -> list[list[Any]]:
+    if any(key != key for key in value):
+        raise CheckpointError(f"a key of {where} is NaN, which no key equals")
+    pairs = []
+    for key, count in value.items():
+        if type(count) not in (int, float):
+            kind = type(count).__qualname__
+            raise CheckpointError(
+                f"{where}[{key!r}] is a {kind}; a Counter's counts are numbers in a checkpoint"
+            )
+        found = encode(key, f"a key of {where}", None, depth)
+        pairs.append([found, encode(count, f"{where}[{key!r}]", None, depth)])
+    return pairs
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None, depth: int = 0) -> Any:
@@ -138,12 +168,14 @@ def _special(
         return tensor(content)
     if kind == "$tuple":
         return tuple(decode(item, tensor, depth) for item in _several(content))
-    if kind == "$dict":
+    if kind in ("$dict", "$counter"):
         pairs = [_several(pair, 2) for pair in _several(content)]
+        if kind == "$counter" and any(type(count) not in (int, float) for _, count in pairs):
+            raise ValueError("a count is no number")
         found = {decode(k, None, depth): decode(item, tensor, depth) for k, item in pairs}
         if len(found) != len(pairs):
             raise ValueError("a key comes twice")
-        return found
+        return found if kind == "$dict" else Counter(found)
     if kind == "$bytes" and isinstance(content, str):
         return base64.b64decode(content, validate=True)
     if kind == "$dtype":

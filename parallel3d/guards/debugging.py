@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from parallel3d._recorder import Collective, Recorder, record_collectives
 from parallel3d.errors import Parallel3dError
 from parallel3d.guards.cause import short
-from parallel3d.guards.events import Event, Journal
+from parallel3d.guards.events import MESSAGES, Event, Journal
 from parallel3d.guards.progress import counting_steps, here
 from parallel3d.guards.rendezvous import Rendezvous
 from parallel3d.guards.watch import current_session, watch
@@ -27,7 +27,6 @@ __all__ = ["KEEP", "Debugger", "debug", "last_debugger"]
 
 KEEP = 200
 TIMEOUT = timedelta(seconds=25)
-_BETWEEN_TWO = ("send", "recv")  # not compared: their ranks do different things
 
 
 @contextmanager
@@ -116,6 +115,7 @@ class Debugger:
         self.rendezvous: Rendezvous | None = None
         self.recorder: Recorder | None = None
         self._number = 0
+        self._messages = 0
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._ranks = sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()})
         self._timeout, self._keep = timeout, keep
@@ -146,7 +146,7 @@ class Debugger:
         if len(self.recorder.calls) > 10 * self._keep:
             self.recorder.clear()
         axis = call.axis or (group.group_desc or "a group").removeprefix("mesh_")
-        ranks = () if call.op in _BETWEEN_TWO else tuple(dist.get_process_group_ranks(group))
+        ranks = () if call.op in MESSAGES else tuple(dist.get_process_group_ranks(group))
         self._meet(call.op, axis, call.unit, None if uneven else call.bytes, ranks)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -178,6 +178,7 @@ class Debugger:
         place: int = 0,
     ) -> Event:
         self._number += 1
+        self._messages += what in MESSAGES
         return Event(
             number=self._number,
             what=what,
@@ -188,6 +189,7 @@ class Debugger:
             micro_batch=here.micro_batch,
             ranks=ranks,
             place=place,
+            messages=self._messages,
         )
 
     def end(self, error: str) -> None:

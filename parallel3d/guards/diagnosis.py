@@ -24,7 +24,8 @@ class Diagnosis:
     Attributes:
         events: the last ones of each rank, the latest last.
         failures: error by rank, of those that ended with one.
-        divergence: where the sequences first differ, in words; "" if they don't.
+        divergence: where the sequences first differ, in words; "" if they don't. Sends and receives are in
+            ``events`` alone.
     """
 
     events: Mapping[int, Sequence[Event]]
@@ -90,11 +91,12 @@ def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:
     done = {rank: [e for e in each if not is_end(e)] for rank, each in events.items()}
     first, odd = first_difference(done)
     if first:
-        name = name_ranks(odd) if 2 * len(odd) < len(first) else "the ranks"
-        return (
-            f"{name} part{'s' if len(odd) == 1 else ''} from the rest with:{describe_places(first)}"
-        )
-    last = {rank: each[-1].number if each else 0 for rank, each in done.items()}
+        if 2 * len(odd) < len(first):
+            head = f"{name_ranks(odd)} part{'s' if len(odd) == 1 else ''} from the rest with"
+        else:
+            head = "the ranks part with"
+        return f"{head}:{describe_places(first)}"
+    last = {rank: each[-1].position if each else 0 for rank, each in done.items()}
     behind = [rank for rank in last if last[rank] == min(last.values())]
     if len(behind) == len(last):
         return ""

@@ -13,8 +13,9 @@ from typing import Any, TextIO
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.naming import name_ranks
 
-__all__ = ["Event", "Journal", "describe_places", "is_end", "read_journals"]
+__all__ = ["MESSAGES", "Event", "Journal", "describe_places", "is_end", "read_journals"]
 
+MESSAGES = ("send", "recv")  # their ranks do different things, which aren't compared
 _MOST_BYTES = 32 * 2**20  # of a file; the one before it is kept
 
 
@@ -31,6 +32,7 @@ class Event:
         step, micro_batch: it belongs to, from 1; a micro-batch is a forward with a gradient.
         ranks: that do it together; those not compared (send, recv) are none.
         place: position among the events of these ranks on this axis, from 1.
+        messages: how many sends and receives there are among the events up to it, itself among them.
     """
 
     number: int
@@ -42,6 +44,17 @@ class Event:
     micro_batch: int = 0
     ranks: tuple[int, ...] = ()
     place: int = 0
+    messages: int = 0
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.what in MESSAGES
+
+    @property
+    def position(self) -> int:
+        """How many events that are compared there are up to it, itself among them."""
+        return self.number - self.messages
 
     @property
     def key(self) -> str:

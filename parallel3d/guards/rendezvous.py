@@ -240,12 +240,16 @@ class Rendezvous:
 def first_difference(
     logs: Mapping[int, Sequence[Event]],
 ) -> tuple[dict[int, str], list[int]]:
-    """(what each rank did, the odd ranks) where the sequences of ranks with one program first differ."""
-    by_number: dict[int, dict[int, Event]] = {}
+    """(what each rank did, the odd ranks) where the sequences of ranks with one program first differ.
+
+    Sends and receives don't count: of these ranks do different numbers.
+    """
+    by_position: dict[int, dict[int, Event]] = {}
     for rank, log in logs.items():
         for event in log:
-            by_number.setdefault(event.number, {})[rank] = event
-    for _, events in sorted(by_number.items()):
+            if not event.is_message:
+                by_position.setdefault(event.position, {})[rank] = event
+    for _, events in sorted(by_position.items()):
         same: list[list[int]] = []
         for rank, event in events.items():
             known = next((ranks for ranks in same if events[ranks[0]].agrees_with(event)), None)

@@ -17,7 +17,7 @@ from parallel3d.guards.progress import here
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
-__all__ = ["Schedule", "Timeouts", "keep_for_saving", "phase"]
+__all__ = ["Schedule", "Timeouts", "keep_for_saving", "phase", "saving_limit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,13 @@ def keep_for_saving(group: ProcessGroup) -> None:
     _for_saving.add(group)
     if active:
         active[-1].set_save(group)
+
+
+def saving_limit() -> timedelta:
+    """How long ranks wait for each other before they save or load: what a watch says of that, or else
+    the default group's timeout at the moment."""
+    given = (schedule.timeouts.save for schedule in reversed(active))
+    return next((limit for limit in given if limit is not None), group_timeout())
 
 
 def _set_all(timeout: timedelta | None) -> None:

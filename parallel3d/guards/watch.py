@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from parallel3d.errors import Parallel3dError, PeerFailureError
+from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
 from parallel3d.guards.board import Note
 from parallel3d.guards.cause import find_cause, is_of_communication, peer_failure, short
@@ -139,12 +139,17 @@ class Watch(ContextDecorator):
         self._timeouts = timeouts
         self._grace = grace
         self._session: Session | None = None
-        self._stack = ExitStack()
+        self._stack: ExitStack | None = None
 
     def _recreate_cm(self) -> Watch:
         return Watch(self._timeouts, self._grace)
 
     def __enter__(self) -> Watch:
+        """Raises StateError if it is entered already."""
+        if self._stack is not None:
+            raise StateError(
+                "this guards.watch is entered already; call guards.watch() again for a block within its block"
+            )
         with ExitStack() as stack:
             if current_session() is None:
                 here.reset()
@@ -179,12 +184,14 @@ class Watch(ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         session, self._session = self._session, None
+        stack, self._stack = self._stack, None
+        assert stack is not None
         instead = None
         try:
             if session is not None:
                 instead = session.close(error)
         finally:
-            self._stack.__exit__(kind, error, traceback)
+            stack.__exit__(kind, error, traceback)
         if instead is not None:
             raise instead from error
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -54,7 +55,10 @@ def test_wrong_keep(tmp_path: Path, keep: Any) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, "3", 10**18])
+WRONG_STEPS = [-1, 1.0, True, "3", 10**18, numpy.int64(-1), numpy.bool_(True), torch.ones(2)]
+
+
+@pytest.mark.parametrize("step", [*WRONG_STEPS, torch.tensor(True)])
 def test_wrong_step(tmp_path: Path, step: Any) -> None:
     with pytest.raises(Parallel3dError, match="step is"):
         save(tmp_path / "run", One(), step=step)
@@ -182,6 +186,88 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path / "elsewhere")
     future.result()
     assert loaded(tmp_path / "run") == (1, 1.0)
+
+
+def test_a_checkpoint_is_no_run(tmp_path: Path) -> None:
+    """A checkpoint within a checkpoint would not be found, and go with it."""
+    path = save(tmp_path, One(1), step=1)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for given in (path, link):
+        with pytest.raises(CheckpointError, match="is one checkpoint; give the run's folder"):
+            save(given, One(2), step=2)
+    (path / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="is one checkpoint; give the run's folder"):
+        save(path, One(2), step=2)
+    assert names(path) == {"checkpoint.json", "index.json", "rank-00000.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["index.json", "checkpoint.json"])
+def test_files_of_these_names_in_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("somebody's")
+    for step in (1, 2):
+        save(tmp_path, One(step), step=step, keep=1)
+        assert loaded(tmp_path) == (step, step) and latest(tmp_path) is not None
+    assert names(tmp_path) == {name, "step-00000002"}
+    # A folder with these and no checkpoint in it was to be one.
+    shutil.rmtree(tmp_path / "step-00000002")
+    with pytest.raises(CorruptCheckpointError, match="was not completed"):
+        load(tmp_path, One())
+
+
+def test_a_link_is_newest(tmp_path: Path) -> None:
+    """It isn't followed, and load says so."""
+    run, other = tmp_path / "run", tmp_path / "moved"
+    save(run, One(1), step=1)
+    save(run, One(2), step=2).rename(other)
+    link = run / "step-00000002"
+    link.symlink_to(other)
+    with pytest.warns(UserWarning, match="step-00000002 is a link"):
+        info = load(run, One())
+    assert info.step == 1 and [path for path, _ in info.skipped] == [link]
+    assert "is a link" in info.skipped[0][1] and latest(run) == run / "step-00000001"
+    assert loaded(link) == (2, 2.0)  # when it is given itself
+    save(run, One(3), step=3, keep=1)
+    assert loaded(run) == (3, 3.0)  # the link is older, though it stays
+    assert names(run) == {"step-00000002", "step-00000003"} and loaded(other) == (2, 2.0)
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.warns(UserWarning, match="step-00000002 is a link"):
+        assert loaded(run) == (3, 3.0)
+
+
+def test_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save("run", One(1), step=1)
+    assert path == latest("run") == load("run", One()).path == tmp_path / "run" / path.name
+    assert load(f"run/{path.name}", One()).path == path
+    (path / "COMPLETE").rename(path / "COMPLETE.not")
+    save("run", One(1), step=0)
+    with pytest.warns(UserWarning, match="not the newest"):
+        assert load("run", One()).skipped[0][0] == path
+
+
+def test_what_is_no_path(tmp_path: Path) -> None:
+    for wrong in (os.fsencode(tmp_path), 3, None):
+        for call in (lambda p: save(p, One(), step=1), lambda p: load(p, One()), latest):
+            with pytest.raises(CheckpointError, match=r"path is .*; it must be a string or a Path"):
+                call(wrong)
+
+
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"run is a link to .*nothing, and there is nothing"):
+        save(run, One(), step=1)
+    with pytest.raises(CheckpointError, match="there is nothing at"):
+        load(run, One())
+    assert latest(run) is None
+
+
+@pytest.mark.parametrize("step", [numpy.int64(3), numpy.uint8(3), torch.tensor(3)])
+def test_integers_of_others(tmp_path: Path, step: Any) -> None:
+    save(tmp_path, One(1), step=step, keep=numpy.int64(1))
+    assert loaded(tmp_path) == (3, 1.0)
 
 
 # -- killed

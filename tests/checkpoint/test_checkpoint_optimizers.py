@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from bad_input import one_rank
+from hostile_checkpoints import signed
 from small_models import net, same, train, values
 from torch import nn
 
 import parallel3d as p3d
 from parallel3d.checkpoint import load, save
 from parallel3d.errors import CheckpointError
+from parallel3d.fsdp import fully_shard
 
 
 def split(model: nn.Module, make: Callable[..., Any], **options: Any) -> list:
@@ -117,7 +120,10 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda m: O.SGD(m.parameters(), lr=0.1), "is of another optimizer than SGD"),
+        (
+            lambda m: O.SGD(m.parameters(), lr=0.1),
+            "another optimizer than SGD: .* Adam, .*SGD now",
+        ),
         (lambda m: O.AdamW(m.a.parameters()), "parameters that the optimizer doesn't have"),
         (lambda m: O.AdamW([nn.Parameter(torch.ones(1))]), "isn't one of the model's"),
         (lambda m: [O.AdamW(m.parameters()), O.AdamW(m.a.parameters())], None),
@@ -139,6 +145,70 @@ def test_other_optimizers(tmp_path: Path, make: Callable[..., Any], named: str |
     else:
         with pytest.raises(CheckpointError, match="in two of the optimizers"):
             save(tmp_path, other, make(other), step=2)
+
+
+class MyAdamW(O.AdamW):
+    """A user's."""
+
+
+def in_backward(model: nn.Module) -> p3d.optim.StepInBackward:
+    mesh = p3d.build_mesh(p3d.MeshLayout(), device_type="cpu")
+    return p3d.optim.step_in_backward(fully_shard(model, mesh=mesh), O.AdamW, lr=0.1)
+
+
+ADAMS: dict[str, Callable[[nn.Module], Any]] = {
+    "Adam": lambda m: O.Adam(m.parameters(), lr=0.1),
+    "AdamW": lambda m: O.AdamW(m.parameters(), lr=0.1),
+    "a subclass": lambda m: MyAdamW(m.parameters(), lr=0.1),
+    "local": lambda m: p3d.optim.local(O.AdamW, m, lr=0.1),
+    "in backward": in_backward,
+}
+ELSE = ["Adamax", "RAdam", "NAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor"]
+
+
+def adam_saved(tmp_path: Path, make: Callable[[nn.Module], Any] = ADAMS["AdamW"]) -> Path:
+    model = net(1)
+    optimizer = make(model)
+    if not isinstance(optimizer, p3d.optim.StepInBackward):
+        train(model, optimizer)
+    return save(tmp_path, model, optimizer, step=1)
+
+
+@pytest.mark.parametrize("kind", ELSE)
+def test_another_kind_of_optimizer(tmp_path: Path, kind: str) -> None:
+    """Options and state may have the same names, and mean something else."""
+    adam_saved(tmp_path / "adam")
+    other = net(2)
+    optimizer = getattr(O, kind)(other.parameters(), lr=0.2)
+    before = values(other, optimizer)
+    with pytest.raises(CheckpointError, match=f"its kind was Adam, and is {kind} now"):
+        load(tmp_path / "adam", other, optimizer)
+    same(values(other, optimizer), before)
+    save(tmp_path / "else", other, optimizer, step=1)
+    with pytest.raises(CheckpointError, match=f"its kind was {kind}, and is Adam now"):
+        load(tmp_path / "else", other, O.Adam(other.parameters()))
+
+
+@pytest.mark.parametrize("saved", ADAMS)
+@pytest.mark.parametrize("loaded", ADAMS)
+def test_the_same_kind(tmp_path: Path, saved: str, loaded: str) -> None:
+    with one_rank():
+        adam_saved(tmp_path, ADAMS[saved])
+        other = net(2)
+        optimizer = ADAMS[loaded](other)
+        load(tmp_path, other, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_checkpoints_without_the_kind(tmp_path: Path) -> None:
+    """Earlier versions wrote none: options and state alone say whether they fit."""
+    path = adam_saved(tmp_path)
+    signed(info=lambda info: info["optimizer"]["groups"][0].pop("kind"))(path)
+    model = net(2)
+    load(path, model, O.Adam(model.parameters()))
+    load(path, model, O.RAdam(model.parameters()))
+    with pytest.raises(CheckpointError, match="is of another optimizer than SGD"):
+        load(path, model, O.SGD(model.parameters(), lr=0.1))
 
 
 def test_without_optimizer(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import math
 import random
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ VALUES: dict[str, Any] = {
     "tuples": ((), (1,), ((1, 2), [3, (4,)])),
     "dicts": {"": 1, "$scalar": 2, "a": {"$tensor": "model.weight"}},
     "keys": {1: "a", "1": "b", 2.5: "c", (1, "x"): "d", None: "e", b"k": "f", -0.5: {True: 1}},
+    "counters": [Counter("abca"), Counter(), Counter({3: -1, "$a": 0.5, (1, 2): 10**30})],
     "dtypes": [torch.bfloat16, torch.float8_e4m3fn, torch.bool],
     "scalars": [
         torch.tensor(v, dtype=d)
@@ -93,6 +94,16 @@ def test_extra_itself(tmp_path: Path) -> None:
     exactly(found, {"a": 0.5, "b": 3})
 
 
+@pytest.mark.parametrize("wrong", [[1], "a", 3])
+def test_extra_is_no_dict(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"extra is .*; it must be a dict"):
+        save(tmp_path / "run", nn.Linear(1, 1), step=1, extra=wrong)
+    assert not (tmp_path / "run").exists()
+    save(tmp_path / "run", nn.Linear(1, 1), step=1)
+    with pytest.raises(CheckpointError, match=r"extra is .*; it must be a dict"):
+        load(tmp_path / "run", nn.Linear(1, 1), extra=wrong)
+
+
 def _deep(count: int) -> list:
     found: list = []
     for _ in range(count):
@@ -111,6 +122,9 @@ class Odd:
         ([1, {"x": {3}}], r"extra\['it'\]\[1\]\['x'\] is a builtins.set"),
         ({Odd(): 1}, r"a key of extra\['it'\] is a .*Odd"),
         (_deep(100), "more than 64 deep"),
+        (Counter(a="b"), r"extra\['it'\]\['a'\] is a str; a Counter's counts are numbers"),
+        (Counter(a=True), "is a bool; a Counter"),
+        (Counter({Odd(): 1}), r"a key of extra\['it'\] is a .*Odd"),
         ([1 << 20_000], "an integer of 20001 bits"),
         (numpy.zeros(3), "numpy.ndarray"),
         ({float("nan"): 1}, "a key of .* is NaN"),
@@ -151,6 +165,7 @@ def test_tensors_to_read_into(tmp_path: Path) -> None:
 
 SCHEDULERS = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4, 4]),
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),

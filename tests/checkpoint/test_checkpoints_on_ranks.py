@@ -125,6 +125,29 @@ def test_one_rank_cannot_write(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(one_cannot_write, str(tmp_path), world_size=2, timeout=60)
 
 
+def other_working_directories(path: str) -> None:
+    """A relative path is the first rank's; and so is what is wrong with it."""
+    rank, here = dist.get_rank(), os.getcwd()
+    model, optimizer = build((1, 2, 1), 1)
+    os.makedirs(f"{path}/{rank}")
+    os.chdir(f"{path}/{rank}")
+    try:
+        for async_ in (False, True):
+            saved: Any = save("run", model, optimizer, step=1, async_=async_)
+            want = Path(path, "0", "run", "step-00000001")
+            assert (saved.result() if async_ else saved) == want
+        assert load("run", model, optimizer).path == latest("run") == want
+        with pytest.raises(CheckpointError, match="path is b'run'"):
+            load(b"run" if rank else "run", model)  # type: ignore[arg-type]
+    finally:
+        os.chdir(here)
+    assert names(f"{path}/1") == []
+
+
+def test_other_working_directories(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(other_working_directories, str(tmp_path), world_size=2, timeout=60)
+
+
 def one_cannot_load(path: str) -> None:
     model, optimizer = build((1, 2, 1), 1)
     train(model, optimizer)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import distributed as dist
 
-from parallel3d import StateError
+from parallel3d import Parallel3dError, StateError
 from parallel3d.checkpoint import StopSignal
 from parallel3d.testing import GlooPool
 
@@ -46,6 +46,59 @@ def test_another_thread() -> None:
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(1) as pool, pytest.raises(StateError, match="main thread"):
         pool.submit(StopSignal().__enter__).result()
+
+
+def test_twice_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        with pytest.raises(StateError, match="entered already"), stop:
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_once_more_begins_anew() -> None:
+    stop = StopSignal()
+    with stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert stop.requested
+    with stop:
+        assert not stop.requested and not stop.on_any_rank()
+
+
+def test_within_another_both_are_told() -> None:
+    with StopSignal() as outer:
+        with StopSignal(signal.SIGTERM) as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inner.requested
+        assert outer.received is signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "bad", ["SIGTERM", 0, True, 1.5, [signal.SIGTERM], signal.SIGKILL, signal.SIGSTOP, None]
+)
+def test_what_is_no_signal(bad: object) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Parallel3dError, match="StopSignal: "):
+        StopSignal(signal.SIGTERM, bad)  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert StopSignal(15).signals == (signal.SIGTERM,)  # type: ignore[arg-type]
+
+
+def test_one_that_cannot_be_handled_leaves_the_others_alone(monkeypatch) -> None:
+    before, really = signal.getsignal(signal.SIGTERM), signal.signal
+
+    def refuse(number: signal.Signals, handler: object) -> object:
+        if number == signal.SIGUSR1:
+            raise OSError(22, "Invalid argument")
+        return really(number, handler)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(signal, "signal", refuse)
+    with pytest.raises(OSError, match="Invalid"), StopSignal():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def stop_on(rank: int | None) -> list[bool]:

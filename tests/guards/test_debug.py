@@ -1,6 +1,7 @@
 """Debug mode where nothing is wrong; journals; diagnose."""
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import jobs
@@ -11,6 +12,7 @@ from torch import distributed as dist
 
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, guards
+from parallel3d.guards.debugging import Debugger
 from parallel3d.guards.events import Event, Journal
 from parallel3d.guards.rendezvous import first_difference
 from parallel3d.testing import fake_world, local_world
@@ -43,6 +45,8 @@ def trained(debug: bool, sizes: tuple[int, int, int], **options) -> list[torch.T
     if debug:
         with guards.debug(model):
             run()
+        dist.barrier()  # all have left
+        assert p3d.diagnose().divergence == ""
     else:
         run()
     return [param.to_local() for param in model.parameters()]
@@ -169,6 +173,34 @@ class TestEvents:
         assert first_difference({0: same, 1: same}) == ({}, [])
         texts, odd = first_difference({0: same, 1: other, 2: same})
         assert odd == [1] and list(texts) == [0, 1, 2] and texts[1].startswith("x ")
+
+    def with_messages(self, tmp_path: Path, rank: int, *whats: str) -> None:
+        """Writes what debug mode does for such a sequence; sends and receives between two ranks."""
+        debugger = Debugger([], timedelta(1), None, 10)
+        debugger.journal = Journal(rank, 10, tmp_path)
+        for what in whats:
+            ranks = () if what in ("send", "recv") else (0, 1)
+            debugger._meet(what, "shard", "", None, ranks)
+        debugger.end("")
+
+    def test_sends_and_receives_are_not_compared(self, tmp_path: Path) -> None:
+        self.with_messages(tmp_path, 0, "a", "send", "send", "recv", "b", "c")
+        self.with_messages(tmp_path, 1, "recv", "a", "b", "send", "c", "recv")
+        found = p3d.diagnose(tmp_path)
+        assert found.divergence == ""
+        assert [event.what for event in found.events[1]][:2] == ["recv", "a"]  # kept
+
+    def test_messages_do_not_hide_what_comes_later(self, tmp_path: Path) -> None:
+        self.with_messages(tmp_path, 0, "a", *["send"] * 20, "b", "c", "d")
+        self.with_messages(tmp_path, 1, "a", "recv", "b", "x", "d")
+        divergence = p3d.diagnose(tmp_path).divergence
+        assert divergence.startswith("the ranks part with:")
+        assert "rank 0: c on shard" in divergence and "rank 1: x on shard" in divergence
+
+    def test_who_stopped_first_is_told_without_counting_messages(self, tmp_path: Path) -> None:
+        self.with_messages(tmp_path, 0, "a", "b", *["send"] * 20)
+        self.with_messages(tmp_path, 1, "a", "b", "c")
+        assert p3d.diagnose(tmp_path).divergence.startswith("rank 0 stopped first; ")
 
     def test_bytes_that_may_differ_do_not_count(self) -> None:
         one, two = Event(1, "a", bytes=3), Event(1, "a", bytes=4)

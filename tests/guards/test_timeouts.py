@@ -5,9 +5,12 @@ from datetime import timedelta
 import pytest
 from torch import distributed as dist
 
-from parallel3d import MeshLayout, Parallel3dError, build_mesh, guards
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, guards
 from parallel3d._compat_groups import all_groups, group_timeout
+from parallel3d.guards import timeouts
 from parallel3d.guards.progress import here
+from parallel3d.guards.watch import current_session
+from parallel3d.mesh.store import while_waiting
 from parallel3d.testing import fake_world
 
 
@@ -78,6 +81,14 @@ def test_arguments() -> None:
         guards.watch(timeouts=3)  # type: ignore[arg-type]
     with pytest.raises(Parallel3dError, match="grace is 3"):
         guards.watch(grace=3)  # type: ignore[arg-type]
+
+
+def test_the_same_watch_within_itself() -> None:
+    watch = guards.watch(timeouts=seconds(start=5))
+    for _ in range(2):  # one after the other is fine
+        with watch, pytest.raises(StateError, match="entered already"), watch:
+            pass
+        assert current_session() is None and not while_waiting and not timeouts.active
 
 
 def test_nothing_happens_without_other_ranks() -> None:

@@ -20,8 +20,10 @@ _STRIDE = 256 << 10  # what is read and checked at once: it stays in the process
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. Keep the tensor as long as the view."""
+    """The memory of a contiguous CPU tensor whose values are those in it: it has no conjugate or negative
+    bit. Keep the tensor as long as the view."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    assert not tensor.is_conj() and not tensor.is_neg()
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")

@@ -1,4 +1,4 @@
-"""crc32: isal's where that is installed (extra ``checkpoint``), several times as fast; else zlib's."""
+"""crc32: isal's, several times as fast as zlib's; zlib's on a machine that isal has no wheel for."""
 
 try:
     from isal.isal_zlib import crc32

@@ -67,7 +67,7 @@ def write_file(path: Path, items: Sequence[Stored]) -> tuple[list[Chunk], int]:
         at = len(header)
         for i in order:
             item = items[i]
-            values = item.values().detach().to("cpu").contiguous()
+            values = item.values().detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             if values.dtype != item.dtype or tuple(values.shape) != item.sizes:
                 raise CheckpointError(
                     f"{item.name}: {values.dtype} of {tuple(values.shape)} was to be stored as "

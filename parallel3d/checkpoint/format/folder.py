@@ -21,9 +21,11 @@ from parallel3d.checkpoint.format.opening import check_file, read_small
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
+    "as_path",
     "candidates",
     "discard",
     "finish",
+    "found_in",
     "is_checkpoint",
     "new_folder",
     "open_checkpoint",
@@ -40,6 +42,18 @@ _OURS = re.compile(r"COMPLETE|checkpoint\.json|index\.json|rank-[0-9]{5,9}\.safe
 _MOST = {MARKER: 1 << 16, INDEX: 1 << 31, INFO: 1 << 31}  # bytes
 
 
+def as_path(path: Any) -> Path:
+    """What a user has given for a folder or file.
+
+    Raises:
+        CheckpointError: it is no path, or one in bytes.
+    """
+    try:
+        return Path(path)
+    except TypeError:
+        raise CheckpointError(f"path is {path!r:.80}; it must be a string or a Path") from None
+
+
 def step_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of ``step`` has its place."""
     return run / f"step-{step:08d}"
@@ -49,8 +63,16 @@ def new_folder(final: Path) -> Path:
     """Makes the folder that ``final`` is written in until it is whole.
 
     Raises:
-        CheckpointError: there is something at ``final`` that is no checkpoint, and won't be replaced.
+        CheckpointError: there is something at ``final`` that is no checkpoint, and won't be replaced; or it
+            would be in another checkpoint, or in a folder that a link leads to and isn't there.
     """
+    run = final.parent
+    if is_checkpoint(run) and (os.path.lexists(run / MARKER) or _STEP.fullmatch(run.name)):
+        raise CheckpointError(
+            f"{run} is one checkpoint; give the run's folder, such as {run.parent}"
+        )
+    if run.is_symlink() and not run.exists():
+        raise CheckpointError(f"{run} is a link to {os.readlink(run)}, and there is nothing")
     if os.path.lexists(final) and not is_checkpoint(final) and not _is_ours(final):
         raise CheckpointError(
             f"{final} is there and no checkpoint of parallel3d; it is left as it is: save elsewhere"
@@ -71,7 +93,7 @@ def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> Non
         _write(folder / name, text)
         digests[name] = hashlib.sha256(text.encode()).hexdigest()
     _sync(folder)
-    serial = 1 + max((_serial(entry) or 0 for entry in candidates(final.parent)), default=0)
+    serial = 1 + max((_serial(entry) or 0 for entry in found_in(final.parent)), default=0)
     marker = {"format": _FORMAT, "serial": serial, "sha256": digests}
     _write(folder / MARKER, json.dumps(marker))
     _sync(folder)
@@ -102,7 +124,8 @@ def discard(folder: Path) -> None:
 def prune(run: Path, keep: int) -> None:
     """Leaves the ``keep`` checkpoints saved last, and removes what killed processes have left.
 
-    A damaged one is no checkpoint: it doesn't count, and stays for somebody to look at.
+    One whose marker is missing or can't be read doesn't count, and stays for somebody to look at. More of
+    them isn't read: one whose tensors are damaged counts as any other.
     """
     for old in [entry for entry in run.glob("step-*.old") if _STEP.fullmatch(entry.name)]:
         final = old.with_suffix("")
@@ -125,7 +148,12 @@ def _is_ours(folder: Path) -> bool:
 
 
 def candidates(run: Path) -> list[Path]:
-    """The folders that are named as checkpoints, whole or not, the one saved last first.
+    """The folders that are named as checkpoints, whole or not, the one saved last first; no links."""
+    return [entry for entry in found_in(run) if not entry.is_symlink()]
+
+
+def found_in(run: Path) -> list[Path]:
+    """Folders and links that are named as checkpoints, whole or not, the one saved last first.
 
     In the order in which they were saved, not of their steps: who has gone back to an earlier step and
     saved from there goes on from that. Where this can't be read the folder comes first, to be looked at.
@@ -133,7 +161,7 @@ def candidates(run: Path) -> list[Path]:
     found = []
     for entry in run.iterdir():
         match = _STEP.fullmatch(entry.name)
-        if match and entry.is_dir() and not entry.is_symlink():
+        if match and (entry.is_dir() or entry.is_symlink()):
             serial = _serial(entry)
             found.append((serial is None, serial or 0, int(match[1]), entry))
     return [entry for *_, entry in sorted(found, reverse=True)]
@@ -155,8 +183,11 @@ def _serial(folder: Path) -> int | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is one checkpoint, or was to be: not a run's folder."""
-    return any((path / name).exists() for name in (MARKER, INDEX, INFO))
+    """Whether ``path`` is one checkpoint, or was to be: not a run's folder, which may have a user's file of
+    one of the names."""
+    if os.path.lexists(path / MARKER):
+        return True
+    return any(os.path.lexists(path / name) for name in (INDEX, INFO)) and not found_in(path)
 
 
 def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:

@@ -178,7 +178,7 @@ class _Part:
         at = self.chunk.begin + self.first_byte
         whole_rows = tuple(self.item.lengths[1:]) == self.chunk.sizes[1:]
         direct = target.is_cpu and target.dtype == self.dtype and target.is_contiguous()
-        if whole_rows and direct:
+        if whole_rows and direct and not target.is_conj() and not target.is_neg():
             read_into(file, bytes_of(target), at, where)
             increment_version(target)
             return

@@ -39,13 +39,22 @@ class Writer(StorageWriter):
     Args:
         path: the checkpoint's folder; of an existing one the old content counts until the new is whole.
         info: for its ``checkpoint.json``, asked for on the coordinating rank when all else is written.
+        ranks: how many write it; None: as many as DCP finds.
+
+    Raises:
+        CheckpointError: in ``dcp.save``: another number of ranks. It writes for one rank alone, without an
+            error, where the process group has been destroyed.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], info: Callable[[], dict[str, Any]] | None = None
+        self,
+        path: str | os.PathLike[str],
+        info: Callable[[], dict[str, Any]] | None = None,
+        ranks: int | None = None,
     ) -> None:
         self.path = Path(path)
         self.info = info
+        self.ranks = ranks
         self.folder: Path | None = None  # while it is written
 
     @classmethod
@@ -67,6 +76,11 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Makes the folder; tells each rank its name and the file's."""
+        if self.ranks is not None and len(plans) != self.ranks:
+            raise CheckpointError(
+                f"{self.path} was to be written by {self.ranks} ranks, of which {len(plans)} are there: the "
+                "process group was destroyed meanwhile; wait for an async save's result() before that"
+            )
         self.folder = folders.new_folder(self.path)
         return [
             SavePlan(

@@ -25,7 +25,7 @@ from parallel3d.checkpoint.hf.storage import (
     memory_for,
     without_values,
 )
-from parallel3d.checkpoint.pieces import pieces_of
+from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import Ranks, ranks_of
 from parallel3d.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def load_hf(
     """
     strict = as_bool("strict", strict)
     path = Path(folder)
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "load_hf")
     ranks.all(lambda: bring_to_rest(model, "load_hf"))
     stored = ranks.first(lambda: stored_tensors(path))
     with Reader(path, stored) as reader:
@@ -163,6 +163,8 @@ def _misfits(
     """What is wrong with shapes and dtypes, a line each."""
     problems = []
     for entry in entries:
+        if found[entry.name] and shares_memory_within(entry.tensor):
+            problems.append(f"elements of {entry.name!r} share memory, as after expand()")
         for layout in found[entry.name]:
             shape = tuple(entry.tensor.shape)
             if layout.shape != shape:

@@ -148,6 +148,8 @@ def _is_image(out: Tensor, strides: Sequence[int], span: int, dtype: torch.dtype
     return (
         out.dtype == dtype
         and out.device.type == "cpu"
+        and not out.is_conj()
+        and not out.is_neg()
         and out.numel() == span
         and all(out.stride(d) == strides[d] for d in range(out.dim()) if out.shape[d] > 1)
     )

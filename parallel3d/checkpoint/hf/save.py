@@ -49,7 +49,7 @@ def save_hf(
         CheckpointError: on every rank, whatever failed on whichever: the target is something else, a rank
             can't write, doesn't see the others' folder, or has another model. Nothing is left behind.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "save_hf")
     path = Path(os.path.abspath(folder))
 
     def check() -> int:

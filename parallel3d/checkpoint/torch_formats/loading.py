@@ -54,7 +54,7 @@ def load(
     Raises:
         CheckpointError: on all ranks, with model and optimizer as they were.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, "load_torch" if share else "load_dcp")
     jobs: list[_Job] = []  # one, if it can be done
 
     def plan() -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.pieces import pieces_of
+from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.torch_formats.archive import Entry
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.torch_formats.sources import Box, Source, whole
@@ -147,4 +147,9 @@ def _check_fits(name: str, target: Any, source: Source, cast: bool) -> None:
     if target.dtype != source.dtype and not cast:
         raise CheckpointError(
             f"{name} is {source.dtype} in the checkpoint and {target.dtype} in the model; cast=True converts"
+        )
+    if shares_memory_within(target):
+        raise CheckpointError(
+            f"{name} can't be read into: its elements share memory, as after expand(); make it contiguous "
+            "first"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._compat import get_local_tensor, make_dtensor, make_spec
+from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.torch_formats.archive import Entry
 from parallel3d.checkpoint.torch_formats.model_target import boxes_of, fill
 from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
@@ -108,7 +109,7 @@ class OptimizerTarget:
             # Numbers are made anew: one may be shared by several parameters.
             fits = now.ndim > 0 and now.shape == torch.Size(source.shape) and now.dtype == dtype
             replicated = isinstance(now, DTensor)
-            if not fits:
+            if not fits or shares_memory_within(now):
                 now = None
         else:
             now = None

@@ -1,0 +1,46 @@
+"""A save in the background that failed and that nobody has asked about is told of when Python ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys, time
+from torch import nn
+from parallel3d.checkpoint import save
+
+def full(*args):
+    time.sleep(0.3)  # the main thread has ended by then
+    raise OSError(28, "No space left on device")
+
+model = nn.Linear(2, 2)
+os.write = full
+future = save(sys.argv[1], model, step=1, async_=True)
+if sys.argv[2] == "asked":
+    assert future.exception() is not None
+if sys.argv[2] == "saved again":
+    try:
+        save(sys.argv[1], model, step=2)
+    except ValueError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("kind", ["not asked", "asked", "saved again"])
+def test_it_is_told_once(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run"), kind],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    told = "nobody has asked for its result" in done.stderr
+    assert told == (kind == "not asked"), done.stderr
+    assert ("No space left on device" in done.stderr) == told
