@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d import checkpoint, fsdp, guards, optim, tp
+    from parallel3d import checkpoint, fsdp, guards, optim, planner, tp
     from parallel3d.errors import (
         AgreementError,
         CheckpointError,
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Parallel3dError,
         PeerFailureError,
         PlanError,
+        PlanningError,
         StateError,
     )
     from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
@@ -36,6 +37,7 @@ __all__ = [
     "Parallel3dError",
     "PeerFailureError",
     "PlanError",
+    "PlanningError",
     "StateError",
     "build_mesh",
     "checkpoint",
@@ -46,6 +48,7 @@ __all__ = [
     "materialize",
     "optim",
     "parallelize",
+    "planner",
     "resolve_plan",
     "seed_step",
     "tp",
@@ -55,7 +58,7 @@ export_lazily(
     __name__,
     {
         "errors": "AgreementError CheckpointError CorruptCheckpointError MeshError Parallel3dError "
-        "PeerFailureError PlanError StateError",
+        "PeerFailureError PlanError PlanningError StateError",
         "fsdp": "MixedPrecisionPolicy fully_shard",
         "guards": "diagnose",
         "init": "materialize",
