@@ -119,15 +119,20 @@ def _cards(plan: MeshPlan) -> str:
     return f'{verdict}<dl class="cards">{shown}</dl>'
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], words: int) -> str:
-    """The first ``words`` columns are to the left. All is escaped."""
+def _table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], words: int, *, wrap: bool = True
+) -> str:
+    """The first ``words`` columns are to the left; without ``wrap`` a row is a line. All is escaped."""
 
     def cells(tag: str, row: Iterable[str]) -> str:
-        kind = ["" if i < words else ' class="n"' for i in range(100)]
-        return "".join(f"<{tag}{kind[i]}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
+        return "".join(
+            f"<{tag}>{escape(cell)}</{tag}>" if i < words else f'<{tag} class="n">{escape(cell)}</{tag}>'
+            for i, cell in enumerate(row)
+        )
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells("th", columns)}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = "wide" if wrap else "wide lines"
+    head, body = cells("th", columns), "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="{kind}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _layouts(plan: MeshPlan) -> str:
@@ -143,7 +148,7 @@ def _layouts(plan: MeshPlan) -> str:
         return "<p>None fits.</p>"
     left = len(plan.layouts) - len(rows)
     columns = ("", "layout", "checkpointing", "batch", "GiB", "tokens/s/GPU", "MFU", "HFU", "step, s")
-    return _table(columns, rows, 3) + (f"<p>{left} more.</p>" if left else "")
+    return _table(columns, rows, 3, wrap=False) + (f"<p>{left} more.</p>" if left else "")
 
 
 def _refusals(plan: MeshPlan) -> str:
@@ -163,16 +168,14 @@ def _sensitivity(plan: MeshPlan) -> str:
     rows = []
     for name, tried in plan.sensitivity().items():
         now = tried[1][1]
-        rows.append(
-            (
-                name.replace("_", " "),
-                *(
-                    f"{value}: {speed:,.0f} ({speed / now - 1:+.1%})" + ("" if fits else ", does not fit")
-                    for value, speed, fits in tried
-                ),
-            )
-        )
-    return _table(("", "half", "as it is", "twice"), rows, 1)
+        cells = [
+            f"{value}: {speed:,.0f}"
+            + (f" ({speed / now - 1:+.1%})" if speed != now else "")
+            + ("" if fits else ", does not fit")
+            for value, speed, fits in tried
+        ]
+        rows.append((name.replace("_", " "), *cells))
+    return _table(("", "half", "as it is", "twice"), rows, 1, wrap=False)
 
 
 def _explanation(plan: MeshPlan) -> str:

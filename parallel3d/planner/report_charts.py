@@ -71,7 +71,7 @@ def pareto_chart(plan: MeshPlan) -> Figure:
     layout["xaxis"]["range"] = [0, 1.04 * most]
     layout["yaxis"]["rangemode"] = "tozero"
     _mark(layout, capacity, f"capacity {capacity:g} GiB")
-    return {"data": traces, "layout": layout}
+    return _figure(traces, layout)
 
 
 def _points(
@@ -152,7 +152,8 @@ def _stacked(
     layout = _layout(170 + 34 * len(each), unit, "")
     layout["barmode"] = "stack"
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
-    return {"data": traces, "layout": layout}
+    layout["meta"]["labels"] = _labels(each)
+    return _figure(traces, layout)
 
 
 def _labels(each: Sequence[Prediction]) -> list[str]:
@@ -201,10 +202,11 @@ def timeline_chart(prediction: Prediction) -> Figure:
     for phase in ("forward", "backward"):
         start = min((s.start for s in spans if s.phase == phase), default=0.0)
         _mark(layout, start * 1e3, phase, dash="solid", width=1, anchor="left")
-    return {"data": traces, "layout": layout}
+    return _figure(traces, layout)
 
 
 def _layout(height: int, x: str, y: str) -> dict[str, Any]:
+    """``meta`` is for the page's script: entries of the legend, labels that may be shortened."""
     return {
         "height": height,
         "margin": {"l": 8, "r": 12, "t": 28, "b": 8},
@@ -215,7 +217,13 @@ def _layout(height: int, x: str, y: str) -> dict[str, Any]:
         "bargap": 0.3,
         "shapes": [],
         "annotations": [],
+        "meta": {},
     }
+
+
+def _figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:
+    layout["meta"]["entries"] = len(traces)
+    return {"data": traces, "layout": layout}
 
 
 def _mark(
