@@ -1,4 +1,4 @@
-"""The commands joined, and what they have in common: a user's mistake is one line on stderr and exit code 2."""
+"""The commands joined, and what they share: a user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ app = typer.Typer(
 )
 app.command("plan")(plan_command)
 app.command("predict")(predict_command)
-# calibrate goes here: app.command("calibrate")(calibrate_command) from parallel3d/cli/calibrate.py, which prints
-# and writes what parallel3d.planner.calibrate.calibrate(...) measures; ``--profile`` reads it already.
+# calibrate goes here: app.command("calibrate")(calibrate_command) from parallel3d/cli/calibrate.py, which
+# prints and writes what parallel3d.planner.calibrate.calibrate(...) measures; ``--profile`` reads it already.
 
 
 @app.callback()
