@@ -126,7 +126,7 @@ def memory_chart(each: Sequence[Prediction]) -> Figure:
 
 
 def time_chart(each: Sequence[Prediction]) -> Figure:
-    """By component, a bar a layout: seconds of a step if all have the same batch, else microseconds a token."""
+    """By component, a bar a layout: seconds a step if all have the same batch, else microseconds a token."""
     if all(p.workload.global_batch for p in each):
         return _stacked(each, time_groups, 1.0, "seconds a step", "%{x:.3f} s")
 

@@ -115,7 +115,8 @@ def test_options_reach_the_workload() -> None:
 
 def test_a_table_of_runs(tmp_path: Path) -> None:
     models, runs, out = (tmp_path / f"{name}.csv" for name in ("models", "runs", "out"))
-    shapes = dict(layers=16, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=5504, vocab=32000)
+    shapes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128}
+    shapes |= {"ffn": 5504, "vocab": 32000}
     write(models, {"model": "small", **shapes})
     run_of = {
         "id": "a",
