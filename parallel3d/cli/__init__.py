@@ -13,6 +13,7 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
             raise
         sys.exit(
-            f"parallel3d's command line needs {error.name}, which isn't installed: pip install 'parallel3d[cli]'"
+            f"parallel3d's command line needs {error.name}, which isn't installed: "
+            "pip install 'parallel3d[cli]'"
         )
     app()

@@ -1,4 +1,4 @@
-"""The commands joined, and what they have in common: a user's mistake is one line on stderr and exit code 2."""
+"""The commands joined, and what they share: a user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ def calibrate_command(
     name: Annotated[
         str | None, typer.Option(help="Of the profile's GPU; the device's own by default.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; what there is by default.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; what there is by default.")
+    ] = None,
     largest: Annotated[int, typer.Option(help="Rows of the largest matmul.", min=512)] = 8192,
     seconds: Annotated[float, typer.Option(help="Stop measuring matmuls after this long.")] = 60.0,
 ) -> None:
@@ -37,7 +39,9 @@ def calibrate_command(
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_profile(found, out)
             _show(found)
-            typer.echo(f"wrote {out}: parallel3d plan --gpu {found.name} --profile {out} ...", err=True)
+            typer.echo(
+                f"wrote {out}: parallel3d plan --gpu {found.name} --profile {out} ...", err=True
+            )
     finally:
         if joined:
             dist.destroy_process_group()
@@ -54,5 +58,7 @@ def _show(found: Gpu) -> None:
     table.add_row("memory, GiB", f"{found.capacity_gib:.1f}")
     for kind, sizes in found.collectives.items():
         for ranks, (start, bandwidth, _) in sizes.items():
-            table.add_row(f"{kind}, {ranks} ranks", f"{start:.0f} us + bytes / {bandwidth:.3g} GB/s")
+            table.add_row(
+                f"{kind}, {ranks} ranks", f"{start:.0f} us + bytes / {bandwidth:.3g} GB/s"
+            )
     Console().print(table)

@@ -41,7 +41,9 @@ def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
         name, equals, value = (p.strip() for p in part.partition("="))
         if not equals or name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)
-            raise PlanningError(f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}")
+            raise PlanningError(
+                f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}"
+            )
         given[name] = _value(name, value, known[name].annotation)
     needed = [n for n, p in known.items() if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in given]:
@@ -61,4 +63,3 @@ def _value(name: str, text: str, kind: str) -> int | bool | str:
         return int(text.replace("_", ""))
     except ValueError:
         raise PlanningError(f"--model has {name}={text}; it must be an int") from None
-

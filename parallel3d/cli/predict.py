@@ -91,8 +91,12 @@ def _as_json(found: Prediction, refused: str | None, explain: bool) -> dict[str,
 
 def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_json: bool) -> None:
     if runs is None or models is None or out is None:
-        lacking = [n for n, v in (("--runs", runs), ("--models", models), ("--out", out)) if v is None]
-        raise PlanningError(f"--runs, --models and --out go together; not given: {', '.join(lacking)}")
+        lacking = [
+            n for n, v in (("--runs", runs), ("--models", models), ("--out", out)) if v is None
+        ]
+        raise PlanningError(
+            f"--runs, --models and --out go together; not given: {', '.join(lacking)}"
+        )
     count = write_predictions(runs, models, out)
     if as_json:
         typer.echo(json.dumps({"rows": count, "out": str(out)}))

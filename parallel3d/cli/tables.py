@@ -45,7 +45,7 @@ def show_plan(plan: MeshPlan, top: int, explain: bool) -> None:
 
 
 def show_prediction(prediction: Prediction, refused: str | None, explain: bool) -> None:
-    """Prints one layout's memory and time; ``refused``: why ``parallelize`` or the hardware would not take it."""
+    """Prints one layout's memory and time; ``refused``: why ``plan`` would not propose it."""
     console = _console()
     console.print(_heading(prediction.model, prediction.cluster, prediction.workload))
     _details(console, prediction, "")
@@ -73,7 +73,9 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload) -> Text:
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     """The first ``left`` columns are words, the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for i, name in enumerate(columns):
         made.add_column(name, justify="left" if i < left else "right", overflow="fold")
     return made
@@ -112,7 +114,9 @@ def _heat(part: float) -> str:
 
 
 def _refused(plan: MeshPlan) -> Table:
-    table = _table(f"{len(plan.refused)} layouts refused", "why (the mildest)", "how many", "layouts")
+    table = _table(
+        f"{len(plan.refused)} layouts refused", "why (the mildest)", "how many", "layouts"
+    )
     for reason in reasons(plan.refused):
         table.add_row(Text(reason.text), str(reason.count), reason.examples)
     return table
@@ -122,14 +126,20 @@ def _details(console: Console, each: Prediction, lead: str) -> None:
     memory = each.memory
     console.print(
         Text.assemble(
-            (f"\n{lead}replicate {each.layout.replicate}, shard {each.layout.shard}, tp {each.layout.tp}", "bold"),
+            (
+                f"\n{lead}replicate {each.layout.replicate}, shard {each.layout.shard}, tp {each.layout.tp}",
+                "bold",
+            ),
             f"; micro-batch {each.micro_batch} x {each.accumulation}, checkpointing {setting(each)}: ",
             (f"{each.tokens_per_second_per_gpu:,.0f} tokens/s/GPU", "bold"),
-            f", MFU {each.mfu:.1%} (HFU {each.hfu:.1%}, by 6N {each.mfu_6n:.1%}), {each.step_seconds:,.3f} s a step",
+            f", MFU {each.mfu:.1%} (HFU {each.hfu:.1%}, by 6N {each.mfu_6n:.1%})",
+            f", {each.step_seconds:,.3f} s a step",
         )
     )
     beyond = {term.name: term for term in memory.beyond}
-    sizes = _components(f"memory at its peak ({memory.moment})", "GiB", {**memory.terms, **beyond}, _GIB)
+    sizes = _components(
+        f"memory at its peak ({memory.moment})", "GiB", {**memory.terms, **beyond}, _GIB
+    )
     verdict = Text("fits" if each.fits else "does not fit", "green" if each.fits else "bold red")
     sizes.add_section()
     sizes.add_row(
@@ -151,7 +161,9 @@ def _components(title: str, unit: str, terms: Mapping[str, Term], scale: float) 
     for name, term in terms.items():
         if term.value:
             part = term.value / whole
-            table.add_row(name.replace("_", "-"), f"{term.value / scale:,.3f}", f"{part:.1%}", _bar(part))
+            table.add_row(
+                name.replace("_", "-"), f"{term.value / scale:,.3f}", f"{part:.1%}", _bar(part)
+            )
     return table
 
 

@@ -132,7 +132,11 @@ def gpus(profile: str | PathLike[str] | None = None) -> dict[str, Gpu]:
     """All GPUs by their names and short names; those of ``profile`` before the built-in ones."""
     found = dict(_built_in())
     if profile is not None:
-        found.update(_read(Path(profile).read_text(encoding="utf-8"), str(profile)))
+        try:
+            text = Path(profile).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanningError(f"the profile {profile} can't be read: {error}") from error
+        found.update(_read(text, str(profile)))
     return found
 
 

@@ -83,7 +83,6 @@ CONSTANTS = {
         ),
         ("gaps_upper", 0.10, "", "the upper bound of the same, with what isn't modelled"),
         ("context", 1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
-        ("adamw_step", 28.0, "B/param", "fp32: reads p, g, m, v; writes p, m, v"),
     ]
 }
 

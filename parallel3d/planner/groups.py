@@ -10,7 +10,17 @@ from parallel3d.planner.mesh_plan import Refused
 from parallel3d.planner.prediction import Prediction
 from parallel3d.planner.terms import Term
 
-__all__ = ["MEMORY", "TIME", "Reason", "grouped", "memory_groups", "reasons", "setting", "short", "time_groups"]
+__all__ = [
+    "MEMORY",
+    "TIME",
+    "Reason",
+    "grouped",
+    "memory_groups",
+    "reasons",
+    "setting",
+    "short",
+    "time_groups",
+]
 
 # group -> beginnings of the components' names; what no group has goes into "other"
 MEMORY = {

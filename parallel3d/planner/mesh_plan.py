@@ -61,9 +61,12 @@ class MeshPlan:
                 f"no layout is legal: {self.refused[0].layout}: {self.refused[0].reason}"
             )
         nearest = min(tried, key=lambda r: r.prediction.memory.needed if r.prediction else 0)
+        assert nearest.prediction is not None
+        full = nearest.prediction.workload.checkpointing == "full"
+        other = "" if full else ", or checkpointing='full'"
         raise PlanningError(
-            f"nothing fits; {nearest.layout} comes closest and {nearest.reason}. Take more GPUs, a shorter "
-            "sequence, or checkpointing='full'"
+            f"nothing fits; {nearest.layout} comes closest and {nearest.reason}. Take more GPUs or a shorter "
+            f"sequence{other}"
         )
 
     @property
@@ -129,7 +132,10 @@ class MeshPlan:
 
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
-            batch = replace(work, micro_batch=size, global_batch=None)
+            if size == base.micro_batch and factor != 1:
+                continue  # it can't be halved
+            whole = size * base.accumulation * base.layout.data_size
+            batch = replace(work, micro_batch=size, global_batch=whole)
             add("micro_batch", str(size), self.model, cluster, batch)
         for factor in (0.5, 1, 2):
             length = max(int(work.seq_len * factor), base.layout.tp)

@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML file with charts that needs no network. Charts need plotly (``report`` extra)."""
+"""The report of a plan: one HTML file with charts that needs no network. Needs plotly (``report`` extra)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def _figures(plan: MeshPlan) -> dict[str, Any]:
         "memory": memory_chart(each[:_BARS]),
         "time": time_chart(each[:_BARS]),
         "timelines": [
-            {"name": f"{short(p)}, {setting(p)}, micro-batch {p.micro_batch}", "figure": timeline_chart(p)}
+            {
+                "name": f"{short(p)}, {setting(p)}, micro-batch {p.micro_batch}",
+                "figure": timeline_chart(p),
+            }
             for p in each[:_TIMELINES]
         ],
     }
@@ -81,7 +84,9 @@ def _words(plan: MeshPlan) -> dict[str, str]:
     """HTML of everything that isn't a chart."""
     work, cluster = plan.workload, plan.cluster
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
-    title = f"{plan.model.name} on {cluster.world_size:,} \N{MULTIPLICATION SIGN} {cluster.gpu.name}"
+    title = (
+        f"{plan.model.name} on {cluster.world_size:,} \N{MULTIPLICATION SIGN} {cluster.gpu.name}"
+    )
     setup = (
         f"{plan.model.numel / 1e9:,.2f} B parameters; {cluster.nodes:,} nodes of {cluster.gpus_per_node}, "
         f"{cluster.nic:g} GB/s a GPU between them; sequences of {work.seq_len:,}{batch}; {work.precision}, "
@@ -114,26 +119,40 @@ def _cards(plan: MeshPlan) -> str:
         ("step", f"{best.step_seconds:,.3f} s"),
         ("GiB needed", f"{memory.needed / _GIB:.1f} of {memory.capacity / _GIB:.1f}"),
     ]
-    shown = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards)
+    shown = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards
+    )
     verdict = "" if best.fits else '<p class="bad">This does not fit: it is what comes closest.</p>'
     return f'{verdict}<dl class="cards">{shown}</dl>'
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], words: int) -> str:
-    """The first ``words`` columns are to the left. All is escaped."""
+def _table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], words: int, *, wrap: bool = True
+) -> str:
+    """The first ``words`` columns are to the left; without ``wrap`` a row is a line. All is escaped."""
 
     def cells(tag: str, row: Iterable[str]) -> str:
-        kind = ["" if i < words else ' class="n"' for i in range(100)]
-        return "".join(f"<{tag}{kind[i]}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
+        return "".join(
+            f"<{tag}>{escape(cell)}</{tag}>"
+            if i < words
+            else f'<{tag} class="n">{escape(cell)}</{tag}>'
+            for i, cell in enumerate(row)
+        )
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells("th", columns)}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = "wide" if wrap else "wide lines"
+    head, body = cells("th", columns), "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="{kind}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _layouts(plan: MeshPlan) -> str:
     rows = [
         (
-            *(str(place), short(p), setting(p), f"{p.micro_batch} \N{MULTIPLICATION SIGN} {p.accumulation}"),
+            *(
+                str(place),
+                short(p),
+                setting(p),
+                f"{p.micro_batch} \N{MULTIPLICATION SIGN} {p.accumulation}",
+            ),
             *(f"{p.memory.needed / _GIB:.1f}", f"{p.tokens_per_second_per_gpu:,.0f}"),
             *(f"{p.mfu:.1%}", f"{p.hfu:.1%}", f"{p.step_seconds:,.3f}"),
         )
@@ -142,15 +161,27 @@ def _layouts(plan: MeshPlan) -> str:
     if not rows:
         return "<p>None fits.</p>"
     left = len(plan.layouts) - len(rows)
-    columns = ("", "layout", "checkpointing", "batch", "GiB", "tokens/s/GPU", "MFU", "HFU", "step, s")
-    return _table(columns, rows, 3) + (f"<p>{left} more.</p>" if left else "")
+    columns = (
+        "",
+        "layout",
+        "checkpointing",
+        "batch",
+        "GiB",
+        "tokens/s/GPU",
+        "MFU",
+        "HFU",
+        "step, s",
+    )
+    return _table(columns, rows, 3, wrap=False) + (f"<p>{left} more.</p>" if left else "")
 
 
 def _refusals(plan: MeshPlan) -> str:
     if not plan.refused:
         return "<p>None.</p>"
     kinds = [(r.text, str(r.count), r.examples) for r in reasons(plan.refused)]
-    each = [(" \N{MULTIPLICATION SIGN} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused]
+    each = [
+        (" \N{MULTIPLICATION SIGN} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused
+    ]
     return (
         _table(("why (the mildest)", "how many", "layouts"), kinds, 1)
         + f"<details><summary>All {len(each)}</summary>{_table(('layout', 'why'), each, 2)}</details>"
@@ -163,16 +194,14 @@ def _sensitivity(plan: MeshPlan) -> str:
     rows = []
     for name, tried in plan.sensitivity().items():
         now = tried[1][1]
-        rows.append(
-            (
-                name.replace("_", " "),
-                *(
-                    f"{value}: {speed:,.0f} ({speed / now - 1:+.1%})" + ("" if fits else ", does not fit")
-                    for value, speed, fits in tried
-                ),
-            )
-        )
-    return _table(("", "half", "as it is", "twice"), rows, 1)
+        cells = [
+            f"{value}: {speed:,.0f}"
+            + (f" ({speed / now - 1:+.1%})" if speed != now else "")
+            + ("" if fits else ", does not fit")
+            for value, speed, fits in tried
+        ]
+        rows.append((name.replace("_", " "), *cells))
+    return _table(("", "half", "as it is", "twice"), rows, 1, wrap=False)
 
 
 def _explanation(plan: MeshPlan) -> str:

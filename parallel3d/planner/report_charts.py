@@ -1,4 +1,4 @@
-"""The report's charts as plotly's JSON. Colours of text and grids are the page's, which knows light from dark."""
+"""The report's charts as plotly's JSON. Colours of text and grids are the page's, for light and dark."""
 
 from __future__ import annotations
 
@@ -56,13 +56,19 @@ def pareto_chart(plan: MeshPlan) -> Figure:
         for i, tp in enumerate(sorted({p.layout.tp for p in shown}))
     ]
     beyond = [r.prediction for r in plan.refused if r.prediction is not None]
-    close = [p for p in beyond if p.memory.needed < 1.5 * capacity * _GIB]
+    close = [p for p in beyond if not shown or p.memory.needed < 1.5 * capacity * _GIB]
     if close:
         traces.append(_points(close, "does not fit", _GREY, symbol="x"))
     if front:
         line = _points(front, "Pareto front", _GREY)
         traces.insert(
-            0, {**line, "mode": "lines", "line": {"color": _GREY, "width": 2, "shape": "hv"}, "hoverinfo": "skip"}
+            0,
+            {
+                **line,
+                "mode": "lines",
+                "line": {"color": _GREY, "width": 2, "shape": "hv"},
+                "hoverinfo": "skip",
+            },
         )
         traces[0].pop("hovertemplate")
         traces.append(_points(front[-1:], "fastest", _RED, symbol="star", size=16))
@@ -70,8 +76,8 @@ def pareto_chart(plan: MeshPlan) -> Figure:
     layout = _layout(440, "GiB needed", "tokens/s/GPU")
     layout["xaxis"]["range"] = [0, 1.04 * most]
     layout["yaxis"]["rangemode"] = "tozero"
-    _mark(layout, capacity, f"capacity {capacity:g} GiB")
-    return {"data": traces, "layout": layout}
+    _mark_capacity(layout, capacity, most)
+    return _figure(traces, layout)
 
 
 def _points(
@@ -84,7 +90,12 @@ def _points(
         "x": [round(p.memory.needed / _GIB, 3) for p in each],
         "y": [round(p.tokens_per_second_per_gpu, 2) for p in each],
         "customdata": [
-            [short(p), f"{p.micro_batch} \N{MULTIPLICATION SIGN} {p.accumulation}", setting(p), f"{p.mfu:.1%}"]
+            [
+                short(p),
+                f"{p.micro_batch} \N{MULTIPLICATION SIGN} {p.accumulation}",
+                setting(p),
+                f"{p.mfu:.1%}",
+            ]
             for p in each
         ],
         "hovertemplate": "<b>%{customdata[0]}</b><br>micro-batch %{customdata[1]}<br>checkpointing "
@@ -110,12 +121,12 @@ def memory_chart(each: Sequence[Prediction]) -> Figure:
     )
     if each:
         capacity = each[0].cluster.gpu.capacity_gib
-        _mark(figure["layout"], capacity, f"capacity {capacity:g} GiB")
-    return figure
+        _mark_capacity(figure["layout"], capacity, max([capacity, *beside]))
+    return _figure(figure["data"], figure["layout"])
 
 
 def time_chart(each: Sequence[Prediction]) -> Figure:
-    """By component, a bar a layout: seconds of a step if all take the same batch, else a token's microseconds."""
+    """By component, a bar a layout: seconds a step if all have the same batch, else microseconds a token."""
     if all(p.workload.global_batch for p in each):
         return _stacked(each, time_groups, 1.0, "seconds a step", "%{x:.3f} s")
 
@@ -152,7 +163,8 @@ def _stacked(
     layout = _layout(170 + 34 * len(each), unit, "")
     layout["barmode"] = "stack"
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
-    return {"data": traces, "layout": layout}
+    layout["meta"]["labels"] = _labels(each)
+    return _figure(traces, layout)
 
 
 def _labels(each: Sequence[Prediction]) -> list[str]:
@@ -169,7 +181,11 @@ def _labels(each: Sequence[Prediction]) -> list[str]:
 def timeline_chart(prediction: Prediction) -> Figure:
     """A block forward and backward: what runs beside its compute, and what is waited for."""
     spans = layer_spans(prediction)
-    names = {"hidden": "collective, hidden", "exposed": "collective, waited for", "slowdown": "compute is slower"}
+    names = {
+        "hidden": "collective, hidden",
+        "exposed": "collective, waited for",
+        "slowdown": "compute is slower",
+    }
     traces: list[dict[str, Any]] = []
     for kind in ("compute", "slowdown", "tensor parallel", "hidden", "exposed"):
         mine = [span for span in spans if span.kind == kind]
@@ -183,7 +199,10 @@ def timeline_chart(prediction: Prediction) -> Figure:
                     "x": [round(s.seconds * 1e3, 6) for s in mine],
                     "y": [s.lane for s in mine],
                     "customdata": [[s.phase, s.what, f"{s.seconds * 1e3:.3f}"] for s in mine],
-                    "marker": {"color": _COLOURS[kind], "line": {"width": 1, "color": "rgba(128,128,128,0.5)"}},
+                    "marker": {
+                        "color": _COLOURS[kind],
+                        "line": {"width": 1, "color": "rgba(128,128,128,0.5)"},
+                    },
                     "hovertemplate": "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]} ms"
                     f"<extra>{names.get(kind, kind)}</extra>",
                 }
@@ -201,25 +220,49 @@ def timeline_chart(prediction: Prediction) -> Figure:
     for phase in ("forward", "backward"):
         start = min((s.start for s in spans if s.phase == phase), default=0.0)
         _mark(layout, start * 1e3, phase, dash="solid", width=1, anchor="left")
-    return {"data": traces, "layout": layout}
+    return _figure(traces, layout)
 
 
 def _layout(height: int, x: str, y: str) -> dict[str, Any]:
+    """``meta`` is for the page's script: entries of the legend, labels that may be shortened."""
     return {
         "height": height,
         "margin": {"l": 8, "r": 12, "t": 28, "b": 8},
         "xaxis": {"title": {"text": x}, "automargin": True, "fixedrange": False},
         "yaxis": {"title": {"text": y}, "automargin": True},
-        "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.04, "x": 0, "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "yanchor": "bottom",
+            "y": 1.04,
+            "x": 0,
+            "traceorder": "normal",
+        },
         "hoverlabel": {"align": "left"},
         "bargap": 0.3,
         "shapes": [],
         "annotations": [],
+        "meta": {},
     }
 
 
+def _figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:
+    layout["meta"]["entries"] = len(traces)
+    return {"data": traces, "layout": layout}
+
+
+def _mark_capacity(layout: dict[str, Any], capacity: float, most: float) -> None:
+    """With its words on the side that has room, in a chart that ends at ``most``."""
+    anchor = "right" if capacity > most / 2 else "left"
+    _mark(layout, capacity, f"capacity {capacity:g} GiB", anchor=anchor)
+
+
 def _mark(
-    layout: dict[str, Any], x: float, text: str, dash: str = "dash", width: int = 2, anchor: str = "right"
+    layout: dict[str, Any],
+    x: float,
+    text: str,
+    dash: str = "dash",
+    width: int = 2,
+    anchor: str = "right",
 ) -> None:
     """A vertical line with a word at its foot."""
     line = {"dash": dash, "width": width}

@@ -39,9 +39,9 @@ class Span:
 def layer_spans(prediction: Prediction) -> list[Span]:
     """One block between two others, forward and then backward, in the last micro-batch of a step.
 
-    Durations are the prediction's. The order on a lane is a sketch: tensor parallelism's collectives are spread
-    evenly between equal parts of compute, and the engine's collectives follow each other, as the model of time
-    adds them up.
+    Durations are the prediction's. The order on a lane is a sketch: tensor parallelism's collectives are
+    spread evenly between equal parts of compute, and the engine's collectives follow each other, as the
+    model of time adds them up.
     """
     blocks = [each for each in prediction.time.units if each[0].kind == "block"]
     if not blocks:

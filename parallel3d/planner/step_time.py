@@ -273,18 +273,18 @@ def _engine_terms(
 def _optimizer(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> Term:
     numel = sum(u.count * local_numel(u, layout.tp) for u in model.units)
     over = {"fsdp": layout.shard, "zero1": layout.replicate, "ddp": 1}[work.sharding]
-    per = 12 * work.param_itemsize / 4 + 2 * work.optimizer_bytes
+    per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
     rate = memory_rate(cluster.gpu)
     return Term(
         "optimizer",
         per * numel / over / rate,
         "s",
-        "bytes a parameter * parameters / ranks / memory rate",
+        "(3 parameter itemsize + 2 state bytes) * parameters / ranks / memory rate",
         (
-            ("bytes a parameter", per),
+            ("parameter itemsize", work.param_itemsize),
+            ("state bytes", work.optimizer_bytes),
             ("parameters", numel),
             ("ranks", over),
-            ("adamw_step", constant("adamw_step")),
             ("memory rate", rate),
         ),
     )

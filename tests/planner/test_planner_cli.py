@@ -1,0 +1,262 @@
+"""The commands plan and predict, and the page they write."""
+
+import csv
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from parallel3d.cli.app import app
+
+SHAPES = "layers=16,hidden=2048,heads=16,kv_heads=8,ffn=5504,vocab=32000"
+SETUP = ["--model", SHAPES, "--gpu", "a100-80gb-sxm", "--nodes", "2", "--seq-len", "2048"]
+PLAN = ["plan", *SETUP, "--global-batch", "64", "--checkpointing", "none"]
+PREDICT = ["predict", *SETUP, "--micro-batch", "2", "--shard", "8", "--tp", "2"]
+
+
+def run(*words: str) -> Result:
+    return CliRunner(env={"COLUMNS": "130"}).invoke(app, list(words))
+
+
+def test_plan_shows_layouts_refusals_the_best_and_sensitivity() -> None:
+    result = run(*PLAN, "--top", "3")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "3 of",
+        "tokens/s/GPU",
+        "layouts refused",
+        "tp 16 is more than",
+        "memory at its peak",
+    ):
+        assert words in result.stdout
+    for words in ("the fastest: ", "matmul forward", "if this were", "memory bandwidth"):
+        assert words in result.stdout
+
+
+def test_a_narrow_terminal_has_fewer_columns() -> None:
+    wide, narrow = run(*PLAN), CliRunner(env={"COLUMNS": "80"}).invoke(app, PLAN)
+    assert "activ." in wide.stdout and "activ." not in narrow.stdout
+    assert max(map(len, narrow.stdout.splitlines())) <= 80
+
+
+def test_json_is_alone_on_stdout_and_has_the_plan() -> None:
+    result = run(*PLAN, "--json", "--top", "2", "--explain")
+    data = json.loads(result.stdout)
+    assert len(data["candidates"]) == len(data["layouts"]) == 2
+    assert data["best"] == data["candidates"][0] == data["layouts"][0]
+    assert data["refused"] and data["pareto"] and set(data["sensitivity"]) >= {"nic", "seq_len"}
+    assert any("arXiv" in line for line in data["explanation"])
+
+
+def test_constraints_reach_the_plan() -> None:
+    words = [
+        "--tp",
+        "2",
+        "--tp",
+        "4",
+        "--replicate",
+        "2",
+        "--micro-batch",
+        "1",
+        "--memory-limit",
+        "20",
+    ]
+    data = json.loads(run(*PLAN, *words, "--json", "--top", "99").stdout)
+    assert {c["layout"]["tp"] for c in data["candidates"]} <= {2, 4}
+    assert {c["layout"]["replicate"] for c in data["candidates"]} == {2}
+    assert {c["micro_batch"] for c in data["candidates"]} == {1}
+    assert max(c["needed_gib"] for c in data["candidates"]) <= 20
+
+
+def test_predict_shows_one_layout_and_explains_it() -> None:
+    result = run(*PREDICT, "--explain")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "replicate 1, shard 8, tp 2",
+        "fits",
+        "tensor parallel",
+        "where each number is from",
+    ):
+        assert words in result.stdout
+    assert "overlap_slowdown = 0.19" in result.stdout
+
+
+def test_predict_says_what_plan_would_refuse() -> None:
+    words = ["--micro-batch", "1", "--tp", "16"]
+    assert "plan would refuse" in run("predict", *SETUP, *words).stdout
+    assert "tp 16" in json.loads(run("predict", *SETUP, *words, "--json").stdout)["refused"]
+
+
+def test_options_reach_the_workload() -> None:
+    base = json.loads(run(*PREDICT, "--json").stdout)
+    for words in (
+        ["--optimizer", "sgd"],
+        ["--param-dtype", "bf16"],
+        ["--no-loss-parallel"],
+        ["--compile"],
+    ):
+        other = json.loads(run(*PREDICT, *words, "--json").stdout)
+        assert other["allocated_gib"] != base["allocated_gib"], words
+    for words in (["--nic", "1"], ["--no-sequence-parallel"], ["--reduce-dtype", "bf16"]):
+        assert (
+            json.loads(run(*PREDICT, *words, "--json").stdout)["step_seconds"]
+            != base["step_seconds"]
+        ), words
+
+
+def test_a_table_of_runs(tmp_path: Path) -> None:
+    models, runs, out = (tmp_path / f"{name}.csv" for name in ("models", "runs", "out"))
+    shapes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128}
+    shapes |= {"ffn": 5504, "vocab": 32000}
+    write(models, {"model": "small", **shapes})
+    run_of = {
+        "id": "a",
+        "model": "small",
+        "gpu": "a100-80gb-sxm",
+        "shard": 8,
+        "seq_len": 2048,
+        "micro_batch": 2,
+    }
+    write(runs, run_of)
+    files = ["--runs", str(runs), "--models", str(models), "--out", str(out)]
+    result = run("predict", *files)
+    assert result.exit_code == 0, result.output
+    with out.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["id"] == "a" and row["fits"] == "1" and float(row["tokens_per_s_per_gpu"]) > 0
+    assert json.loads(run("predict", *files, "--json").stdout) == {"rows": 1, "out": str(out)}
+
+
+def write(path: Path, row: dict) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerow(row)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "--model", SHAPES, "--seq-len", "8", "--global-batch", "8"], "which GPU"),
+        (["plan", "--model", SHAPES, "--gpu", "h100x", "--seq-len", "8"], "the nearest: h100"),
+        (["plan", "--gpu", "h100", "--seq-len", "8", "--global-batch", "8"], "which model"),
+        (["predict", "--model", SHAPES, "--gpu", "h100"], "--seq-len"),
+        (["predict", *SETUP, "--micro-batch", "1", "--shard", "3"], "16"),
+        (["predict", *SETUP, "--micro-batch", "1", "--optimizer", "adamx"], "adamw_8bit"),
+        (["predict", "--model", "layers=2,hiden=8", "--gpu", "h100", "--seq-len", "8"], "hidden"),
+        (
+            ["predict", "--model", "layers=2,hidden=8", "--gpu", "h100", "--seq-len", "8"],
+            "lacks heads",
+        ),
+        (["predict", "--model", "layers=x", "--gpu", "h100", "--seq-len", "8"], "layers=x"),
+        (
+            ["predict", "--model", "no-such-model", "--gpu", "h100", "--seq-len", "8"],
+            "no-such-model",
+        ),
+        (["predict", *SETUP, "--profile", "no/such.toml"], "no/such.toml"),
+        (["predict", "--runs", "runs.csv"], "--models, --out"),
+        ([*PLAN, "--memory-limit", "1"], "comes closest"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(words: list[str], says: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and says in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
+
+
+class Page(HTMLParser):
+    """Tags that are open, what they point to, the figures, the text."""
+
+    VOID = ("meta", "input", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.figures = ""
+        self.text = ""
+        self._figures = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        given = dict(attrs)
+        self.links += [v for k, v in attrs if k in ("src", "href", "srcset", "action")]
+        self.ids.add(given.get("id", ""))
+        self._figures = given.get("id") == "figures"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.figures += data if self._figures else ""
+        else:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    pytest.importorskip("plotly")
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    model = f"name=</script><b>a&b,{SHAPES}"
+    result = run("plan", "--model", model, *PLAN[3:], "--json", "--html", str(path))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["model"] == "</script><b>a&b"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_the_page_needs_no_network_and_escapes_names(page: Page) -> None:
+    assert page.open == [] and page.links == []
+    assert "</script><b>a&b on 16" in page.text
+    assert page.ids >= {"pareto", "memory", "time", "timeline", "figures"}
+    for words in ("tokens/s/GPU", "Refused", "tp 16 is more than", "arXiv:2507.03114"):
+        assert words in page.text
+
+
+def test_the_figures_are_plotlys(page: Page) -> None:
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    figures = json.loads(page.figures)
+    for each in (
+        *(figures[name] for name in ("pareto", "memory", "time")),
+        *(each["figure"] for each in figures["timelines"]),
+    ):
+        graph_objects.Figure(each)
+        assert each["data"] and each["layout"]["meta"]["entries"] == len(each["data"])
+
+
+def test_a_prediction_that_does_not_fit_has_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / "report.html"
+    shapes = SHAPES.replace("layers=16", "layers=900")
+    words = ["--gpu", "a100", "--seq-len", "2048", "--micro-batch", "1", "--html", str(path)]
+    assert run("predict", "--model", shapes, *words).exit_code == 0
+    assert "does not fit" in Page(path.read_text(encoding="utf-8")).text
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = "import sys, parallel3d.cli.app; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from parallel3d.cli import main; main()"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert found.returncode != 0
+    assert "parallel3d[cli]" in found.stderr and "Traceback" not in found.stderr

@@ -1,0 +1,70 @@
+"""The report's timeline and groups say what the prediction says."""
+
+from itertools import pairwise
+
+import pytest
+
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import Cluster, Prediction, Workload, plan, predict, spec_from_shapes
+from parallel3d.planner.groups import memory_groups, reasons, time_groups
+from parallel3d.planner.overlap import Exposed
+from parallel3d.planner.report_timeline import layer_spans
+
+MODEL = spec_from_shapes(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=5504, vocab=32000)
+
+
+def predicted(layout: MeshLayout, nic: float, **work: object) -> Prediction:
+    given = Workload(seq_len=2048, micro_batch=1, **work)  # type: ignore[arg-type]
+    return predict(MODEL, layout, Cluster.of("a100", 4, nic=nic), given)
+
+
+@pytest.mark.parametrize("nic", [1.0, 25.0, 400.0])
+@pytest.mark.parametrize("layout", [MeshLayout(1, 32, 1), MeshLayout(2, 8, 2), MeshLayout(4, 1, 8)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_spans_are_the_models_times(
+    layout: MeshLayout, nic: float, sequence_parallel: bool
+) -> None:
+    each = predicted(layout, nic, sequence_parallel=sequence_parallel)
+    ((_, times),) = [found for found in each.time.units if found[0].kind == "block"]
+    spans = layer_spans(each)
+    expected = {"forward": Exposed(), "backward": Exposed()}
+    expected["forward"].wait(1, times.forward, times.gather, 0.0, 0.0)
+    expected["backward"].wait(1, times.backward, times.gather_again, times.reduce, times.all_reduce)
+    for phase, whole, tp in (
+        ("forward", times.forward, times.tp_forward),
+        ("backward", times.backward, times.tp_backward),
+    ):
+        seconds = dict.fromkeys(
+            ("compute", "tensor parallel", "slowdown", "hidden", "exposed"), 0.0
+        )
+        for span in spans:
+            if span.phase == phase:
+                seconds[span.kind] += span.seconds
+        model = expected[phase]
+        assert seconds["tensor parallel"] == pytest.approx(tp)
+        assert seconds["compute"] + seconds["tensor parallel"] == pytest.approx(whole)
+        assert seconds["slowdown"] == pytest.approx(model.slowdown)
+        assert seconds["hidden"] == pytest.approx(model.hidden)
+        assert seconds["exposed"] == pytest.approx(model.gather + model.reduce + model.all_reduce)
+
+
+def test_bars_of_a_lane_do_not_lie_on_each_other() -> None:
+    spans = layer_spans(predicted(MeshLayout(2, 8, 2), 2.0))
+    for lane in {span.lane for span in spans}:
+        mine = sorted((s for s in spans if s.lane == lane), key=lambda s: s.start)
+        assert all(b.start >= a.end - 1e-12 for a, b in pairwise(mine)), lane
+
+
+def test_groups_add_up_and_leave_nothing_over() -> None:
+    for layout in (MeshLayout(1, 32, 1), MeshLayout(2, 8, 2)):
+        each = predicted(layout, 25.0, checkpointing="full")
+        assert sum(memory_groups(each).values()) == pytest.approx(each.memory.needed)
+        assert sum(time_groups(each).values()) == pytest.approx(each.step_seconds)
+        assert "other" not in {**memory_groups(each), **time_groups(each)}
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    found = plan(MODEL, Cluster.of("a100", 4), Workload(2048, global_batch=32))
+    each = reasons(found.refused)
+    assert sum(reason.count for reason in each) == len(found.refused)
+    assert len(each) < len(found.refused)
