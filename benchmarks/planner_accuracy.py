@@ -26,7 +26,7 @@ from parallel3d.planner import constants, kernels
 from parallel3d.planner.runs import Models, predict_run, read_models
 
 FREE = {
-    "gemm_sustained": (0.80, 0.85, 0.90, 0.95, 1.0),
+    "gemm_sustained": (0.80, 0.84, 0.88, 0.92, 0.96, 1.0),
     "attention_flash1": (0.15, 0.20, 0.25, 0.30),
     "attention_triton": (0.27, 0.33, 0.40),
     "naive_forward": (19.0, 29.0, 39.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
@@ -74,6 +74,7 @@ def step_time(
     )
     terms |= _engine_terms(model, work, tp, cluster, exposed, once, accumulation, links)
     terms["optimizer"] = _optimizer(model, layout, cluster, work)
+    terms["stragglers"] = _stragglers(sum(term.value for term in terms.values()), cluster)
     flops = [sum(u.count * k.flops[i] for u, k in kernels) * accumulation for i in range(3)]
     return StepTime(terms, flops[0] + flops[1], sum(flops), each)
 
@@ -268,6 +269,17 @@ def _engine_terms(
         ),
     )
     return terms
+
+
+def _stragglers(rest: float, cluster: Cluster) -> Term:
+    doublings = log2(cluster.nodes)
+    return Term(
+        "stragglers",
+        constant("straggler").value * doublings * rest,
+        "s",
+        "straggler * log2(nodes) * all else",
+        (("straggler", constant("straggler")), ("nodes", cluster.nodes), ("all else", rest)),
+    )
 
 
 def _optimizer(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> Term:
