@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -280,9 +280,13 @@ class _Builder:
         kv_heads = getattr(self.config, "num_key_value_heads", None)
         ours = label in (None, "")
         recorder = recording.recorder
+        plan = self.plan
+        matmuls = matmuls_in(recording, run.tokens, label, prefix, plan.heads, plan.kv)
+        fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
+        attention = attention_in(recording, run.batch, kv_heads) if ours else ()
         return {
-            "matmuls": matmuls_in(recording, run.tokens, label, prefix),
-            "attention": attention_in(recording, run.batch, kv_heads) if ours else (),
+            "matmuls": matmuls,
+            "attention": tuple(replace(a, fused=fused) for a in attention),
             "elementwise": elementwise_in(recording, run.tokens, label),
             "activations": activations_in(recording, run.tokens, label),
             "tp_inputs": tuple(recorder.gathered.values()) if ours else (),

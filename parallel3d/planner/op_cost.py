@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from typing import Any
 
 from parallel3d.planner.model_spec import Activation, Attention, Elementwise, Matmul
@@ -15,16 +16,26 @@ _WIDTH = 2  # bytes of the compute dtype of a recording, bf16
 
 
 def matmuls_in(
-    recording: Recording, tokens: int, label: str | None = None, prefix: str = ""
+    recording: Recording,
+    tokens: int,
+    label: str | None = None,
+    prefix: str = "",
+    heads: dict[str, tuple[int, int]] | None = None,
+    kv: Set[str] = frozenset(),
 ) -> tuple[Matmul, ...]:
-    """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled."""
+    """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled.
+
+    Args:
+        heads, kv: of weights: as in ``Matmul``.
+    """
     found = []
     for op in recording.recorder.forward_ops:
         rows, n, k = op.sizes
         if op.kind == "matmul" and rows and (label is None or op.label == label):
             name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
             scaled = max(1, round(n * rows / tokens))
-            found.append(Matmul(name, scaled, k, op.way, op.input_gradient))
+            of = (heads or {}).get(op.weight)
+            found.append(Matmul(name, scaled, k, op.way, op.input_gradient, of, op.weight in kv))
     return tuple(found)
 
 
