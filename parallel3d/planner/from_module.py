@@ -16,7 +16,7 @@ from parallel3d.errors import PlanningError
 from parallel3d.planner.decoder import loss_work
 from parallel3d.planner.model_spec import ModelSpec, Parameter, Unit
 from parallel3d.planner.module_plan import ModulePlan, plan_of
-from parallel3d.planner.op_cost import activations_in, attention_in, elementwise_in, matmuls_in
+from parallel3d.planner.op_cost import activations_in, attention_in, elementwise_in, head_splits, matmuls_in
 from parallel3d.planner.unit_run import BEFORE, Call, MetaParams, Recording, record, record_root
 
 __all__ = ["spec_from_module"]
@@ -284,11 +284,12 @@ class _Builder:
         matmuls = matmuls_in(recording, run.tokens, label, prefix, plan.heads, plan.kv)
         fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
         attention = attention_in(recording, run.batch, kv_heads) if ours else ()
+        splits = head_splits(recording, plan.heads, plan.kv) if attention else {}
         return {
             "matmuls": matmuls,
             "attention": tuple(replace(a, fused=fused) for a in attention),
-            "elementwise": elementwise_in(recording, run.tokens, label),
-            "activations": activations_in(recording, run.tokens, label),
+            "elementwise": elementwise_in(recording, run.tokens, label, splits),
+            "activations": activations_in(recording, run.tokens, label, splits),
             "tp_inputs": tuple(recorder.gathered.values()) if ours else (),
             "tp_outputs": tuple(recorder.summed) if label in (None, BEFORE) else (),
         }
