@@ -1,4 +1,4 @@
-"""A spec from a module has the engine's state and buffers, as one from shapes has."""
+"""Specs from modules and from shapes have the engine's state and buffers."""
 
 import pytest
 import torch
@@ -53,8 +53,15 @@ def held(model, layout: MeshLayout, plan, patch: pytest.MonkeyPatch) -> tuple[in
     return at_loss, found.peak, found.most_reduced
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (6, 3), (6, 2), (6, 1)], ids=str)
-@pytest.mark.parametrize(("layout", "sequence"), LAYOUTS, ids=str)
+QUICK = {((8, 2), 1), ((6, 3), 2), ((6, 1), 1), ((6, 3), 0), ((6, 2), 2), ((6, 6), 3), ((6, 2), 3)}
+CASES = [
+    pytest.param(heads, *layout, marks=() if (heads, at) in QUICK else pytest.mark.full)
+    for heads in [(8, 2), (6, 3), (6, 2), (6, 1), (6, 6)]
+    for at, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("heads", "layout", "sequence"), CASES, ids=str)
 def test_examples_llama(heads, layout, sequence, monkeypatch):
     """9 rows of the vocabulary and 67 hidden features, which nothing divides."""
     config = LlamaConfig(48 if 6 in heads else 64, 4, *heads, 67, 9, 16)
@@ -77,7 +84,7 @@ def test_examples_llama(heads, layout, sequence, monkeypatch):
     ],
     ids=["llama", "tied", "qwen3", "phi3"],
 )
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_hugging_face_models_with_uneven_heads(kind, more, tp, monkeypatch):
     """6 query heads and 2 of keys and values for 4 ranks."""
     transformers = pytest.importorskip("transformers")
