@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from parallel3d.planner.cluster import Gpu
-from parallel3d.planner.kernels import attention_kernel, share
+from parallel3d.planner.kernels import attention_kernel, local_heads, local_sizes, share
 from parallel3d.planner.model_spec import Activation, ModelSpec, Unit
 from parallel3d.planner.workload import Workload
 
@@ -70,7 +70,8 @@ def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int) -> float:
     if work.checkpointing == "selective_layer":
         return (whole + entry) / 2
     outputs = sum(
-        m.n / (tp if m.split == "n" else share("sequence", work, tp)) for m in unit.matmuls[0::2]
+        local_sizes(m, tp)[0] / (1 if m.split == "n" else share("sequence", work, tp))
+        for m in unit.matmuls[0::2]
     )
     attended = [a for a in unit.activations if a.of == "attention"]
     return entry + outputs * work.compute_itemsize + _bytes(unit, attended, gpu, work, tp)
@@ -94,9 +95,8 @@ def _bytes(
         fused = work.compile or (each.of == "norm" and work.fused_norm)
         if each.eager_only and fused:
             continue
-        found += (
-            each.elements * (each.itemsize or work.compute_itemsize) / share(each.split, work, tp)
-        )
+        part = share(each.split, work, tp, unit.attention)
+        found += each.elements * (each.itemsize or work.compute_itemsize) / part
     if unit.attention and attention_kernel(gpu, work) == "naive" and activations:
-        found += sum(ceil(a.heads / tp) * work.seq_len * _NAIVE for a in unit.attention)
+        found += sum(local_heads(a, tp).query * work.seq_len * _NAIVE for a in unit.attention)
     return found

@@ -142,16 +142,19 @@ class Decoder:
         return tuple(found)
 
     def _linear(self, name: str, n: int, k: int, split: str, bias: bool) -> list[Parameter]:
-        heads = None
-        if name.startswith("attn."):  # fused ones are shared by groups of heads
-            heads = (self.kv if self.fused_qkv else self.heads, self.kv)
-        pair = name in ("attn.k", "attn.v")
+        heads, pair = self._heads_of(name)
         cut = 0 if split == "n" else 1
         found = [Parameter(f"{name}.weight", (n, k), cut, heads=heads, kv=pair)]
         if bias:
             cuts = (0, heads) if split == "n" else (None, None)
             found.append(Parameter(f"{name}.bias", (n,), cuts[0], heads=cuts[1], kv=pair))
         return found
+
+    def _heads_of(self, name: str) -> tuple[tuple[int, int] | None, bool]:
+        """``heads`` and ``kv`` of a linear layer; fused ones are shared by groups of heads."""
+        if not name.startswith("attn."):
+            return None, False
+        return (self.kv if self.fused_qkv else self.heads, self.kv), name in ("attn.k", "attn.v")
 
     def _qk_norms(self) -> list[Parameter]:
         each = 1 if self.qk_norm == "head" else None
@@ -171,8 +174,11 @@ class Decoder:
     def _block_work(self) -> dict:
         hidden = self.hidden
         return {
-            "matmuls": tuple(Matmul(name, n, k, split) for name, n, k, split, _ in self.linears()),
-            "attention": (Attention(self.heads, self.kv, self.dim),),
+            "matmuls": tuple(
+                Matmul(name, n, k, split, True, *self._heads_of(name))
+                for name, n, k, split, _ in self.linears()
+            ),
+            "attention": (Attention(self.heads, self.kv, self.dim, fused=self.fused_qkv),),
             "elementwise": tuple(self._elementwise()),
             "activations": tuple(self._activations()),
             "tp_inputs": (hidden, hidden) if self.norms > 1 else (hidden,),
@@ -202,9 +208,9 @@ class Decoder:
             yield Elementwise(self.mlp, (2 * f, 3 * f), (2 * f, 3 * f), (1, 1), "tp")
         qk = (self.heads + self.kv) * self.dim
         if self.qk_norm:
-            yield self._norm_work("q, k norms", qk, "tp")
+            yield self._norm_work("q, k norms", qk, "heads")
         if self.positions == "rope":
-            yield Elementwise("rope", (10 * qk, 16 * qk), (3 * qk, 3 * qk), (8, 8), "tp")
+            yield Elementwise("rope", (10 * qk, 16 * qk), (3 * qk, 3 * qk), (8, 8), "heads")
         for which, split in (("n", "tp"), ("k", "sequence")):
             biased = [n for _, n, _, way, bias in self.linears() if bias and way == which]
             if biased:
@@ -219,14 +225,16 @@ class Decoder:
             yield from self._norm_activations(f"norm{i + 1}", h)
         yield Activation("qkv input", h, split="gathered", of="norm")
         if self.qk_norm:
-            yield from self._norm_activations("q, k norms", query + pair, "tp")
-        yield Activation("q, k, v", query + 2 * pair, split="tp", of="matmul")
+            yield from self._norm_activations("q norm", query, "heads")
+            yield from self._norm_activations("k norm", pair, "kv")
+        yield Activation("q", query, split="heads", of="matmul")
+        yield Activation("k, v", 2 * pair, split="kv", of="matmul")
         if (
             self.fused_qkv and self.positions == "rope"
         ):  # v is a view of the whole, q and k are rotated copies
-            yield Activation("q, k before rope", query + pair, split="tp", of="matmul")
-        yield Activation("attention output", query, split="tp", of="attention")
-        yield Activation("softmax sums", self.heads, 4, split="tp", of="attention")
+            yield Activation("q, k before rope", query + pair, split="heads", of="matmul")
+        yield Activation("attention output", query, split="heads", of="attention")
+        yield Activation("softmax sums", self.heads, 4, split="heads", of="attention")
         if self.norms > 1:
             yield Activation("mlp input", h, split="gathered", of="norm")
         yield Activation("mlp hidden", (2 if self.gated else 1) * f, split="tp", of="matmul")

@@ -13,7 +13,7 @@ from math import prod
 from parallel3d.fsdp.placing.exact import ceil_div, is_exact
 from parallel3d.planner.model_spec import Parameter, Unit
 
-__all__ = ["ACCELERATOR_BYTES", "BucketLayout", "Grad", "UnitLayout", "unit_layout"]
+__all__ = ["ACCELERATOR_BYTES", "BucketLayout", "Grad", "UnitLayout", "rank_rows", "unit_layout"]
 
 # Unsharded bytes from which a parameter travels in place: those of ``fsdp/buckets/in_place.py``.
 ACCELERATOR_BYTES = 16 * 2**20
@@ -206,6 +206,12 @@ def _is_packed(parameter: Parameter, tp: int) -> bool:
     if heads < tp:
         return False
     return bool(kv_heads % tp) if kv_heads >= tp else bool(heads % tp)
+
+
+def rank_rows(parameter: Parameter, tp: int) -> int:
+    """Rows along ``tp_dim`` that the first of ``tp`` ranks has at rest, before they are sharded."""
+    size = parameter.shape[parameter.tp_dim or 0]
+    return size if tp == 1 else _rows(parameter, size, tp)[0]
 
 
 def _rows(parameter: Parameter, size: int, tp: int) -> tuple[int, bool, bool]:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d._units import Units, find_units
-from parallel3d.errors import Parallel3dError, PlanningError
+from parallel3d.errors import PlanningError
 from parallel3d.planner.decoder import loss_work
 from parallel3d.planner.model_spec import ModelSpec, Parameter, Unit
-from parallel3d.planner.op_cost import activations_in, attention_in, elementwise_in, matmuls_in
+from parallel3d.planner.module_plan import ModulePlan, plan_of
+from parallel3d.planner.op_cost import activations_in, attention_in, elementwise_in, head_splits, matmuls_in
 from parallel3d.planner.unit_run import BEFORE, Call, MetaParams, Recording, record, record_root
-from parallel3d.tp import ResolvedPlan, resolve_plan
 
 __all__ = ["spec_from_module"]
 
 _LENGTHS = (2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4)
-_TP_SIZES = (2, 3, 5, 7)
 
 
 def spec_from_module(
@@ -63,11 +61,10 @@ def spec_from_module(
     if not any(True for _ in model.parameters()):
         raise PlanningError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     found = find_units(model, units)
-    plan, reason = _plan(model, tp_plan)
-    dims = _sharded_dims(model, plan)
-    params = MetaParams(model, dims, torch.bfloat16)
+    plan = plan_of(model, tp_plan)
+    params = MetaParams(model, plan.dims, torch.bfloat16)
     run = _run(model, example, seq_len, found, params)
-    builder = _Builder(model, found, params, dims, run)
+    builder = _Builder(model, found, params, plan, run)
     made = builder.units()
     attention = next((a for u in made for a in u.attention), None)
     source = f"nn.Module {type(model).__name__}"
@@ -79,10 +76,10 @@ def spec_from_module(
         heads=attention.heads if attention else 0,
         kv_heads=attention.kv_heads if attention else 0,
         head_dim=attention.head_dim if attention else 0,
-        divisible=_divisible(made),
+        divisible=plan.divisible,
         tied=_tied(model),
-        tp_ready=plan is not None,
-        source=source if plan is not None else f"{source}; no tensor parallelism: {reason}",
+        tp_ready=plan.ready,
+        source=source if plan.ready else f"{source}; no tensor parallelism: {plan.problem}",
     )
 
 
@@ -100,34 +97,6 @@ class _Run:
     @property
     def tokens(self) -> int:
         return self.batch * self.seq_len
-
-
-def _plan(model: nn.Module, tp_plan: Any) -> tuple[ResolvedPlan | None, str]:
-    """The plan for the smallest tensor parallelism that the model's sizes allow; else None and why."""
-    if tp_plan is None:
-        return None, "tp_plan is None"
-    problem = ""
-    for size in _TP_SIZES:
-        try:
-            return resolve_plan(model, tp_plan, size), ""
-        except Parallel3dError as error:
-            problem = problem or str(error)
-    return None, problem
-
-
-def _sharded_dims(model: nn.Module, plan: ResolvedPlan | None) -> dict[str, int]:
-    """Parameter name -> the dim that the plan shards."""
-    if plan is None:
-        return {}
-    first = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, int] = {}
-    for planned in plan.modules:
-        module = model.get_submodule(planned.name)
-        for param in planned.params:
-            placement = param.rule.placement
-            if isinstance(placement, Shard):
-                found[first[id(module._parameters[param.name])]] = placement.dim
-    return found
 
 
 def _tied(model: nn.Module) -> bool:
@@ -159,7 +128,8 @@ def _run(
                 for name, module in members:
                     kind = _kind_of(module)
                     if name in calls and kind not in run.recordings:
-                        run.recordings[kind] = record(module, params, calls[name], length)
+                        run.recordings[kind] = made = record(module, params, calls[name], length)
+                        made.arrived = [n.removeprefix(f"{name}.") for n in made.arrived]
                 return run
             except Exception as error:  # whatever the model's code raises
                 problem = problem or error
@@ -251,9 +221,9 @@ def _vocab(out: Any, args: Any, kwargs: Any) -> int:
 
 class _Builder:
     def __init__(
-        self, model: nn.Module, found: Units, params: MetaParams, dims: dict[str, int], run: _Run
+        self, model: nn.Module, found: Units, params: MetaParams, plan: ModulePlan, run: _Run
     ) -> None:
-        self.model, self.found, self.params, self.dims, self.run = model, found, params, dims, run
+        self.model, self.found, self.params, self.plan, self.run = model, found, params, plan, run
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.config = getattr(model, "config", None)
 
@@ -269,11 +239,13 @@ class _Builder:
         before = self._work(run.root, BEFORE)
         units = []
         if own or any(before[k] for k in ("matmuls", "elementwise")):
-            units.append(Unit("root", "root", self._parameters(own), **before))
+            units.append(Unit("root", "root", self._parameters(own, run.root), **before))
         for name, module in found.embeddings:
             units.append(self._unit(name, "embedding", module))
         units += self._blocks()
-        tail = [self._unit(name, "tail", module) for name, module in found.tail]
+        called = list(run.calls)
+        tails = sorted(found.tail, key=lambda each: called.index(each[0]) if each[0] in called else -1)
+        tail = [self._unit(name, "tail", module) for name, module in tails]
         after = Unit("root", "tail", (), **self._work(run.root, ""))
         if run.vocab:
             after = _joined([after, Unit("loss", "tail", (), elementwise=(loss_work(run.vocab),))])
@@ -293,8 +265,8 @@ class _Builder:
         ]
 
     def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> Unit:
-        parameters = self._parameters(list(module.parameters()), f"{name}.")
         recording = self.run.recordings.get(_kind_of(module))
+        parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
         call = self.run.calls.get(name)
         if recording is None or call is None:
             return Unit(name, kind, parameters, count)
@@ -308,29 +280,42 @@ class _Builder:
         kv_heads = getattr(self.config, "num_key_value_heads", None)
         ours = label in (None, "")
         recorder = recording.recorder
+        plan = self.plan
+        matmuls = matmuls_in(recording, run.tokens, label, prefix, plan.heads, plan.kv)
+        fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
+        attention = attention_in(recording, run.batch, kv_heads) if ours else ()
+        splits = head_splits(recording, plan.heads, plan.kv) if attention else {}
         return {
-            "matmuls": matmuls_in(recording, run.tokens, label, prefix),
-            "attention": attention_in(recording, run.batch, kv_heads) if ours else (),
-            "elementwise": elementwise_in(recording, run.tokens, label),
-            "activations": activations_in(recording, run.tokens, label),
+            "matmuls": matmuls,
+            "attention": tuple(replace(a, fused=fused) for a in attention),
+            "elementwise": elementwise_in(recording, run.tokens, label, splits),
+            "activations": activations_in(recording, run.tokens, label, splits),
             "tp_inputs": tuple(recorder.gathered.values()) if ours else (),
             "tp_outputs": tuple(recorder.summed) if label in (None, BEFORE) else (),
         }
 
-    def _parameters(self, params: list[nn.Parameter], prefix: str = "") -> tuple[Parameter, ...]:
+    def _parameters(
+        self, params: list[nn.Parameter], recording: Recording | None, prefix: str = ""
+    ) -> tuple[Parameter, ...]:
+        """In the order of their use; those without a gradient first."""
         found = []
         for param in params:
-            name = self.names[id(param)]
+            name, plan = self.names[id(param)], self.plan
             found.append(
                 Parameter(
                     name.removeprefix(prefix),
                     tuple(param.shape),
-                    self.dims.get(name),
+                    plan.dims.get(name),
                     param.requires_grad,
                     param.element_size(),
+                    plan.heads.get(name),
+                    name in plan.kv,
+                    plan.partial.get(name, plan.unplanned),
                 )
             )
-        return tuple(found)
+        arrived = recording.arrived if recording is not None else []
+        used = {name: at for at, name in enumerate(reversed(arrived))}
+        return tuple(sorted(found, key=lambda each: used.get(each.name, -1)))
 
     def hidden(self, units: list[Unit]) -> int:
         """Features of the first tensor that the first block gets."""
@@ -362,14 +347,3 @@ def _joined(units: list[Unit]) -> Unit:
     parameters = sum((u.parameters for u in units), ())
     name = "tail" if first.kind == "tail" else first.name
     return Unit(name, first.kind, parameters, first.count, **work)
-
-
-def _divisible(units: list[Unit]) -> dict[str, int]:
-    """Sizes of blocks that tensor parallelism divides."""
-    sizes = {
-        m.name: {"n": m.n, "k": m.k}[m.split]
-        for u in units
-        for m in u.matmuls
-        if u.kind == "block" and m.split is not None
-    }
-    return {name: size for size, name in {size: name for name, size in sizes.items()}.items()}

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 
 from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.constants import constant
-from parallel3d.planner.model_spec import Attention, Elementwise, Unit
+from parallel3d.planner.head_shares import HeadShare, head_share, rows_computed
+from parallel3d.planner.model_spec import Attention, Elementwise, Matmul, Unit
 from parallel3d.planner.workload import Workload
 
-__all__ = ["Kernels", "attention_kernel", "attention_time", "gemms_of", "kernels_of"]
+__all__ = [
+    "Kernels",
+    "attention_kernel",
+    "attention_time",
+    "gemms_of",
+    "kernels_of",
+    "local_heads",
+    "local_sizes",
+    "memory_rate",
+    "share",
+]
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) 
     gemms = gemms_of(unit, gpu, work, tp, micro_batch)
     each = [seconds for _, way, _, seconds in gemms if way == "forward"]
     attention = [attention_time(a, gpu, work, tp, micro_batch) for a in unit.attention]
-    elements = [_elements(e, work, tp) for e in unit.elementwise]
+    elements = [_elements(e, unit, work, tp) for e in unit.elementwise]
     rate = memory_rate(gpu)
     size = micro_batch * work.seq_len * work.compute_itemsize / rate
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
@@ -82,10 +92,20 @@ def matmul_rate(gpu: Gpu) -> float:
     return gpu.peak * 1e12 * gpu.gemm_efficiency * gpu.power * constant("gemm_sustained").value
 
 
-def _local(n: int, k: int, split: str | None, tp: int) -> tuple[int, int]:
+def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
+    """n and k of the fullest rank."""
+    n, k, split = matmul.n, matmul.k, matmul.split
     if split == "n":
-        return ceil(n / tp), k
-    return (n, ceil(k / tp)) if split == "k" else (n, k)
+        return rows_computed(n, matmul.heads, matmul.kv, tp), k
+    return (n, rows_computed(k, matmul.heads, matmul.kv, tp)) if split == "k" else (n, k)
+
+
+def local_heads(attention: Attention, tp: int) -> HeadShare:
+    """Heads of the fullest rank."""
+    if not attention.fused:
+        return head_share(attention.heads, attention.kv_heads, tp)
+    groups = head_share(attention.kv_heads, attention.kv_heads, tp).kv
+    return HeadShare(groups * (attention.heads // attention.kv_heads), groups, groups)
 
 
 def gemms_of(
@@ -95,7 +115,7 @@ def gemms_of(
     tokens = micro_batch * work.seq_len
     found = []
     for each in unit.matmuls:
-        n, k = _local(each.n, each.k, each.split, tp)
+        n, k = local_sizes(each, tp)
         found.append((each.name, "forward", (tokens, n, k)))
         if each.input_gradient:
             found.append((each.name, "input gradient", (tokens, k, n)))
@@ -126,7 +146,7 @@ def attention_time(
     attention: Attention, gpu: Gpu, work: Workload, tp: int, micro_batch: int
 ) -> tuple[float, float]:
     """(forward, backward) seconds of the attention of one unit."""
-    heads, seq = ceil(attention.heads / tp), work.seq_len
+    heads, seq = local_heads(attention, tp).query, work.seq_len
     scores = micro_batch * heads * seq * seq
     whole = 4 * scores * attention.head_dim
     kernel = attention_kernel(gpu, work)
@@ -147,17 +167,22 @@ def attention_time(
     return forward, forward * constant("attention_backward").value
 
 
-def _elements(each: Elementwise, work: Workload, tp: int) -> tuple[float, float]:
+def _elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:
     """(forward, backward) elements for one token on one GPU."""
     fused = work.compile or (each.norm and work.fused_norm)
     forward, backward = each.fused if fused else each.eager
-    part = share(each.split, work, tp)
+    part = share(each.split, work, tp, unit.attention)
     return forward / part, backward / part
 
 
-def share(split: str, work: Workload, tp: int) -> int:
-    """Over how many GPUs something of one token is divided."""
-    if split == "tp":
+def share(
+    split: str, work: Workload, tp: int, attention: tuple[Attention, ...] = ()
+) -> int | float:
+    """Over how many GPUs something of one token is divided, as the fullest sees it."""
+    if split in ("heads", "kv") and attention:
+        each, mine = attention[0], local_heads(attention[0], tp)
+        return each.heads / mine.query if split == "heads" else each.kv_heads / mine.paired
+    if split in ("tp", "heads", "kv"):
         return tp
     if split == "sequence":
         return tp if work.sequence_parallel else 1
@@ -172,11 +197,11 @@ def share(split: str, work: Workload, tp: int) -> int:
 
 def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float, float, float]:
     tokens = micro_batch * work.seq_len
-    each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [_local(m.n, m.k, m.split, tp)]]
+    each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [local_sizes(m, tp)]]
     attention = sum(
         4.0
         * micro_batch
-        * ceil(a.heads / tp)
+        * local_heads(a, tp).query
         * work.seq_len**2
         * a.head_dim
         / (2 if a.causal else 1)

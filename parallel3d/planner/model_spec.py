@@ -51,6 +51,7 @@ class Matmul:
         n, k: output and input features.
         split: what tensor parallelism divides: ``"n"`` (colwise), ``"k"`` (rowwise) or nothing.
         input_gradient: whether backward needs the gradient of the input too.
+        heads, kv: as in ``Parameter``, of what is divided.
     """
 
     name: str
@@ -58,16 +59,23 @@ class Matmul:
     k: int
     split: str | None = None
     input_gradient: bool = True
+    heads: tuple[int, int] | None = None
+    kv: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention among the tokens of one sequence; its heads are divided by ``tp``."""
+    """Softmax attention among the tokens of one sequence; its heads are divided by ``tp``.
+
+    Attributes:
+        fused: queries, keys and values come of one matrix, which ``tp`` cuts between groups of heads only.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool = True
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,9 @@ class Elementwise:
         eager: (forward, backward) elements of the compute dtype, each op a kernel of its own.
         fused: the same where they are one kernel: with a compiler, or a fused norm.
         kernels: (forward, backward) ops, eager.
-        split: ``"tp"``: between a colwise and a rowwise layer, divided by tp; ``"sequence"``: divided by tp
-            under sequence parallelism only.
+        split: ``"tp"``: between a colwise and a rowwise layer, divided by tp; ``"heads"``, ``"kv"``: the
+            same, in whole heads of queries, or of keys and values; ``"sequence"``: divided by tp under
+            sequence parallelism only.
         norm: whether this is a norm, of which there are fused kernels without a compiler.
     """
 

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from parallel3d.planner.model_spec import Activation, Attention, Elementwise, Matmul
 from parallel3d.planner.op_recorder import Op
 from parallel3d.planner.unit_run import Recording
 
-__all__ = ["activations_in", "attention_in", "elementwise_in", "matmuls_in"]
+__all__ = ["activations_in", "attention_in", "elementwise_in", "head_splits", "matmuls_in"]
 
+Splits = Mapping[int, str]
+NONE: Splits = MappingProxyType({})
 _WIDTH = 2  # bytes of the compute dtype of a recording, bf16
 
 
 def matmuls_in(
-    recording: Recording, tokens: int, label: str | None = None, prefix: str = ""
+    recording: Recording,
+    tokens: int,
+    label: str | None = None,
+    prefix: str = "",
+    heads: dict[str, tuple[int, int]] | None = None,
+    kv: Set[str] = frozenset(),
 ) -> tuple[Matmul, ...]:
-    """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled."""
+    """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled.
+
+    Args:
+        heads, kv: of weights: as in ``Matmul``.
+    """
     found = []
     for op in recording.recorder.forward_ops:
         rows, n, k = op.sizes
         if op.kind == "matmul" and rows and (label is None or op.label == label):
             name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
             scaled = max(1, round(n * rows / tokens))
-            found.append(Matmul(name, scaled, k, op.way, op.input_gradient))
+            of = (heads or {}).get(op.weight)
+            found.append(Matmul(name, scaled, k, op.way, op.input_gradient, of, op.weight in kv))
     return tuple(found)
 
 
@@ -40,11 +54,31 @@ def attention_in(recording: Recording, batch: int, kv_heads: int | None) -> tupl
     return tuple(found)
 
 
+def head_splits(
+    recording: Recording, heads: dict[str, tuple[int, int]], kv: Set[str]
+) -> dict[int, str]:
+    """Storage -> "heads" or "kv", of those that are divided in whole heads of queries, or of keys and values.
+
+    Args:
+        heads, kv: of weights: as in ``Matmul``.
+    """
+    found: dict[int, str] = {}
+    for ops in (recording.recorder.forward_ops, recording.recorder.backward_ops):
+        for op in ops:
+            read = {found[key] for key, *_ in op.reads if key in found}
+            if op.weight:
+                read = {"kv" if op.weight in kv else "heads"} if op.weight in heads else set()
+            for key, _ in op.writes:
+                if read and op.split:
+                    found[key] = "kv" if read == {"kv"} else "heads"
+    return found
+
+
 def elementwise_in(
-    recording: Recording, tokens: int, label: str | None = None
+    recording: Recording, tokens: int, label: str | None = None, splits: Splits = NONE
 ) -> tuple[Elementwise, ...]:
-    """Everything else: norms one by one, the rest by whether tensor parallelism divides it."""
-    sums: dict[tuple[str, bool, bool], list[float]] = defaultdict(lambda: [0.0] * 6)
+    """Everything else: norms one by one, the rest by how tensor parallelism divides it."""
+    sums: dict[tuple[str, bool, str], list[float]] = defaultdict(lambda: [0.0] * 6)
     ways = (recording.recorder.forward_ops, recording.recorder.backward_ops)
     inside = _inside(recording)
     for way, ops in enumerate(ways):
@@ -53,7 +87,7 @@ def elementwise_in(
             if label is not None and first.label != label:
                 continue
             norm = _norm(first, label)
-            total = sums[first.label if norm and label is None else "", norm, first.split]
+            total = sums[first.label if norm and label is None else "", norm, _way(first, splits)]
             total[way] += sum(ops[i].moved for i in group)
             total[2 + way] += _fused(ops, group, recording, inside)
             total[4 + way] += len(group)
@@ -66,7 +100,7 @@ def elementwise_in(
                 (f / per, b / per),
                 (min(f, ff) / per, min(b, fb) / per),
                 (int(kf), int(kb)),
-                "tp" if split else "sequence",
+                split,
                 norm,
             )
         )
@@ -74,7 +108,7 @@ def elementwise_in(
 
 
 def activations_in(
-    recording: Recording, tokens: int, label: str | None = None
+    recording: Recording, tokens: int, label: str | None = None, splits: Splits = NONE
 ) -> tuple[Activation, ...]:
     """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if smaller."""
     ops = recording.recorder.forward_ops
@@ -93,7 +127,7 @@ def activations_in(
             continue
         of = _made_by(op) if op is not None else "norm" if saved.label else "elementwise"
         itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
-        kept[of, itemsize, _split(key, recording)] += saved.nbytes / saved.itemsize
+        kept[of, itemsize, _split(key, recording, splits)] += saved.nbytes / saved.itemsize
     found = [
         Activation(f"of {of}", size / tokens, itemsize, split, of)
         for (of, itemsize, split), size in kept.items()
@@ -101,7 +135,7 @@ def activations_in(
     for group, nbytes in inside.items():
         first = ops[group[0]]
         of = "norm" if _norm(first, label) else "elementwise"
-        split = "tp" if first.split else "sequence"
+        split = _way(first, splits)
         needed = min(nbytes, _unsaved_inputs(ops, group, recording))
         name = first.label or first.name
         if needed:
@@ -210,7 +244,13 @@ def _made_by(op: Op) -> str:
     return "norm" if op.kind == "norm" or op.label else "elementwise"
 
 
-def _split(key: int, recording: Recording) -> str:
+def _way(op: Op, splits: Splits) -> str:
+    if not op.split:
+        return "sequence"
+    return next((splits[key] for key, _ in op.writes if key in splits), "tp")
+
+
+def _split(key: int, recording: Recording, splits: Splits) -> str:
     if key in recording.split:
-        return "tp"
+        return splits.get(key, "tp")
     return "gathered" if key in recording.recorder.gathered else "sequence"

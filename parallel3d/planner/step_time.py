@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import log2
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import constant
+from parallel3d.planner.engine_layout import rank_rows
 from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.network import AxisLink, collective_time, link_of
@@ -114,9 +115,9 @@ def tp_collectives(
 
 
 def local_numel(unit: Unit, tp: int) -> int:
-    """Elements of a unit's parameters on one rank of ``tp``."""
+    """Elements of a unit's parameters on the fullest rank of ``tp``."""
     return sum(
-        p.numel if p.tp_dim is None else p.numel // p.shape[p.tp_dim] * ceil(p.shape[p.tp_dim] / tp)
+        p.numel if p.tp_dim is None else p.numel // p.shape[p.tp_dim] * rank_rows(p, tp)
         for p in unit.parameters
     )
 

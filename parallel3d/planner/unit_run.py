@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Recording:
         saved: by storage. origin: storage -> index of the forward op that made it.
         split: storages that tensor parallelism divides, after forward.
         outputs: storages of the outputs. constant: those of inputs without a gradient.
+        arrived: names of parameters, in the order in which their gradients came.
     """
 
     recorder: OpRecorder
@@ -46,6 +48,7 @@ class Recording:
     split: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
     constant: set[int] = field(default_factory=set)
+    arrived: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -263,6 +266,10 @@ def _backward(
 
     nodes = list(_nodes([t.grad_fn for t in ends], set()))
     wanted = [node.variable for node in nodes if hasattr(node, "variable")]
+    for leaf in wanted:
+        if storage_of(leaf) in recorder.params:
+            name = recorder.params[storage_of(leaf)][0]
+            handles.append(leaf.register_hook(partial(_arrive, recording, name)))
     for node in nodes:
         handles.append(node.register_prehook(enter(labels.get(node, ""))))
         handles.append(node.register_hook(enter("")))
@@ -272,6 +279,10 @@ def _backward(
     for handle in handles:
         handle.remove()
     _label_sums(recorder.backward_ops)
+
+
+def _arrive(recording: Recording, name: str, grad: Tensor) -> None:
+    recording.arrived.append(name)
 
 
 def _label_sums(ops: list[Op]) -> None:

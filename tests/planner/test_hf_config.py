@@ -97,8 +97,17 @@ def built(kind: str, values: dict):
         return config, transformers.AutoModelForCausalLM.from_config(config)
 
 
+QUICK = (
+    "llama mistral qwen2 qwen3 gemma2 gpt2 gpt_neox gptj phi phi3 olmo2 mpt bloom opt cohere glm4"
+).split()
+
+
 @pytest.mark.parametrize(
-    ("kind", "values"), FAMILIES, ids=lambda v: v if isinstance(v, str) else ""
+    ("kind", "values"),
+    [
+        pytest.param(*family, id=family[0], marks=() if family[0] in QUICK else pytest.mark.full)
+        for family in FAMILIES
+    ],
 )
 def test_as_many_parameters_as_the_real_model(kind, values):
     config, model = built(kind, values)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from derive_models import Block, FusedAttention, Mlp, Vit
+from llama import SIZES, Llama
 from torch import nn
 from tp_world import check_parity
 
@@ -243,6 +244,14 @@ def test_same_plan_on_meta_inside_a_job_and_for_any_weights() -> None:
         assert derive_plan(on_meta, 2) == inside
     torch.manual_seed(5)
     assert derive_plan(Lm(True).double(), 2) == inside
+
+
+def test_same_plan_on_meta_with_buffers_that_have_no_values() -> None:
+    """They are random, but the same in the plain module and in its parts."""
+    with torch.device("meta"):
+        on_meta = Llama(SIZES["nano"])
+    assert derive_plan(on_meta, 2) == derive_plan(Llama(SIZES["nano"]), 2)
+    assert "layers.*.attention.wq" in derive_plan(on_meta, 2).rules
 
 
 def test_same_plan_in_any_mode_and_with_frozen_weights() -> None:

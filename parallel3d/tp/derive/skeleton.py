@@ -14,12 +14,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
     """A copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter, ties kept. Buffers
-    are copied; those on the meta device, which have no values, are random."""
+    are copied; those on the meta device, which have no values, are random, and alike in all copies."""
     memo: dict[int, object] = {}
     for param in module.parameters():
         memo[id(param)] = make(param)
+    generator = torch.Generator().manual_seed(0)
     for buffer in module.buffers():
-        memo[id(buffer)] = _cpu(buffer)
+        memo[id(buffer)] = _cpu(buffer, generator)
     return copy.deepcopy(module, memo)
 
 
@@ -38,9 +39,9 @@ def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
     return made.uniform_(-bound, bound, generator=generator)
 
 
-def _cpu(buffer: Tensor) -> Tensor:
+def _cpu(buffer: Tensor, generator: torch.Generator) -> Tensor:
     if not buffer.is_meta:
         return buffer.detach().to("cpu", copy=True)
     if buffer.is_floating_point():
-        return torch.rand(buffer.shape, dtype=buffer.dtype)
+        return torch.rand(buffer.shape, dtype=buffer.dtype, generator=generator)
     return torch.ones(buffer.shape, dtype=buffer.dtype)
