@@ -40,6 +40,7 @@ TIME = {
     "tensor parallel": ("tensor parallel",),
     "exposed gather, reduce": ("exposed gather", "exposed reduce"),
     "exposed all-reduce": ("exposed all_reduce",),
+    "stragglers": ("stragglers",),
     "slowdown": ("slowdown",),
     "copies, launch": ("copies", "launch", "accumulate"),
     "optimizer": ("optimizer",),
