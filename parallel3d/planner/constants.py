@@ -68,7 +68,7 @@ CONSTANTS = {
         ("launch", 6e-6, "s", "host time to start one eager op (5 to 7 us)"),
         (
             "straggler",
-            0.006,
+            0.00625,
             "per doubling of nodes",
             "each collective waits for the slowest: from 8 to 128 GPUs Llama-3-8B loses 2.3 to 2.7 % "
             "(torchtitan's performance page)",
