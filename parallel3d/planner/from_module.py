@@ -16,7 +16,13 @@ from parallel3d.errors import PlanningError
 from parallel3d.planner.decoder import loss_work
 from parallel3d.planner.model_spec import ModelSpec, Parameter, Unit
 from parallel3d.planner.module_plan import ModulePlan, plan_of
-from parallel3d.planner.op_cost import activations_in, attention_in, elementwise_in, head_splits, matmuls_in
+from parallel3d.planner.op_cost import (
+    activations_in,
+    attention_in,
+    elementwise_in,
+    head_splits,
+    matmuls_in,
+)
 from parallel3d.planner.unit_run import BEFORE, Call, MetaParams, Recording, record, record_root
 
 __all__ = ["spec_from_module"]
@@ -244,7 +250,9 @@ class _Builder:
             units.append(self._unit(name, "embedding", module))
         units += self._blocks()
         called = list(run.calls)
-        tails = sorted(found.tail, key=lambda each: called.index(each[0]) if each[0] in called else -1)
+        tails = sorted(
+            found.tail, key=lambda each: called.index(each[0]) if each[0] in called else -1
+        )
         tail = [self._unit(name, "tail", module) for name, module in tails]
         after = Unit("root", "tail", (), **self._work(run.root, ""))
         if run.vocab:

@@ -47,7 +47,9 @@ def test_as_parallelize_shares_them(heads, kv, tp):
     assert local_heads(unit.attention[0], tp).query * 8 == rows["wq"][0]
     found = spec_from_module(model, tp_plan=tp_plan(False))
     own = next(u for u in found.units if u.kind == "block")
-    assert {m.name.rpartition(".")[2]: local_sizes(m, tp) for m in own.matmuls}.items() >= rows.items()
+    assert {
+        m.name.rpartition(".")[2]: local_sizes(m, tp) for m in own.matmuls
+    }.items() >= rows.items()
     assert local_numel(own, tp) == local_numel(unit, tp)
 
 
@@ -59,7 +61,11 @@ def test_keys_and_values_of_fewer_heads_than_ranks_are_whole():
     assert head_share(8, 2, 4) == (2, 1, 1)
     assert head_share(6, 2, 4) == (2, 2, 2)
     assert head_share(5, 5, 3) == (2, 2, 2)
-    assert head_share(9, 3, 4) == (3, 2, 3)  # three query heads on two heads of keys: one comes twice
+    assert head_share(9, 3, 4) == (
+        3,
+        2,
+        3,
+    )  # three query heads on two heads of keys: one comes twice
 
 
 def test_uneven_heads_cost_what_the_fullest_rank_has():
@@ -89,7 +95,5 @@ def test_kept_activations_of_uneven_heads():
     splits = {a.split for u in found.units if u.kind == "block" for a in u.activations}
     assert {"heads", "kv", "tp"} <= splits
     for tp in (1, 2, 4):
-        kept = [
-            activations_of(spec, GPU, WORK, tp, 1).kept for spec in (found, spec_of(config))
-        ]
+        kept = [activations_of(spec, GPU, WORK, tp, 1).kept for spec in (found, spec_of(config))]
         assert kept[0] == pytest.approx(kept[1], rel=0.1)
