@@ -108,10 +108,10 @@ class Held(TorchDispatchMode):
         given = {_storage(t).cdata for t in _tensors((args, kwargs))} if self.inside else ()
         result = func(*args, **(kwargs or {}))
         if self.inside:
-            new = [t for t in _tensors(result) if _storage(t).cdata not in given]
-            for tensor in new:
-                self._add(self.made if self.into == "made" else self.results, tensor)
-            if new and self.active:  # nothing else can be a peak
+            for tensor in _tensors(result):
+                if _storage(tensor).cdata not in given:
+                    self._add(self.made if self.into == "made" else self.results, tensor)
+            if self.active:
                 self.sample()
         return result
 
