@@ -14,7 +14,7 @@ from parallel3d.testing import fake_world
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 WORLDS = [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64]
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 32))]
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 32))]
 REASONS = ("fast links join", "global_batch", "would compute all attention")
 
 
@@ -103,7 +103,7 @@ def test_what_is_refused_has_a_reason_of_the_machines_or_the_batch():
     """``parallelize`` would take nearly all that plan refuses: what is left are rules about what pays, and
     about the batch, of which ``parallelize`` knows nothing."""
     reasons: Counter[str] = Counter()
-    for seed in range(80):
+    for seed in range(50):
         config, cluster, work = case_of(seed)
         for refused in plan(spec_of(config), cluster, work).refused:
             kind = next((k for k in REASONS if k in refused.reason), refused.reason)
