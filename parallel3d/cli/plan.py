@@ -63,7 +63,7 @@ def plan_command(
         memory_limit_gib=memory_limit,
     )
     if as_json:
-        typer.echo(json.dumps(_as_json(found, top, explain), indent=2))
+        typer.echo(json.dumps(_as_json(found, top, explain), indent=2, allow_nan=False))
     else:
         tables.show_plan(found, top, explain)
     if html is not None:

@@ -72,7 +72,7 @@ def predict_command(
     found = predict(read_model(model, seq_len), MeshLayout(replicate, shard, tp), cluster, work)
     refused = refusal(found.model, found.layout, cluster, work)
     if as_json:
-        typer.echo(json.dumps(_as_json(found, refused, explain), indent=2))
+        typer.echo(json.dumps(_as_json(found, refused, explain), indent=2, allow_nan=False))
     else:
         tables.show_prediction(found, refused, explain)
     if html is not None:

@@ -10,7 +10,7 @@ from parallel3d.planner.kernels import attention_kernel, local_heads, local_size
 from parallel3d.planner.model_spec import Activation, ModelSpec, Unit
 from parallel3d.planner.workload import Workload
 
-__all__ = ["Activations", "activations_of"]
+__all__ = ["Activations", "activations_of", "logit_bytes"]
 
 _NAIVE = (
     5  # bytes a score: softmax's output, dropout's mask and output (arXiv:2205.05198, section 4.1)
@@ -55,9 +55,13 @@ def activations_of(
         live = 0.0 if work.checkpointing == "none" else live
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
     gathered = 3 * features * tokens * work.compute_itemsize if tp > 1 else 0
-    loss = "fused" if work.fused_loss else "compiled" if work.compile else "eager"
-    logits = ceil(model.vocab / share("loss", work, tp)) * tokens * _LOGIT[loss]
+    logits = ceil(model.vocab / share("loss", work, tp)) * tokens * logit_bytes(work)
     return Activations(int(kept * tokens), int(live * tokens), int(gathered), int(logits))
+
+
+def logit_bytes(work: Workload) -> int:
+    """Bytes a logit at the peak of the loss."""
+    return _LOGIT["fused" if work.fused_loss else "compiled" if work.compile else "eager"]
 
 
 def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int) -> float:

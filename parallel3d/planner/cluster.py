@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
+from math import isfinite
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -72,16 +74,20 @@ class Cluster:
 
     gpu: Gpu
     nodes: int = 1
-    gpus_per_node: int = 0
-    nic: float = 0.0
+    gpus_per_node: int = None  # type: ignore[assignment]  # filled in below
+    nic: float = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gpus_per_node", self.gpus_per_node or self.gpu.node)
-        object.__setattr__(self, "nic", self.nic or self.gpu.nic)
-        if self.nodes < 1 or self.gpus_per_node < 1:
-            raise PlanningError(
-                f"a cluster of {self.nodes} nodes with {self.gpus_per_node} GPUs each: both are 1 or more"
-            )
+        if self.gpus_per_node is None:
+            object.__setattr__(self, "gpus_per_node", self.gpu.node)
+        if self.nic is None:
+            object.__setattr__(self, "nic", self.gpu.nic)
+        for name in ("nodes", "gpus_per_node"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise PlanningError(
+                    f"{name} is {getattr(self, name)!r}; it must be an int, 1 or more"
+                )
+        _check_number("nic", self.nic, "GB/s ")
 
     @property
     def world_size(self) -> int:
@@ -111,7 +117,7 @@ class Cluster:
         Raises:
             PlanningError: no such GPU, or numbers that can't be.
         """
-        return cls(gpu(name, profile), nodes, gpus_per_node or 0, nic or 0.0)
+        return cls(gpu(name, profile), nodes, gpus_per_node, nic)  # type: ignore[arg-type]
 
 
 def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
@@ -120,6 +126,8 @@ def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
     Raises:
         PlanningError: there is none; names the nearest.
     """
+    if not isinstance(name, str):
+        raise PlanningError(f"the GPU is {name!r}; it must be a name, such as 'h100-80gb-sxm'")
     known = gpus(profile)
     found = known.get(name.lower())
     if found is None:
@@ -153,11 +161,26 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
         raise PlanningError(f"{where} is no TOML: {error}") from None
     tables = {name: _table(entry, where) for name, entry in data.get("collectives", {}).items()}
     found: dict[str, Gpu] = {}
-    for name, entry in data.get("gpu", {}).items():
+    entries = data.get("gpu", {})
+    if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
+        raise PlanningError(f"{where}: GPUs are tables, [gpu.NAME]")
+    for name, entry in entries.items():
         short = entry.pop("names", [])
         made = _gpu(name, entry, tables, where)
-        found.update(dict.fromkeys([name, *short], made))
+        made = replace(made, source=_sources(made.source, data.get("sources", {})))
+        found.update(dict.fromkeys([each.lower() for each in [name, *short]], made))
     return found
+
+
+def _sources(text: str, legend: Mapping[str, str]) -> str:
+    """``text`` with the abbreviations of ``legend`` written out."""
+    return re.sub(r"\b[a-z]\b", lambda found: legend.get(found[0], found[0]), str(text))
+
+
+def _check_number(name: str, value: object, unit: str = "") -> None:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    if not fits or not value > 0:  # type: ignore[operator]
+        raise PlanningError(f"{name} is {value!r}; it must be a number {unit}above 0")
 
 
 def _gpu(name: str, entry: dict[str, Any], tables: Mapping[str, Table], where: str) -> Gpu:
@@ -166,7 +189,10 @@ def _gpu(name: str, entry: dict[str, Any], tables: Mapping[str, Table], where: s
         raise PlanningError(
             f"{where}: gpu.{name} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}"
         )
-    measured = tables.get(entry.get("collectives", ""), {})
+    table = entry.get("collectives")
+    if table is not None and table not in tables:
+        raise PlanningError(f"{where}: gpu.{name}: there are no collectives {table!r}")
+    measured = tables[table] if table is not None else {}
     try:
         made = Gpu(**{**entry, "name": name, "collectives": measured})
     except TypeError as error:
@@ -180,11 +206,14 @@ def _gpu(name: str, entry: dict[str, Any], tables: Mapping[str, Table], where: s
         "link",
         "nic",
         "power",
+        "fp32_slowdown",
+        "gemm_start_us",
     ):
-        value = getattr(made, each)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        _check_number(f"{where}: gpu.{name}: {each}", getattr(made, each))
+    for each in ("node", "domain", "mesh_links"):
+        if type(getattr(made, each)) is not int or getattr(made, each) < 0:
             raise PlanningError(
-                f"{where}: gpu.{name}: {each} is {value!r}; it must be a number above 0"
+                f"{where}: gpu.{name}: {each} is {getattr(made, each)!r}; it must be an int"
             )
     return replace(made, domain=made.domain or made.node)
 

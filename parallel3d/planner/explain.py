@@ -9,8 +9,10 @@ from parallel3d.planner.constants import constant
 from parallel3d.planner.kernels import (
     attention_kernel,
     attention_time,
+    elements,
     gemms_of,
     kernels_of,
+    local_heads,
     matmul_rate,
     memory_rate,
 )
@@ -88,7 +90,8 @@ def _matmuls(found: Prediction, unit: Unit) -> Iterator[Term]:
             f"{name} {way}",
             seconds,
             "s",
-            "start + ((FLOPs / (matmul rate * TFLOPs^gemm_growth))^p + (bytes / memory rate)^p)^(1/p)",
+            "start + ((FLOPs * fp32_slowdown / (matmul rate * TFLOPs^gemm_growth))^p "
+            "+ (bytes / memory rate)^p)^(1/p)",
             (
                 ("m", m),
                 ("n", n),
@@ -98,6 +101,7 @@ def _matmuls(found: Prediction, unit: Unit) -> Iterator[Term]:
                 ("start", Constant("start", gpu.gemm_start_us, "us", gpu.source)),
                 ("gemm_growth", constant("gemm_growth")),
                 ("p", constant("roofline_power")),
+                ("fp32_slowdown", gpu.fp32_slowdown if found.workload.compute_itemsize > 2 else 1),
             ),
         )
 
@@ -109,7 +113,7 @@ def _attention(found: Prediction, unit: Unit) -> Iterator[Term]:
         both = attention_time(each, gpu, work, found.layout.tp, found.micro_batch)
         for way, seconds in zip(("forward", "backward"), both, strict=True):
             inputs: list[tuple[str, float | int | str | Constant | Term]] = [
-                ("heads of a rank", -(-each.heads // found.layout.tp)),
+                ("heads of a rank", local_heads(each, found.layout.tp).query),
                 ("head_dim", each.head_dim),
                 ("seq_len", work.seq_len),
                 ("causal", str(each.causal)),
@@ -123,11 +127,16 @@ def _attention(found: Prediction, unit: Unit) -> Iterator[Term]:
                     ("efficiency", constant(f"attention_{kernel}")),
                     ("ramp", constant("attention_ramp")),
                 ]
+                if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
+                    inputs.append(("after Ampere", constant("flash2_after_ampere")))
                 if each.head_dim <= 64:
                     inputs.append(("efficiency at 64", constant("head_dim_64")))
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs.append(("attention_backward", constant("attention_backward")))
+            if work.compute_itemsize > 2:
+                formula += " * fp32_slowdown"
+                inputs.append(("fp32_slowdown", gpu.fp32_slowdown))
             yield Term(f"attention {way} ({kernel})", seconds, "s", formula, tuple(inputs))
 
 
@@ -135,15 +144,23 @@ def _elementwise(found: Prediction, unit: Unit) -> Iterator[Term]:
     kernels = kernels_of(
         unit, found.cluster.gpu, found.workload, found.layout.tp, found.micro_batch
     )
-    names = ", ".join(each.name for each in unit.elementwise)
-    for way, seconds in zip(("forward", "backward"), kernels.elementwise, strict=True):
+    for which, way in enumerate(("forward", "backward")):
+        seconds = kernels.elementwise[which]
         if seconds:
+            each = [
+                (e.name, elements(e, unit, found.workload, found.layout.tp)[which])
+                for e in unit.elementwise
+            ]
             yield Term(
                 f"elementwise {way}",
                 seconds,
                 "s",
                 "tokens * elements read and written * bytes an element / memory rate",
-                (("ops", names), ("tokens", found.micro_batch * found.workload.seq_len)),
+                (
+                    ("tokens", found.micro_batch * found.workload.seq_len),
+                    ("bytes an element", found.workload.compute_itemsize),
+                    *((f"elements of {name}", count) for name, count in each),
+                ),
             )
     if kernels.again:
         yield Term(
@@ -178,7 +195,7 @@ def _links(found: Prediction, unit: Unit) -> Iterator[Term]:
 
 
 def _collective(name: str, kind: str, nbytes: float, link: AxisLink, found: Prediction) -> Term:
-    formula, inputs = describe_collective(kind, link, found.cluster)
+    formula, inputs = describe_collective(kind, nbytes, link, found.cluster)
     seconds = collective_time(kind, nbytes, link, found.cluster)
     given = (("bytes", nbytes), ("ranks", link.size), ("of them on a node", link.per_node))
     return Term(name, seconds, "s", formula, (*given, *inputs))

@@ -177,6 +177,11 @@ def _inputs(
         yield (torch.empty(length, features, device="meta"),), {}, 1, length
         return
     hugging_face = hasattr(model, "config") and hasattr(model, "dummy_inputs")
+    if not hugging_face and not any(isinstance(m, nn.Embedding) for m in model.modules()):
+        raise PlanningError(
+            "the model has no nn.Embedding and doesn't begin with a linear layer: what it takes isn't known; "
+            "give example=((tensor,), {}) with the inputs of its forward"
+        )
     for length in _LENGTHS if seq_len is None else (seq_len,):
         ids = torch.zeros(1, length, dtype=torch.long)
         if hugging_face:

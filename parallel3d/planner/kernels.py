@@ -15,6 +15,7 @@ __all__ = [
     "Kernels",
     "attention_kernel",
     "attention_time",
+    "elements",
     "gemms_of",
     "kernels_of",
     "local_heads",
@@ -58,12 +59,12 @@ def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) 
     gemms = gemms_of(unit, gpu, work, tp, micro_batch)
     each = [seconds for _, way, _, seconds in gemms if way == "forward"]
     attention = [attention_time(a, gpu, work, tp, micro_batch) for a in unit.attention]
-    elements = [_elements(e, unit, work, tp) for e in unit.elementwise]
+    counted = [elements(e, unit, work, tp) for e in unit.elementwise]
     rate = memory_rate(gpu)
     size = micro_batch * work.seq_len * work.compute_itemsize / rate
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
-    elementwise = sum(e[0] for e in elements) * size, sum(e[1] for e in elements) * size
+    elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
     again = 0.0
     block = unit.kind == "block"
     if block and work.checkpointing == "full":
@@ -151,7 +152,11 @@ def attention_time(
     whole = 4 * scores * attention.head_dim
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
-        rate, memory = matmul_rate(gpu), scores * work.compute_itemsize / 2 / memory_rate(gpu)
+        slow = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
+        rate, memory = (
+            matmul_rate(gpu) / slow,
+            scores * work.compute_itemsize / 2 / memory_rate(gpu),
+        )
         forward = constant("naive_forward").value * memory
         backward = constant("naive_backward").value * memory
         return whole / rate + forward, 2 * whole / rate + backward
@@ -167,7 +172,7 @@ def attention_time(
     return forward, forward * constant("attention_backward").value
 
 
-def _elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:
+def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:
     """(forward, backward) elements for one token on one GPU."""
     fused = work.compile or (each.norm and work.fused_norm)
     forward, backward = each.fused if fused else each.eager

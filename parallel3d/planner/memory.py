@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.activations import Activations, activations_of
+from parallel3d.planner.activations import Activations, activations_of, logit_bytes
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import constant
 from parallel3d.planner.model_spec import ModelSpec
@@ -58,7 +58,13 @@ def memory_of(
     moments = _moments(state, kept, accumulation)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {
-        name: Term(name, float(value), "B", _FORMULAS[name], _inputs(name, state, kept, work))
+        name: Term(
+            name,
+            float(value),
+            "B",
+            _FORMULAS[name],
+            _inputs(name, state, kept, model, work, micro_batch),
+        )
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
@@ -137,7 +143,12 @@ _FORMULAS = {
 
 
 def _inputs(
-    name: str, state: StateMemory, kept: Activations, work: Workload
+    name: str,
+    state: StateMemory,
+    kept: Activations,
+    model: ModelSpec,
+    work: Workload,
+    micro_batch: int,
 ) -> tuple[tuple[str, float | int | str], ...]:
     if name == "activations":
         return (
@@ -146,6 +157,12 @@ def _inputs(
             ("gathered", kept.gathered),
             ("checkpointing", work.checkpointing),
         )
-    if name in ("logits and loss", "optimizer's temporaries"):
-        return (("seq_len", work.seq_len),)
+    if name == "logits and loss":
+        return (
+            ("micro_batch", micro_batch),
+            ("seq_len", work.seq_len),
+            ("vocab", model.vocab),
+            ("bytes a logit", logit_bytes(work)),
+            ("loss_parallel", str(work.loss_parallel)),
+        )
     return tuple((key, value) for key, value in state.inputs.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, log2
+from math import exp, gcd, log2
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
@@ -34,11 +34,14 @@ class AxisLink:
 
 
 def link_of(layout: MeshLayout, axis: str, cluster: Cluster) -> AxisLink:
-    """Of ``axis``: the inner axes' ranks lie between its own."""
+    """Of ``axis``: the inner axes' ranks lie between its own.
+
+    Where groups don't end with nodes, it is the worst group's: the fewest ranks that one of its nodes has.
+    """
     stride = {"tp": 1, "shard": layout.tp, "replicate": layout.tp * layout.shard}[axis]
     size = getattr(layout, axis)
-    per_node = min(max(cluster.domain // stride, 1), size)
-    return AxisLink(size, per_node)
+    places = max(cluster.domain // stride, 1)  # of this axis on a node
+    return AxisLink(size, size if places % size == 0 else gcd(size, places))
 
 
 @lru_cache(maxsize=65536)
@@ -83,13 +86,7 @@ def _across(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float
     ring's bandwidth; both fitted to NCCL 2.27's own tuning numbers (mean 6 %). Bandwidth: every rank's NIC
     at 0.96 of its rate.
     """
-    latency = link.nodes * (11e-6 + 3.3e-6 * link.per_node)
-    n = link.size
-    rate = link.per_node * cluster.nic * 0.96e9 * n / (n - 1)
-    if link.per_node > 1:
-        rate = min(rate, _constants("all_gather", link.per_node, cluster)[1])
-    per_gpu = nbytes / n * link.nodes
-    rate *= next(part for most, part in _RAMP if per_gpu <= most)
+    latency, rate = _ring(nbytes, link, cluster)
     whole = _WHOLE[kind]
     ring = latency * whole + nbytes * whole / rate
     if kind != "all_reduce":
@@ -98,8 +95,20 @@ def _across(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float
     return min(ring, tree)
 
 
+def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
+    """(seconds of latency, bytes a second) of a ring across nodes."""
+    n = link.size
+    rate = link.per_node * cluster.nic * 0.96e9 * n / (n - 1)
+    if link.per_node > 1:
+        rate = min(rate, _constants("all_gather", link.per_node, cluster)[1])
+    per_gpu = nbytes / n * link.nodes
+    return link.nodes * (11e-6 + 3.3e-6 * link.per_node), rate * next(
+        part for most, part in _RAMP if per_gpu <= most
+    )
+
+
 def describe_collective(
-    kind: str, link: AxisLink, cluster: Cluster
+    kind: str, nbytes: float, link: AxisLink, cluster: Cluster
 ) -> tuple[str, tuple[tuple[str, Constant], ...]]:
     """The formula that ``collective_time`` uses, and its constants."""
     source = cluster.gpu.source
@@ -116,9 +125,17 @@ def describe_collective(
             ("bandwidth", Constant("bandwidth", bandwidth / 1e9, "GB/s", where)),
             ("ramp", Constant("ramp", ramp / 1e6, "MB", where)),
         )
-    nic = Constant("nic", cluster.nic, "GB/s", source)
-    ring = "nodes (11 + 3.3 ranks of a node) us + bytes / (0.96 nic * ranks of a node * n / (n - 1) * ramp)"
+    latency, rate = _ring(nbytes, link, cluster)
+    own = cluster.nic != cluster.gpu.nic
+    formula = "latency + bytes / rate"
     if kind == "all_reduce":
-        ring = f"min(2 * ({ring}), tree: 17 us + 35 us log2(nodes) + 2 bytes / 0.6 of that)"
-    latency = Constant("latency", 11, "us", "fitted to NCCL 2.27's tuning numbers, mean 6 %")
-    return ring, (("nic", nic), ("per node", latency))
+        formula = (
+            "min(2 (latency + bytes / rate), 17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate))"
+        )
+    why = "nodes (11 + 3.3 ranks of a node) us, fitted to NCCL 2.27's tuning numbers, mean 6 %"
+    how = "ranks of a node * 0.96 nic * n / (n - 1), at most a node's own; * 0.68, 0.79 or 0.87 by size"
+    return formula, (
+        ("latency", Constant("latency", latency * 1e6, "us", why)),
+        ("rate", Constant("rate", rate / 1e9, "GB/s", how)),
+        ("nic", Constant("nic", cluster.nic, "GB/s", "as given" if own else source)),
+    )

@@ -27,8 +27,8 @@ def plan(
     replicate: int | Iterable[int] | None = None,
     shard: int | Iterable[int] | None = None,
     tp: int | Iterable[int] | None = None,
-    checkpointing: Sequence[str] | None = None,
-    reshard_after_forward: Sequence[bool] | None = None,
+    checkpointing: str | Sequence[str] | None = None,
+    reshard_after_forward: bool | Sequence[bool] | None = None,
     memory_limit_gib: float | None = None,
 ) -> MeshPlan:
     """Predicts every legal layout of ``model`` on ``cluster``, the fastest that fits first.
@@ -49,16 +49,22 @@ def plan(
     """
     if workload.micro_batch is None and workload.global_batch is None:
         raise PlanningError("micro_batch and global_batch are both None; give one of them")
+    if isinstance(checkpointing, str):
+        checkpointing = (checkpointing,)
+    if isinstance(reshard_after_forward, bool):
+        reshard_after_forward = (reshard_after_forward,)
+    if memory_limit_gib is not None and not (
+        isinstance(memory_limit_gib, (int, float)) and 0 < memory_limit_gib < float("inf")
+    ):
+        raise PlanningError(
+            f"memory_limit_gib is {memory_limit_gib!r}; it must be a number above 0"
+        )
     kinds = tuple(checkpointing or (workload.checkpointing,))
     if unknown := [kind for kind in kinds if kind not in CHECKPOINTING]:
         raise PlanningError(
             f"checkpointing is {unknown[0]!r}; it must be one of {', '.join(CHECKPOINTING)}"
         )
-    keeps = tuple(
-        (workload.reshard_after_forward,)
-        if reshard_after_forward is None
-        else reshard_after_forward
-    )
+    keeps = tuple(reshard_after_forward or (workload.reshard_after_forward,))
     found: list[Prediction] = []
     refused: list[Refused] = []
     allowed = [
@@ -110,7 +116,7 @@ def plan(
 def _sizes(name: str, given: int | Iterable[int] | None) -> frozenset[int] | None:
     if given is None:
         return None
-    sizes = frozenset([given] if isinstance(given, int) else given)
+    sizes = frozenset(given if isinstance(given, Iterable) else [given])
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise PlanningError(f"{name} is {given!r}; it must be sizes of 1 or more")
     return sizes

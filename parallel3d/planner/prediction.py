@@ -121,8 +121,16 @@ def predict(
 
     Raises:
         PlanningError: sizes that don't go together.
+        MeshError: a layout of another number of ranks.
     """
+    if not isinstance(layout, MeshLayout):
+        raise PlanningError(f"layout is {layout!r}; it must be a MeshLayout(replicate, shard, tp)")
     layout = layout.resolve(cluster.world_size)
+    if workload.sharding != "fsdp" and layout.shard > 1:
+        raise PlanningError(
+            f"{workload.sharding} shards nothing over shard, which is {layout.shard}; it must be 1: give "
+            f"replicate {layout.replicate * layout.shard}"
+        )
     micro_batch, accumulation = batches(layout, workload)
     return Prediction(
         model,

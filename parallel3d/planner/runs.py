@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from os import PathLike
 from pathlib import Path
 
@@ -40,6 +42,7 @@ _CHECKPOINTING = {
     "selective_attention": "none",  # attention alone is made again, which flash kernels do anyway
     "off": "none",
 }
+_YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 _SHARDING = {"hsdp": "fsdp", "zero3": "fsdp", "zero0": "ddp", "distributed_optimizer": "zero1"}
 
 
@@ -78,44 +81,89 @@ def _spec(items: tuple[tuple[str, str], ...], seq_len: int) -> ModelSpec:
 
 
 def read_models(path: str | PathLike[str]) -> Models:
-    """Models of a CSV file."""
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        return Models({row["model"]: row for row in csv.DictReader(file)})
+    """Models of a CSV file.
+
+    Raises:
+        PlanningError: the file can't be read, or has no column ``model``.
+    """
+    return Models({row["model"]: row for row in _rows(path, "model")})
+
+
+def _rows(path: str | PathLike[str], *needed: str) -> list[dict[str, str]]:
+    """Of a CSV file; cells without the spaces around them."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            rows = [
+                {k: (v or "").strip() for k, v in row.items() if k is not None}
+                for row in csv.DictReader(file)
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise PlanningError(f"{path} can't be read: {error}") from error
+    for name in needed:
+        if rows and name not in rows[0]:
+            raise PlanningError(f"{path} has no column {name!r}; it has {', '.join(rows[0])}")
+    return rows
 
 
 def predict_run(row: Row, models: Models) -> Prediction:
-    """Of one row. A blank cell gets its default:
+    """Of one row, whose cells may be of upper or lower case. A blank cell gets its default:
 
-    1 for the size of an axis; 8 GPUs a node; micro_batch 1, no accumulation; no checkpointing, no compile;
-    the best kernel of the GPU for ``attention``; a fused norm; full resharding; no sequence or loss parallel.
+    1 for the size of an axis, but ``replicate`` is what ``gpu_count`` leaves; 8 GPUs a node; micro_batch 1,
+    no accumulation; no checkpointing, no compile; the best kernel of the GPU for ``attention``; a fused norm;
+    full resharding; no sequence or loss parallelism.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
     ZeRO-1 kept, in fp32 if that fits, else in bf16.
 
     Raises:
         PlanningError: a cell that can't be read, names the row.
     """
+    name, model_name = row.get("id", "?"), row.get("model", "")
+    row = {key: value.strip().lower() for key, value in row.items() if isinstance(value, str)}
     try:
         work, layout, cluster = _workload(row), _layout(row), _cluster(row)
-        model = models.spec(row["model"], work.seq_len)
+        model = models.spec(model_name.strip(), work.seq_len)
         found = predict(model, layout, cluster, work)
         if not found.fits:
             found = predict(model, layout, cluster, replace(work, reduce_dtype="bf16"))
         return found
-    except (KeyError, ValueError) as error:
-        raise PlanningError(f"run {row.get('id', '?')}: {error}") from error
+    except KeyError as error:
+        raise PlanningError(f"run {name}: there is no column {error}") from error
+    except (ValueError, ArithmeticError) as error:
+        raise PlanningError(f"run {name}: {error}") from error
 
 
 def _layout(row: Row) -> MeshLayout:
-    replicate, shard, tp = (_int(row, name, 1) for name in ("replicate", "shard", "tp"))
+    shard, tp = _int(row, "shard", 1), _int(row, "tp", 1)
+    count = _int(row, "gpu_count", 0)
+    if count and count % (shard * tp):
+        raise PlanningError(
+            f"gpu_count is {count}; it must be a multiple of shard * tp, {shard * tp}"
+        )
+    replicate = _int(row, "replicate", count // (shard * tp) if count else 1)
+    if count and replicate * shard * tp != count:
+        raise PlanningError(
+            f"gpu_count is {count}, but replicate * shard * tp is {replicate * shard * tp}"
+        )
+    if (
+        _sharding(row) != "fsdp"
+    ):  # which shards nothing else than the optimizer, over all data ranks
+        replicate, shard = replicate * shard, 1
     return MeshLayout(replicate, shard, tp)
+
+
+def _sharding(row: Row) -> str:
+    given = row.get("sharding") or "fsdp"
+    return _SHARDING.get(given, given)
 
 
 def _cluster(row: Row) -> Cluster:
     layout = _layout(row)
     node = _int(row, "gpus_per_node", min(8, layout.world_size))
+    if node < 1:
+        raise PlanningError(f"gpus_per_node is {node}; it must be 1 or more")
     node = min(node, layout.world_size)
-    if layout.world_size % node:
-        raise PlanningError(f"{layout.world_size} GPUs are no whole nodes of {node}")
+    if layout.world_size % node:  # the last node isn't full: nodes that are
+        node = gcd(layout.world_size, node)
     return Cluster.of(_gpu_name(row["gpu"]), layout.world_size // node, node)
 
 
@@ -135,7 +183,6 @@ def _workload(row: Row) -> Workload:
     fused = _flag(row, "fused_norm", True)
     attention = row.get("attention") or "unknown"
     checkpointing = row.get("activation_checkpoint") or "none"
-    sharding = row.get("sharding") or "fsdp"
     layout = _layout(row)
     micro = _int(row, "micro_batch", 1)
     return Workload(
@@ -152,50 +199,61 @@ def _workload(row: Row) -> Workload:
         sequence_parallel=_flag(row, "sequence_parallel", False),
         loss_parallel=_flag(row, "loss_parallel", False),
         reshard_after_forward=_flag(row, "reshard_after_forward", True),
-        sharding=_SHARDING.get(sharding, sharding),
+        sharding=_sharding(row),
     )
 
 
 def _int(row: Row, name: str, default: int) -> int:
-    text = row.get(name) or ""
-    return int(float(text)) if text.strip() else default
+    text = (row.get(name) or "").strip()
+    if not text:
+        return default
+    value = float(text)
+    if value != int(value) or value < 1:
+        raise PlanningError(f"{name} is {text!r}; it must be an int, 1 or more")
+    return int(value)
 
 
 def _flag(row: Row, name: str, default: bool) -> bool:
     text = (row.get(name) or "").strip().lower()
     if not text:
         return default
-    if text not in ("0", "1", "true", "false"):
+    if text not in (*_YES, *_NO):
         raise PlanningError(f"{name} is {text!r}; it must be 0 or 1")
-    return text in ("1", "true")
+    return text in _YES
 
 
 def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
-    """A row of ``COLUMNS`` for each; ``memory_gib`` is of the row's ``memory_kind``, reserved if blank."""
+    """A row of ``COLUMNS`` for each; ``memory_gib`` is of the row's ``memory_kind``, reserved if blank.
+
+    A row that can't be read is warned of, and has blank cells.
+    """
     found = []
     for row in rows:
-        prediction = predict_run(row, models)
-        memory = prediction.memory
-        kind = row.get("memory_kind") or "peak_reserved"
-        shown = memory.reserved if kind == "peak_reserved" else memory.allocated
-        found.append(
-            {
-                "id": row["id"],
-                "tokens_per_s_per_gpu": f"{prediction.tokens_per_second_per_gpu:.2f}",
-                "memory_gib": f"{shown / _GIB:.3f}",
-                "memory_upper_gib": f"{memory.upper / _GIB:.3f}",
-                "fits": str(int(prediction.fits)),
-            }
-        )
+        try:
+            found.append({"id": row.get("id", ""), **_cells(row, predict_run(row, models))})
+        except PlanningError as error:
+            warnings.warn(str(error), stacklevel=2)
+            found.append({"id": row.get("id", ""), **dict.fromkeys(COLUMNS[1:], "")})
     return found
+
+
+def _cells(row: Row, prediction: Prediction) -> dict[str, str]:
+    memory = prediction.memory
+    kind = (row.get("memory_kind") or "").strip().lower()
+    shown = memory.allocated if kind in ("allocated", "peak_active") else memory.reserved
+    return {
+        "tokens_per_s_per_gpu": f"{prediction.tokens_per_second_per_gpu:.2f}",
+        "memory_gib": f"{shown / _GIB:.3f}",
+        "memory_upper_gib": f"{memory.upper / _GIB:.3f}",
+        "fits": str(int(prediction.fits)),
+    }
 
 
 def write_predictions(
     runs: str | PathLike[str], models: str | PathLike[str], out: str | PathLike[str]
 ) -> int:
     """Reads both files, writes the predictions, returns how many."""
-    with Path(runs).open(newline="", encoding="utf-8") as file:
-        found = predict_runs(csv.DictReader(file), read_models(models))
+    found = predict_runs(_rows(runs, "id", "model", "gpu"), read_models(models))
     with Path(out).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

@@ -43,6 +43,11 @@ def spec_from_shapes(
     Raises:
         PlanningError: a name that isn't one of these, or a size below 1.
     """
+    for what, size in (("hidden", hidden), ("heads", heads)):
+        if type(size) is not int or size < 1:
+            raise PlanningError(f"{what} is {size!r}; it must be an int, 1 or more")
+    if head_dim is None and hidden % heads:
+        raise PlanningError(f"heads is {heads}; it must divide hidden, {hidden}, or give head_dim")
     kv = heads if kv_heads is None else kv_heads
     dim = hidden // heads if head_dim is None else head_dim
     for what, value, known in (

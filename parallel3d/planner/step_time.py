@@ -25,8 +25,8 @@ class StepTime:
 
     Attributes:
         terms: by component; they add up to ``total``.
-        model_flops: of matmuls and attention of one GPU, forward and backward, a step.
-        hardware_flops: with what checkpointing computes again.
+        model_flops: of the plain model's matmuls and attention, forward and backward, a step, over tp.
+        hardware_flops: what one GPU computes, also what several do and what checkpointing repeats.
         units: of one micro-batch, for the timeline.
     """
 
@@ -77,7 +77,9 @@ def step_time(
     terms["optimizer"] = _optimizer(model, layout, cluster, work)
     terms["stragglers"] = _stragglers(sum(term.value for term in terms.values()), cluster)
     flops = [sum(u.count * k.flops[i] for u, k in kernels) * accumulation for i in range(3)]
-    return StepTime(terms, flops[0] + flops[1], sum(flops), each)
+    whole = [kernels_of(u, cluster.gpu, work, 1, micro_batch).flops for u in model.units]
+    useful = sum(u.count * (f[0] + f[1]) for u, f in zip(model.units, whole, strict=True))
+    return StepTime(terms, useful * accumulation / tp, sum(flops), each)
 
 
 def _tp_time(

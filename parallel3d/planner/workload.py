@@ -75,6 +75,16 @@ class Workload:
                 raise PlanningError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(str, known))}"
                 )
+        for name in (
+            "compile",
+            "fused_norm",
+            "fused_loss",
+            "sequence_parallel",
+            "loss_parallel",
+            "reshard_after_forward",
+        ):
+            if type(getattr(self, name)) is not bool:
+                raise PlanningError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         for name in ("seq_len", "micro_batch", "global_batch"):
             value = getattr(self, name)
             if value is None and name != "seq_len":
