@@ -7,7 +7,7 @@ length that is only known later, so everything that grows with the sequence is k
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 __all__ = ["Activation", "Attention", "Elementwise", "Matmul", "ModelSpec", "Parameter", "Unit"]
@@ -196,11 +196,3 @@ class ModelSpec:
     def numel(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(unit.count * unit.numel for unit in self.units)
-
-    def with_dtype(self, itemsize: int) -> ModelSpec:
-        """The same with parameters of ``itemsize`` bytes an element."""
-        units = tuple(
-            replace(u, parameters=tuple(replace(p, itemsize=itemsize) for p in u.parameters))
-            for u in self.units
-        )
-        return replace(self, units=units)

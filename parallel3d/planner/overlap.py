@@ -7,7 +7,7 @@ HSDP's all-reduce. What is longer is exposed; compute under communication is slo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parallel3d.planner.constants import constant
 
@@ -42,14 +42,14 @@ class Exposed:
 
     Attributes:
         gather, reduce, all_reduce: waited for.
-        slowdown: compute is longer by this much.
+        slowdown: compute is longer by this much. hidden: communication beside compute.
     """
 
     gather: float = 0.0
     reduce: float = 0.0
     all_reduce: float = 0.0
     slowdown: float = 0.0
-    hidden: float = field(default=0.0)
+    hidden: float = 0.0
 
     @property
     def total(self) -> float:

@@ -38,9 +38,6 @@ class Term:
     formula: str
     inputs: tuple[tuple[str, float | int | str | Constant | Term], ...] = ()
 
-    def __float__(self) -> float:
-        return float(self.value)
-
 
 def explained(term: Term, depth: int = 0, seen: set[str] | None = None) -> Iterator[str]:
     """Lines of text: the term, its formula, what was put in; then each of those that is a term itself."""

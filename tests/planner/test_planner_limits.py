@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from math import nan
+from math import exp, nan
 
 import pytest
 import torch
@@ -133,7 +133,11 @@ class TestNumbers:
         value = {name: each.value for name, each in inputs}
         if link.nodes > 1:
             seconds = value["latency"] * 1e-6 + 2**28 / (value["rate"] * 1e9)
-            assert seconds == pytest.approx(collective_time(kind, 2**28, link, cluster))
+        else:
+            ramp = value["ramp"] * 1e6
+            moved = 2**28 + ramp * (1 - exp(-(2**28) / ramp))
+            seconds = value["start"] * 1e-6 + moved / (value["bandwidth"] * 1e9)
+        assert seconds == pytest.approx(collective_time(kind, 2**28, link, cluster))
 
     def test_attention_and_elementwise_can_be_followed(self) -> None:
         work = dataclasses.replace(WORK, attention="flash2")
