@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d import checkpoint, fsdp, guards, optim, planner, tp
+    from parallel3d import checkpoint, dryrun, fsdp, guards, optim, planner, tp
     from parallel3d.errors import (
         AgreementError,
         CheckpointError,
         CorruptCheckpointError,
+        DryRunError,
         MeshError,
         Parallel3dError,
         PeerFailureError,
@@ -31,6 +32,7 @@ __all__ = [
     "AgreementError",
     "CheckpointError",
     "CorruptCheckpointError",
+    "DryRunError",
     "MeshError",
     "MeshLayout",
     "MixedPrecisionPolicy",
@@ -42,6 +44,7 @@ __all__ = [
     "build_mesh",
     "checkpoint",
     "diagnose",
+    "dryrun",
     "fsdp",
     "fully_shard",
     "guards",
@@ -57,8 +60,8 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "errors": "AgreementError CheckpointError CorruptCheckpointError MeshError Parallel3dError "
-        "PeerFailureError PlanError PlanningError StateError",
+        "errors": "AgreementError CheckpointError CorruptCheckpointError DryRunError MeshError "
+        "Parallel3dError PeerFailureError PlanError PlanningError StateError",
         "fsdp": "MixedPrecisionPolicy fully_shard",
         "guards": "diagnose",
         "init": "materialize",

@@ -4,10 +4,12 @@ __all__ = [
     "AgreementError",
     "CheckpointError",
     "CorruptCheckpointError",
+    "DryRunError",
     "MeshError",
     "Parallel3dError",
     "PeerFailureError",
     "PlanError",
+    "PlanningError",
     "StateError",
 ]
 
@@ -26,6 +28,10 @@ class PlanError(Parallel3dError):
 
 class PlanningError(Parallel3dError):
     """A model, cluster, workload or layout that the planner can't work with."""
+
+
+class DryRunError(Parallel3dError, RuntimeError):
+    """What a program does and a dry run can't follow: it decides by a tensor's value, or names a device."""
 
 
 class AgreementError(Parallel3dError):

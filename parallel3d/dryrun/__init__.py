@@ -1,0 +1,23 @@
+"""The real program as one rank of any world, in one process, without its hardware.
+
+``record(fn, world_size, rank)`` runs ``fn`` on fake tensors and says what that rank would do: every
+collective, memory over time, parameters with their placements, and what is likely to be wrong.
+"""
+
+from typing import TYPE_CHECKING
+
+from parallel3d._lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.dryrun.result import DryRun
+    from parallel3d.dryrun.unknown import Unknown, active, assume
+
+__all__ = ["DryRun", "Unknown", "active", "assume"]
+
+export_lazily(
+    __name__,
+    {
+        "dryrun.result": "DryRun",
+        "dryrun.unknown": "Unknown active assume",
+    },
+)

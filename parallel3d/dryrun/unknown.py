@@ -1,0 +1,97 @@
+"""A value that a dry run can't know: NaN that does not let a program decide by it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn, TypeVar
+
+from parallel3d.errors import DryRunError
+
+__all__ = ["Unknown", "active", "assume", "set_active"]
+
+_T = TypeVar("_T")
+_active = 0
+
+
+def active() -> bool:
+    """Whether this process is in a dry run now."""
+    return _active > 0
+
+
+def set_active(more: int) -> None:
+    """One dry run more (1) or less (-1)."""
+    global _active
+    _active += more
+
+
+class Unknown(float):
+    """NaN that stands for a number nobody has computed; what is calculated from it is unknown too.
+
+    It prints and is logged as ``nan``. To compare it, to test it or to make an int of it raises
+    ``DryRunError``, which names the line: the real run would go one way there, a dry run can't know which.
+    """
+
+    def __new__(cls) -> Unknown:
+        return super().__new__(cls, "nan")
+
+    def __reduce__(self) -> Any:
+        return Unknown, ()
+
+    def __repr__(self) -> str:
+        return "nan"
+
+
+def assume(value: _T, default: Any) -> _T:
+    """``value``, or ``default`` where a dry run does not know it.
+
+    For the places where a program decides by a number: ``if assume(stopping, 0.0) > 0: break``. Outside a dry
+    run it returns ``value``.
+    """
+    return default if isinstance(value, Unknown) else value
+
+
+def _calculated(name: str) -> Any:
+    exact = getattr(float, name)
+
+    def method(self: Unknown, *others: Any) -> Any:
+        result = exact(float("nan"), *others)
+        return Unknown() if isinstance(result, float) else result
+
+    method.__name__ = name
+    return method
+
+
+def _decided(name: str, what: str) -> Any:
+    def method(self: Unknown, *others: Any) -> NoReturn:
+        raise DryRunError(
+            f"{caller()}: {what} by a number that is not known in a dry run (it comes from a tensor); "
+            "say what to take for it: parallel3d.dryrun.assume(value, default)"
+        )
+
+    method.__name__ = name
+    return method
+
+
+def caller() -> str:
+    """``file:line, in function`` of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("parallel3d", "torch")
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow"),
+    *("floordiv", "rfloordiv", "mod", "rmod", "neg", "pos", "abs"),
+):
+    setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides"))
+Unknown.__bool__ = _decided("__bool__", "the program decides")  # type: ignore[attr-defined]
+for _name in ("int", "index", "trunc", "floor", "ceil", "round"):
+    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
+Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]
