@@ -1,4 +1,4 @@
-"""Every collective of a dry run with all that is known of it: where it was issued, what it costs, who waits."""
+"""Every collective of a dry run, and what is known of it: where it was issued, what it costs, who waits."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def cluster_of(run: DryRun, gpu: str = "h100-80gb-sxm") -> Cluster:
 def kernel_seconds(operation: Operation, gpu: Gpu) -> float:
     """Of a matmul, an attention or anything else that computes, by the planner's model of kernels.
 
-    A matmul whose sizes aren't known takes as long as its bytes or a square one of as many FLOPs. An attention
-    is taken to be fused, its ``flops`` those that are computed (half, where it is causal). Everything else
-    takes as long as its bytes at a stream kernel's rate.
+    A matmul whose sizes aren't known takes as long as a square one of as many FLOPs. An attention is taken to
+    be fused, its ``flops`` those that are computed (half, where it is causal). Everything else takes as long
+    as its bytes at a stream kernel's rate.
     """
     itemsize = _ITEMSIZES.get(operation.dtype, 1 if operation.dtype.startswith("float8") else 4)
     if operation.kind == "matmul" and (operation.sizes or operation.flops):
@@ -49,8 +49,8 @@ def kernel_seconds(operation: Operation, gpu: Gpu) -> float:
 def link_of(run: DryRun, call: Collective, cluster: Cluster) -> AxisLink:
     """How the ranks of the call's group lie on nodes.
 
-    Those of a group that isn't a mesh axis's are not known: if they are all, they lie as all do; else they are
-    taken to be neighbours, the most favourable case.
+    Those of a group that isn't a mesh axis's are not known: they are taken to be neighbours, the most
+    favourable case.
     """
     near = cluster.domain
     ranks = run.axis_ranks.get(call.axis or "", ())
@@ -93,6 +93,4 @@ def latency_of(call: Collective, link: AxisLink, cluster: Cluster) -> float:
     if call.op == "barrier" or not call.bytes:
         return collective_seconds(call, link, cluster)
     small = Collective(call.order, call.op, call.axis, call.unit, 8, call.group_size, True)
-    return min(
-        collective_seconds(small, link, cluster), collective_seconds(call, link, cluster)
-    )
+    return min(collective_seconds(small, link, cluster), collective_seconds(call, link, cluster))

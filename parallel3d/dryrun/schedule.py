@@ -74,7 +74,10 @@ class Schedule:
         call = self._run.collectives[operation.collective]
         stream, axis = stream_of(call), call.axis or (call.group_size, "")
         start = max(
-            max(self._compute, self._host), self._streams[stream], self._axes[axis], self._after(call)
+            max(self._compute, self._host),
+            self._streams[stream],
+            self._axes[axis],
+            self._after(call),
         )
         link = link_of(self._run, call, self._cluster)
         end = start + collective_seconds(call, link, self._cluster)

@@ -48,7 +48,7 @@ class Span:
 
 
 def stream_of(call: Collective) -> str:
-    """The engine's collectives are on streams of their own by operation, those of another axis on the axis's."""
+    """The engine's collectives have a stream for each operation, those of another axis one for the axis."""
     if call.axis is None:
         return "other"
     if call.axis not in DATA_AXES:

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 
+from parallel3d.dryrun.durations import cluster_of
 from parallel3d.dryrun.result import DryRun
 from parallel3d.dryrun.schedule import Schedule
-from parallel3d.dryrun.durations import cluster_of
 from parallel3d.dryrun.spans import COMPUTE, Span
 from parallel3d.planner.cluster import Cluster
 
@@ -107,6 +107,4 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
         schedule.add(position)
     starts, host = schedule.steps()
     complete = min(run.steps, len(host))
-    return Timeline(
-        tuple(schedule.spans), cluster, tuple(schedule.times), starts, complete, host
-    )
+    return Timeline(tuple(schedule.spans), cluster, tuple(schedule.times), starts, complete, host)
