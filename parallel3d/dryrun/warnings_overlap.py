@@ -49,11 +49,11 @@ def _exposed_gathers(times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunW
     where = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
     yield DryRunWarning(
         "exposed gather",
-        f"{counted(len(calls), 'gather')} a step ({where}; {some(pattern_of(c.collective.unit) for c in calls)}) are "
-        f"waited for at once, with nothing computed since: {in_seconds(lost)} of a step of "
-        f"{in_seconds(times.step_seconds)} ({_share(lost, times)}). Let units be gathered ahead "
-        "(set_modules_to_forward_prefetch, set_modules_to_backward_prefetch), or keep small ones whole "
-        "(reshard_after_forward=False).",
+        f"{counted(len(calls), 'gather')} a step ({where}; "
+        f"{some(pattern_of(c.collective.unit) for c in calls)}) are waited for at once, with nothing "
+        f"computed since: {in_seconds(lost)} of a step of {in_seconds(times.step_seconds)} "
+        f"({_share(lost, times)}). Let units be gathered ahead (set_modules_to_forward_prefetch, "
+        "set_modules_to_backward_prefetch), or keep small ones whole (reshard_after_forward=False).",
     )
 
 
@@ -102,9 +102,9 @@ def _gathered_twice(run: DryRun, calls: Sequence[Call]) -> Iterator[DryRunWarnin
         size = in_bytes(sum(call.collective.bytes for call in again))
         yield DryRunWarning(
             "gathered twice",
-            f"{counted(len(again), 'gather')} a step ({size}) bring parameters that the same forward has gathered "
-            f"before ({some(c.collective.unit for c in again)}): these units run several times in it. Use "
-            "reshard_after_forward=False for them, or make the module that calls them the unit.",
+            f"{counted(len(again), 'gather')} a step ({size}) bring parameters that the same forward has "
+            f"gathered before ({some(c.collective.unit for c in again)}): these units run several times in "
+            "it. Use reshard_after_forward=False for them, or make the module that calls them the unit.",
         )
 
 
@@ -127,8 +127,9 @@ def _reduced_twice(calls: Sequence[Call]) -> Iterator[DryRunWarning]:
     yield DryRunWarning(
         "reduced in every micro-batch",
         f"gradients are summed over replicate up to {max(more.values()) + 1} times a step in the same unit "
-        f"({some(unit for unit, _ in more)}): {counted(sum(more.values()), 'collective')} and {in_bytes(size)} a step "
-        "too many. Call set_requires_all_reduce(False) for all micro-batches but the last.",
+        f"({some(unit for unit, _ in more)}): {counted(sum(more.values()), 'collective')} and "
+        f"{in_bytes(size)} a step too many. Call set_requires_all_reduce(False) for all micro-batches but "
+        "the last.",
     )
 
 
