@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
+    from parallel3d.dryrun.record import real, record
     from parallel3d.dryrun.result import DryRun
     from parallel3d.dryrun.unknown import Unknown, active, assume
 
-__all__ = ["DryRun", "Unknown", "active", "assume"]
+__all__ = ["DryRun", "Unknown", "active", "assume", "real", "record"]
 
 export_lazily(
     __name__,
     {
+        "dryrun.record": "real record",
         "dryrun.result": "DryRun",
         "dryrun.unknown": "Unknown active assume",
     },
