@@ -60,10 +60,11 @@ def run_plain(steps: int) -> Result:
     """The same training of the plain model, with nothing of the library but its initial weights."""
     sys.path.insert(0, str(EXAMPLES))
     from llama import Llama, LlamaConfig
-    from report import WINDOW
     from text import Samples
     from train import read_text_for
     from trainer import Schedule, Trainer
+
+    from parallel3d.observability.progress import WINDOW
 
     start = time.perf_counter()
     config = LlamaConfig.named("tiny")

@@ -107,6 +107,24 @@ class Options:
     async_save: Annotated[
         bool, Option("--async-save", help="Write checkpoints in the background.")
     ] = False
+    metrics: Annotated[
+        Path | None, Option(help="File to append to: a line of JSON a step: speed, memory, waits.")
+    ] = None
+    tensorboard: Annotated[Path | None, Option(help="Folder for the same as curves.")] = None
+    metrics_every: Annotated[
+        int, Option(min=0, help="Steps between two samples of waits and slow ranks; 0: none.")
+    ] = 10
+    peak_tflops: Annotated[
+        float | None, Option(help="Of one device, for MFU; by default that of a GPU known.")
+    ] = None
+    profile_steps: Annotated[
+        str | None, Option(help="FIRST:LAST, both included: write a trace of these steps.")
+    ] = None
+    profile_ranks: Annotated[str, Option(help="Ranks that do, such as 0,3 or all.")] = "0"
+    oom_snapshots: Annotated[
+        bool, Option("--oom-snapshots", help="Write what memory held when there was too little.")
+    ] = False
+    traces: Annotated[Path, Option(help="Folder for traces and snapshots.")] = Path("traces")
     step_log: Annotated[
         Path | None, Option(help="File to append to: what each step consumed, and its loss.")
     ] = None
@@ -121,6 +139,22 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         """Of the weights at rest."""
         return torch.float64 if self.double else DTYPES[self.dtype]
+
+    @property
+    def window(self) -> p3d.observability.ProfilerWindow | None:
+        """The steps to profile."""
+        if self.profile_steps is None:
+            return None
+        first, last = p3d.observability.parse_steps(self.profile_steps)
+        try:
+            ranks = None if self.profile_ranks == "all" else map(int, self.profile_ranks.split(","))
+            return p3d.observability.ProfilerWindow(
+                self.traces, first, last, ranks=None if ranks is None else set(ranks)
+            )
+        except ValueError:
+            raise typer.BadParameter(
+                f"--profile-ranks {self.profile_ranks}: give ranks with commas, such as 0,3, or all"
+            ) from None
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ mesh. No sample is consumed twice or left out. SIGTERM and SIGUSR1 (SLURM's ``--
 
 import logging
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from checker import CHECK_STEPS, Checker
 from llama import Llama
 from options import LossParallel, Options, Recompute, command
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
-from report import Report
 from run import Run
 from step_log import StepLog
 from text import Samples, read_text
@@ -33,7 +31,17 @@ from torch.distributed.tensor import DTensor
 from trainer import Schedule, Trainer
 
 import parallel3d as p3d
-from parallel3d.dryrun import assume
+from parallel3d.dryrun import active, assume
+from parallel3d.observability import (
+    JsonLines,
+    Metrics,
+    ModelFlops,
+    OomSnapshots,
+    Progress,
+    Sink,
+    TensorBoard,
+    model_flops,
+)
 
 BF16 = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOSS_PARALLEL: dict[str, bool | str] = {
@@ -62,9 +70,9 @@ def main(options: Options) -> None:
     )
     options.check_sizes(layout)
 
-    report = Report(steps, options.batch * config.max_seq_len, quiet=rank != 0)
+    report = Progress(steps, quiet=rank != 0)
     report.print(f"{layout}, {device.type}")
-    model = build_model(options, mesh, report)
+    model, flops = build_model(options, mesh, report)
     p3d.materialize(model, device=device, seed=seed)
     report.print(describe_parameters(model, device))
 
@@ -103,15 +111,18 @@ def main(options: Options) -> None:
     consumed = StepLog(options.step_log, layout, device)
     consumed.start(run.step, run.samples)
     rows, data_rank = options.batch // layout.data_size, layout.data_rank(rank)
+    metrics = make_metrics(options, mesh, report, flops)
     # Watched, so that a rank that fails ends all, and each says which it was, and why.
-    with p3d.guards.watch(), report, p3d.checkpoint.StopSignal() as stop:
+    with p3d.guards.watch(), report, metrics, p3d.checkpoint.StopSignal() as stop:
         while run.step < steps:
-            tokens = samples.batch(run.samples + data_rank * rows, rows)
-            start = time.perf_counter()
-            loss, norm = trainer.step(tokens.to(device))
-            loss_value, stopping = agree(loss, stop.requested)
-            seconds = time.perf_counter() - start
-            report.step(loss_value, norm.item(), seconds)
+            with metrics.step(run.step):
+                with metrics.loading_data():
+                    tokens = samples.batch(run.samples + data_rank * rows, rows)
+                    inputs = tokens.to(device)
+                metrics.log(lr=trainer.schedule.get_last_lr()[0])
+                loss, norm = trainer.step(inputs)
+                loss_value, stopping = agree(loss, stop.requested)
+                metrics.log(loss=loss_value, grad_norm=norm.item())
             consumed.step(run.step, run.samples, tokens, loss=loss_value, norm=norm.item())
             if checker and run.step < CHECK_STEPS:
                 whole = samples.batch(run.samples, options.batch)
@@ -134,14 +145,20 @@ def main(options: Options) -> None:
         sys.exit(f"error: the parallel model does not follow the plain one: {checker}")
 
 
-def build_model(options: Options, mesh: DeviceMesh, report: Report) -> nn.Module:
-    """The parallel model, still without values; prints the plan."""
+def build_model(
+    options: Options, mesh: DeviceMesh, report: Progress
+) -> tuple[nn.Module, ModelFlops | None]:
+    """The parallel model, still without values, and its FLOPs if someone asks; prints the plan."""
     with torch.device("meta"):
         model = Llama(options.model).to(options.torch_dtype)
+    flops = None
+    known_peak = mesh.device_type != "cpu" or options.peak_tflops is not None
+    if known_peak and dist.get_rank() == 0 and not active():
+        flops = model_flops(model, options.model.max_seq_len)
     plan = LLAMA_SEQUENCE_PLAN if options.sequence_parallel else LLAMA_TP_PLAN
     if options.tp > 1:
         report.print(p3d.resolve_plan(model, plan, tp_size=options.tp))
-    return p3d.parallelize(
+    p3d.parallelize(
         model,
         mesh,
         tp_plan=plan,
@@ -151,6 +168,28 @@ def build_model(options: Options, mesh: DeviceMesh, report: Report) -> nn.Module
         activation_checkpointing=options.activation_checkpointing is Recompute.full,
         compile=options.compile,
         loss_parallel=LOSS_PARALLEL[options.loss_parallel],
+    )
+    return model, flops
+
+
+def make_metrics(
+    options: Options, mesh: DeviceMesh, report: Progress, flops: ModelFlops | None
+) -> Metrics:
+    """What measures each step, and where that goes."""
+    sinks: list[Sink] = [report]
+    if options.metrics is not None:
+        sinks.append(JsonLines(options.metrics))
+    if options.tensorboard is not None:
+        sinks.append(TensorBoard(options.tensorboard))
+    return Metrics(
+        mesh,
+        tokens_per_step=options.batch * options.model.max_seq_len,
+        sinks=sinks,
+        every=options.metrics_every,
+        flops=flops,
+        peak_tflops=options.peak_tflops,
+        profiler=options.window,
+        snapshots=OomSnapshots(options.traces) if options.oom_snapshots else None,
     )
 
 
