@@ -89,8 +89,8 @@ def load(
     """
     if _dry_run.active():
         raise DryRunError(
-            "checkpoint.load in a dry run: there are no values to read into; ask checkpoint.latest first, which "
-            "finds none there, or skip it with parallel3d.dryrun.active()"
+            "checkpoint.load in a dry run: there are no values to read into; ask checkpoint.latest first, "
+            "which finds none there, or skip it with parallel3d.dryrun.active()"
         )
     # What is made here must not be inference tensors, and what is there may not be one.
     with torch.inference_mode(False), torch.no_grad():

@@ -68,7 +68,8 @@ def save(
         only: ``"trainable"``: parameters with ``requires_grad`` alone, as for LoRA's, and no buffers.
 
     Returns:
-        The checkpoint's folder (in a dry run nothing is written there); with ``async_`` a future of it, whose ``result()`` raises what went wrong.
+        The checkpoint's folder, in which a dry run writes nothing; with ``async_`` a future of it, whose
+        ``result()`` raises what went wrong.
 
     Raises:
         CheckpointError: on all ranks, if one can't write (no space, no rights), or something can't be kept;

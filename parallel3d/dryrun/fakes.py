@@ -16,7 +16,10 @@ from parallel3d._compat_dry import FakeTensor, as_fake, make_fake_mode
 
 __all__ = ["FakeRunner"]
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
+_PLAIN = (
+    *(int, float, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 _DEVICE = torch.device("cpu")
 
 
@@ -94,7 +97,7 @@ def _add(parts: list[Any], values: Any) -> bool:
             parts += (type(value), len(value))
             if not _add(parts, value):
                 return False
-        elif isinstance(value, _PLAIN) or isinstance(value, torch.memory_format):
+        elif isinstance(value, _PLAIN):
             parts += (type(value), value)  # as 1, 1.0 and True are equal
         else:
             return False

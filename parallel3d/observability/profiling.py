@@ -47,7 +47,11 @@ class ProfilerWindow:
             )
         self.folder, self.first, self.last = Path(folder), first, last
         self.ranks = None if ranks is None else frozenset(ranks)
-        self.options: dict[str, Any] = {"with_stack": stacks, "record_shapes": shapes, "profile_memory": memory}
+        self.options: dict[str, Any] = {
+            "with_stack": stacks,
+            "record_shapes": shapes,
+            "profile_memory": memory,
+        }
         self.path: Path | None = None
         self._profile: Any = None
         self._step: Any = None
