@@ -63,6 +63,16 @@ def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
     assert abs(a["loss"] - b["loss"]) < 1e-4
 
 
+def test_what_recipes_ask_for() -> None:
+    """Micro-batches, sequence and loss parallel, checkpointing, another length: the plain model's numbers."""
+    sizes = ("--size", "nano", "--seq-len", "30", "--batch", "8", "--micro-batch", "1")
+    plans = ("--sequence-parallel", "--loss-parallel", "chunked", "--no-reshard")
+    more = ("--activation-checkpointing", "full", "--dtype", "float64", "--warmup-steps", "1")
+    (_, text), *_ = launch(as_rank, (*OPTIONS[:3], *sizes, *plans, *more, *MESH), ranks=4)
+    values = result(text)
+    assert values["check_loss"] < 1e-13 and values["check_weights"] < 1e-12
+
+
 @pytest.mark.full
 def test_four_ranks_by_torchrun() -> None:
     run = train(*OPTIONS, *MESH, torchrun=4)
@@ -73,3 +83,5 @@ def test_four_ranks_by_torchrun() -> None:
 def test_bad_arguments() -> None:
     run = train("--batch", "3", "--tp", "2")
     assert run.returncode != 0 and "tp" in run.stderr and "Traceback" not in run.stderr
+    run = train("--batch", "6", "--micro-batch", "4")
+    assert run.returncode != 0 and "the next below that does: 3" in run.stderr
