@@ -28,6 +28,7 @@ from parallel3d.observability.stream_clock import StreamClock
 
 __all__ = ["Metrics", "Sink"]
 
+
 class Sink(Protocol):
     """Takes records, on one rank."""
 

@@ -24,7 +24,12 @@ def test_lines(tmp_path: Path) -> None:
     assert start == {"event": "start", "mesh": {"shard": 2}}
     assert step == {"step": 0, "loss": 1.5, "waits": {"shard": 0.25}, "list": [1, None, True]}
     sink.write({"step": 1, "loss": float("nan"), "norm": float("inf"), "unknown": Unknown()})
-    assert list(read_json_lines(path))[-1] == {"step": 1, "loss": None, "norm": None, "unknown": None}
+    assert list(read_json_lines(path))[-1] == {
+        "step": 1,
+        "loss": None,
+        "norm": None,
+        "unknown": None,
+    }
     sink.close()
     sink.close()
 
