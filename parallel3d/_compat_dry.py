@@ -5,6 +5,8 @@ Checked on torch 2.13.0 by the tests; on 2.11 by reading. ``_compat.py`` has all
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +23,10 @@ from torch.utils.data import dataloader as _dataloader
 __all__ = [
     "VALUE_ERRORS",
     "FakeTensor",
+    "FakeTensorMode",
+    "as_fake",
     "boxed",
+    "functions_unseen",
     "in_fake_mode",
     "loader_iterators",
     "make_fake_mode",
@@ -40,9 +45,18 @@ def make_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def as_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """``meta``, a tensor on the meta device, as a fake one on ``device``."""
+    return FakeTensor(mode, meta, device)
+
+
 def in_fake_mode() -> bool:
     """Whether operations run under a fake mode now, such as DTensor's when it propagates shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+# Within it neither modes nor subclasses see calls of torch's functions.
+functions_unseen: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def boxed(work: dist.Work) -> Any:

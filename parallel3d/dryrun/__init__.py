@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
+    from parallel3d._dry_run import active
     from parallel3d.dryrun.record import real, record
     from parallel3d.dryrun.result import DryRun
-    from parallel3d.dryrun.unknown import Unknown, active, assume
+    from parallel3d.dryrun.unknown import Unknown, assume
 
 __all__ = ["DryRun", "Unknown", "active", "assume", "real", "record"]
 
@@ -20,6 +21,7 @@ export_lazily(
     {
         "dryrun.record": "real record",
         "dryrun.result": "DryRun",
-        "dryrun.unknown": "Unknown active assume",
+        "dryrun.unknown": "Unknown assume",
+        "_dry_run": "active",
     },
 )

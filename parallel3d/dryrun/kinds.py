@@ -67,11 +67,14 @@ def kind_of(held: Held) -> str:
 
 def memory_over_time(
     ledger: Ledger, operations: list[Operation]
-) -> tuple[tuple[MemorySample, ...], Peak]:
-    """A sample for each operation at which memory changed, the most that was alive at it; and the peak."""
+) -> tuple[tuple[MemorySample, ...], Peak, Peak | None]:
+    """A sample for each operation at which memory changed, the most that was alive at it; the peak; and that
+    from the first forward on."""
     now: Counter[str] = Counter()
     samples: list[MemorySample] = []
+    begin = next((i for i, each in enumerate(operations) if each.phase == "forward"), None)
     top = most = at = 0
+    step_most, step_at = 0, None
     for position, total in _replay(ledger, now):
         operation = ledger.changes[position].operation
         if not samples or samples[-1].operation != operation:
@@ -82,7 +85,11 @@ def memory_over_time(
             top = total
         if total > most:
             most, at = total, position
-    return tuple(samples), _peak(ledger, operations, at)
+        if begin is not None and operation >= begin and total > step_most:
+            step_most, step_at = total, position
+    peak = _peak(ledger, operations, at)
+    step_peak = None if step_at is None else _peak(ledger, operations, step_at)
+    return tuple(samples), peak, step_peak
 
 
 def _replay(ledger: Ledger, now: Counter[str]) -> Iterator[tuple[int, int]]:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel3d._compat import process_group_of
-from parallel3d._compat_dry import FakeTensor, in_fake_mode, make_fake_mode
+from parallel3d._compat import get_local_tensor, process_group_of
+from parallel3d._compat_dry import FakeTensor, functions_unseen, in_fake_mode
 from parallel3d._recorder import Recorder, RecordingMode, Signature
 from parallel3d._trace import issuing
 from parallel3d._tree import map_tensors, tensors_in
+from parallel3d.dryrun.fakes import FakeRunner
 from parallel3d.dryrun.ledger import Held, Ledger
 from parallel3d.dryrun.operations import work_of
 from parallel3d.dryrun.place import Place
@@ -50,7 +52,7 @@ class DryMode(RecordingMode):
         self.ledger = Ledger()
         self.dtypes: dict[int, str] = {}
         self.paused = False
-        self._fake = make_fake_mode()
+        self._fakes = FakeRunner()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: set[int] = set()  # storages of real tensors, kept alive below
         self._kept: list[Any] = []
@@ -61,7 +63,11 @@ class DryMode(RecordingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused or in_fake_mode():  # not ours, which is on only when this mode is off
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        with functions_unseen():
+            if DTensor in types and _is_elementwise_list(func, args):
+                args, kwargs = map_tensors(_local, (args, kwargs))
+                types = ()
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _begin_backward(self) -> None:
         self.ledger.begin_backward()
@@ -102,8 +108,7 @@ class DryMode(RecordingMode):
         if func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         args, kwargs = map_tensors(self._stand_in, (tuple(args), kwargs))
-        with self._fake:
-            return func(*args, **kwargs)
+        return self._fakes.run(func, args, kwargs)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -124,7 +129,7 @@ class DryMode(RecordingMode):
             return tensor
         fake = self._stand_ins.get(tensor)
         if fake is None or fake.shape != tensor.shape or fake.dtype != tensor.dtype:
-            with self._fake:
+            with self._fakes.mode:
                 fake = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
@@ -168,7 +173,7 @@ class DryMode(RecordingMode):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
-        if name.startswith("resize_") or name.startswith("set_"):
+        if name.startswith(("resize_", "set_")):
             for tensor in given[:1]:
                 self.ledger.resized(tensor.untyped_storage())
 
@@ -247,6 +252,25 @@ class DryMode(RecordingMode):
             for axis in mesh.mesh_dim_names or ():
                 with suppress(RuntimeError):
                     self.axes.setdefault(mesh.get_group(axis).group_name, axis)
+
+
+def _is_elementwise_list(func: Any, args: Any) -> bool:
+    """An optimizer's operation on lists of DTensors (``_foreach_add_``, ``_fused_adamw_``), of which those at
+    one place lie alike: each rank does it on its own parts. DTensor would take half a minute to find out, for
+    the parameters of a 70B model."""
+    name = func.overloadpacket.__name__
+    if func._schema.returns or not name.startswith(("_foreach_", "_fused_")):
+        return False
+    lists = [value for value in args if isinstance(value, list | tuple) and value]
+    for row in zip(*lists, strict=False):
+        placed = [t.placements for t in row if isinstance(t, DTensor)]
+        if any(p != placed[0] or any(each.is_partial() for each in p) for p in placed):
+            return False
+    return True
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _factory_dtype(func: Any) -> torch.dtype:

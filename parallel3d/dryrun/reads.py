@@ -31,8 +31,8 @@ _DECIDING = {
     Tensor.allclose: "the program decides by tensors' values",
 }
 _HELP = (
-    "which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to take for it), or skip "
-    "the lines with p3d.dryrun.active()"
+    "which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to take for it), or "
+    "skip the lines with p3d.dryrun.active()"
 )
 
 
@@ -146,6 +146,6 @@ def refuse_device(device: Any, device_type: str) -> None:
             return  # torch says what is wrong with it
     if isinstance(device, torch.device) and device.type not in (device_type, "meta", "cpu"):
         raise DryRunError(
-            f"{caller()}: the device {str(device)!r} is hard-coded; this dry run has {device_type!r}. Take the "
-            "mesh's, which is right on every machine: torch.device(mesh.device_type)"
+            f"{caller()}: the device {str(device)!r} is hard-coded; this dry run has {device_type!r}. Take "
+            "the mesh's, which is right on every machine: torch.device(mesh.device_type)"
         )

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d._compat_dry import VALUE_ERRORS
-from parallel3d.dryrun import unknown
 from parallel3d.dryrun.kinds import memory_over_time, name_kinds, note_gradients
 from parallel3d.dryrun.modes import DryMode
 from parallel3d.dryrun.place import Place
@@ -61,7 +61,7 @@ def record(
         StateError: this process has a process group already, or is in a dry run.
     """
     check_rank(rank, world_size)
-    if unknown.active():
+    if _dry_run.active():
         raise StateError("record: this process is in a dry run already")
     if gpus_per_node < 1 or backend not in ("nccl", "gloo"):
         raise DryRunError(
@@ -101,13 +101,13 @@ def real() -> Iterator[None]:
 
 @contextmanager
 def _as_active(run: _Run) -> Iterator[None]:
-    unknown.set_active(1)
+    _dry_run.set_active(1)
     _current.append(run)
     try:
         yield
     finally:
         _current.pop()
-        unknown.set_active(-1)
+        _dry_run.set_active(-1)
 
 
 class _Run:
@@ -158,7 +158,7 @@ class _Run:
         mode, place = self.mode, self.place
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.close()
-        memory, peak = memory_over_time(mode.ledger, mode.operations)
+        memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
         mesh = max(self.meshes, key=lambda each: (each.ndim, each.size()), default=None)
         names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
         return DryRun(
@@ -177,6 +177,7 @@ class _Run:
             peak=peak,
             parameters=_parameters(place.roots),
             unknown=self.reading.found,
+            step_peak=step_peak,
             seconds=time.perf_counter() - start,
         )
 

@@ -7,21 +7,9 @@ from typing import Any, NoReturn, TypeVar
 
 from parallel3d.errors import DryRunError
 
-__all__ = ["Unknown", "active", "assume", "caller", "raised_at", "set_active"]
+__all__ = ["Unknown", "assume", "caller", "raised_at"]
 
 _T = TypeVar("_T")
-_active = 0
-
-
-def active() -> bool:
-    """Whether this process is in a dry run now."""
-    return _active > 0
-
-
-def set_active(more: int) -> None:
-    """One dry run more (1) or less (-1)."""
-    global _active
-    _active += more
 
 
 class Unknown(float):
