@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
 from parallel3d._compat import all_gather_single
-from parallel3d.dryrun.unknown import active
+from parallel3d._dry_run import active
 
 __all__ = ["Gathering"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d.dryrun.unknown import active
+from parallel3d._dry_run import active
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.observability.exposed import ExposedTime
