@@ -16,7 +16,6 @@ exclude_patterns = ["_extensions"]
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "public_names",
 ]
@@ -26,7 +25,6 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
 # The reference: docstrings are Google's style, types stand in the signature.
-autosummary_generate = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
@@ -36,6 +34,8 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
+
+smartquotes = False
 
 html_theme = "furo"
 html_title = f"parallel3d {version}"

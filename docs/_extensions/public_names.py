@@ -2,13 +2,14 @@
 
 Packages export lazily, from modules that nobody should import by name, so autodoc's ``automodule`` would find
 the names in the wrong place or not at all. Here each name is documented under the package that exports it:
-first a table, then each. What several packages export is described where ``CANONICAL`` finds it first, and the
-others refer to it; what is torch's own is named as such, without torch's text.
+first a table, then each. What several packages export is described under the first of them, and the others
+refer to it; what is torch's own is named as such, without torch's text.
 """
 
 import enum
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,17 @@ from sphinx.util.docutils import SphinxDirective
 ROOT = "parallel3d"
 PACKAGES = tuple(
     f"{ROOT}.{name}"
-    for name in "mesh fsdp tp optim checkpoint guards planner dryrun testing".split()
+    for name in [
+        "mesh",
+        "fsdp",
+        "tp",
+        "optim",
+        "checkpoint",
+        "guards",
+        "planner",
+        "dryrun",
+        "testing",
+    ]
 )
 
 
@@ -69,8 +80,12 @@ class Public(SphinxDirective):
         module = importlib.import_module(package)
         names = sorted(public_names(package), key=lambda n: (kind(getattr(module, n)), n.lower()))
         own = [n for n in names if not is_torchs(getattr(module, n))]
-        lines = [".. autosummary::", "   :nosignatures:", ""]
-        lines += [f"   ~{package}.{name}" for name in own if not is_data(getattr(module, name))]
+        lines = [".. list-table::", "   :widths: 30 70", ""]
+        for name in own:
+            lines += [
+                f"   * - :py:obj:`{name} <{package}.{name}>`",
+                f"     - {summary(module, name)}",
+            ]
         lines.append("")
         for name in names:
             lines += [*self._entry(package, name, getattr(module, name)), ""]
@@ -81,15 +96,34 @@ class Public(SphinxDirective):
         where = documented_under(package, name)
         role = {"function": "func", "exception": "exc", "data": "data"}.get(kind(value), "class")
         if is_torchs(value):
-            yield from (f".. py:{kind(value)}:: {full}", "", f"   ``{_public_path(value)}``, torch's own.")
+            yield from (
+                f".. py:{kind(value)}:: {full}",
+                "",
+                f"   ``{_public_path(value)}``, torch's own.",
+            )
         elif where != full:
             yield from (f".. py:{kind(value)}:: {full}", "", f"   See :py:{role}:`{where}`.")
         elif is_data(value):
-            yield from (f".. py:data:: {full}", "", *_indented(_comment_of(module_of(package, name), name)))
+            yield from (
+                f".. py:data:: {full}",
+                "",
+                *_indented(_comment_of(module_of(package, name), name)),
+            )
         elif role in ("class", "exc"):
             yield from (f".. auto{kind(value)}:: {full}", "   :members:", "   :inherited-members:")
         else:
             yield f".. autofunction:: {full}"
+
+
+def summary(module: ModuleType, name: str) -> str:
+    """The first sentence that describes it, on one line."""
+    value = getattr(module, name)
+    if is_data(value):
+        text = " ".join(_comment_of(module_of(module.__name__, name), name))
+    else:
+        text = inspect.getdoc(value) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split()).removesuffix("::")
+    return re.split(r"(?<=[.:;]) (?=[A-Z`]|$)", paragraph)[0].rstrip(":;")
 
 
 def module_of(package: str, name: str) -> str:
@@ -115,9 +149,7 @@ def _public_path(value: Any) -> str:
     return f"{value.__module__}.{value.__name__}"
 
 
-def only_ours(
-    app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any
-) -> bool | None:
+def only_ours(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
     """Of a class's members those that are written in this package, with a docstring."""
     if what not in ("class", "exception"):
         return None

@@ -7,8 +7,8 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- run: process -->           ... in this process, without a world (so it is at the top of a page)
     <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
 
-Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and indented ones that begin with a
-command, are lines to run; ``text`` blocks are output or drawings. Any other block must say why it isn't run.
+Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and indented ones that begin with
+a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
 """
 
 import re

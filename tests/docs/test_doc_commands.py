@@ -3,9 +3,9 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,20 +19,29 @@ ELSEWHERE = {
     "--replicate 2 --shard 2 --tp 2 --check": "tests/integration/test_train.py: --check",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
-    "parallel3d calibrate --out profile.toml": "tests/planner/test_planner_cli.py: calibrate",
 }
 """Command line -> file: what in it runs the like."""
+
+QUICKER = {
+    "parallel3d calibrate --out profile.toml": "--largest 512 --seconds 0.2",
+    "python benchmarks/planner_accuracy.py benchmarks/published/runs.csv predictions.csv "
+    "--models benchmarks/published/models.csv --json accuracy.json": "--no-models",
+}
+"""Command line -> options added to it, or with ``--no-`` left out with their values, for a quick run."""
 
 PER_PAGE = [(page, commands(page)) for page in PAGES]
 SCRIPT = re.compile(r"(?:(?:benchmarks|examples|tests)/)[\w/]+\.py")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder that looks like the repository's root to commands that read from it."""
-    for name in ("benchmarks", "examples", "docs", "tests"):
+def folder(tmp_path: Path) -> Path:
+    """A folder that looks like the repository's root to commands that read from it, or write to docs."""
+    for name in ("benchmarks", "examples", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    yield tmp_path
+    (tmp_path / "docs").mkdir()
+    for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.svg")):
+        shutil.copy(path, tmp_path / "docs")
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -46,12 +55,15 @@ def test_they_run(
     for command in lines:
         if command.text not in ELSEWHERE:
             run(command, monkeypatch)
+    written = folder / "docs" / page.name
+    assert not written.exists() or written.read_text() == page.read_text(), "not up to date"
 
 
 def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, *arguments = command.words
+    words = quicker(command)
+    program, *arguments = words
     if program == "parallel3d":
-        monkeypatch.setattr(sys, "argv", command.words)
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as end:
             main()
         assert not end.value.code, f"{command.where}: {command.text}: exit code {end.value.code}"
@@ -65,9 +77,19 @@ def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail(f"{command.where}: nothing runs {command.text!r}; see ELSEWHERE")
 
 
-def test_the_list_is_up_to_date() -> None:
+def quicker(command: Command) -> list[str]:
+    """Its words, as ``QUICKER`` changes them."""
+    words, changes = command.words, QUICKER.get(command.text, "").split()
+    left_out = {w.replace("--no-", "--") for w in changes if w.startswith("--no-")}
+    for option in left_out:
+        at = words.index(option)
+        del words[at : at + 2]
+    return words + [w for w in changes if not w.startswith("--no-")]
+
+
+def test_the_lists_are_up_to_date() -> None:
     found = {command.text for _, lines in PER_PAGE for command in lines}
-    assert not ELSEWHERE.keys() - found, "no page has these any more"
+    assert not (ELSEWHERE.keys() | QUICKER.keys()) - found, "no page has these any more"
     for place in ELSEWHERE.values():
         path, _, words = place.partition(": ")
         assert words in (ROOT / path).read_text(), place

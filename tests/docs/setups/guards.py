@@ -5,7 +5,6 @@ from models import Lm, lm_loss, tokens
 
 import parallel3d as p3d
 
-
 model = p3d.parallelize(Lm(), p3d.build_mesh(p3d.MeshLayout(shard=2), device_type="cpu"))
 optimizer = torch.optim.AdamW(model.parameters())
 batches = [tokens(0), tokens(1)]

@@ -2,7 +2,7 @@
 
 import torch
 from models import LM_PLAN as PLAN
-from models import Lm, lm_loss, tokens as sample
+from models import Lm, lm_loss
 
 import parallel3d as p3d
 

@@ -7,7 +7,9 @@ from torch.nn import functional as F
 
 class MyModel(Llama):
     def __init__(self) -> None:
-        super().__init__(LlamaConfig(dim=32, n_heads=4, n_kv_heads=4, hidden_dim=64, max_seq_len=16))
+        super().__init__(
+            LlamaConfig(dim=32, n_heads=4, n_kv_heads=4, hidden_dim=64, max_seq_len=16)
+        )
         self.embed, self.head = self.tok_embeddings, self.output
         del self.tok_embeddings, self.output
 
