@@ -5,6 +5,7 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- run: gloo 8, readme -->    from here on: eight gloo processes, after tests/docs/setups/readme.py
     <!-- run: fake 8 -->            ... as rank 0 of a fake world of eight
     <!-- run: process -->           ... in this process, without a world (so it is at the top of a page)
+    <!-- run: gloo 8, first -->     ... after what the page's first section has
     <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
 
 Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and indented ones that begin with
@@ -125,6 +126,9 @@ def sections(page: Path) -> list[Section]:
             found.append(part)
         elif part.language == "python" and not part.not_run:
             found[-1].blocks.append(part)
+    for section in found[1:]:
+        if section.setup == "first":
+            section.setup, section.blocks = "", found[0].blocks + section.blocks
     return [section for section in found if section.blocks]
 
 

@@ -17,6 +17,8 @@ ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
     "pip install -c constraints.txt -e '.[cli]' && torchrun --nproc-per-node 8 examples/train.py "
     "--replicate 2 --shard 2 --tp 2 --check": "tests/integration/test_train.py: --check",
+    "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 --check": ""
+    "tests/integration/test_train.py: --check",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
 }
