@@ -60,6 +60,7 @@ class Job:
                 output=self._output(index),
                 OMP_NUM_THREADS="1",
                 HOSTS_FILE=str(self.folder / "hosts"),
+                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )
 
     def _command(self) -> list[str]:
