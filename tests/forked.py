@@ -1,4 +1,4 @@
-"""Python programs that start at once: forked from a process that has imported torch, wherever they are started.
+"""Python programs that start at once, anywhere: forked from a process that has imported torch.
 
     python -I -S forked.py SOCKET script.py ...        python -I -S forked.py SOCKET -m module ...
 
@@ -101,7 +101,7 @@ def _serve(address: str, alive) -> None:
 
 
 def _watch(connection: socket.socket) -> int:
-    """Forks the program in the caller's namespaces, and tells the caller how it ends; ends it with the caller."""
+    """Forks the program in the caller's namespaces, tells how it ends, and ends it with the caller."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(8))
     fds = array.array("i")

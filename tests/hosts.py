@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with a name, an address and processes of their own, joined by a switch.
+"""Hosts on one machine: namespaces with a name, an address and processes of their own, joined by a switch.
 
 A host is the first process of new network, UTS, mount and PID namespaces; ``veth`` pairs lead to a bridge in
 one more network namespace, so nothing is left in the machine's own. The first processes read from a pipe:
@@ -48,7 +48,9 @@ class Host:
         ends = f"name {self._port} netns {self._switch.pid} type veth peer name eth0 netns"
         _check(["ip", "link", "add", *ends.split(), str(self._holder.pid)])
         self._switch.ip(f"link set {self._port} master switch up")
-        self._holder.ip("link set lo up", f"addr add {self.address}/24 dev eth0", "link set eth0 up")
+        self._holder.ip(
+            "link set lo up", f"addr add {self.address}/24 dev eth0", "link set eth0 up"
+        )
 
     def start(
         self,

@@ -1,10 +1,16 @@
-"""examples/train.py as it is started on several hosts; it also writes down on which host each group's ranks are."""
+"""examples/train.py as it is started on several hosts.
+
+It also writes down on which host each group's ranks are, and SILENCE in the environment is how many seconds
+of it ``guards.watch`` bears.
+"""
 
 import json
 import os
 import runpy
 import socket
 import sys
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch import distributed as dist
@@ -37,6 +43,9 @@ def main() -> None:
         return mesh
 
     p3d.build_mesh = build_and_write
+    if seconds := os.environ.get("SILENCE"):
+        silence = timedelta(seconds=float(seconds))
+        p3d.guards.watch = partial(p3d.guards.watch, silence=silence)
     sys.path.insert(0, str(TRAIN.parent))
     sys.argv[0] = str(TRAIN)
     runpy.run_path(str(TRAIN), run_name="__main__")
