@@ -26,7 +26,7 @@ TEXT = PROGRAM.parent  # to train on
 STEPS, SAVE_EVERY = 6, 2
 SILENCE = 5  # seconds
 MESH = ("--replicate", "2", "--shard", "2", "--tp", "2")
-SHORT = "keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+SHORT = "keep_alive_interval=1,keep_alive_max_attempt=5"  # seconds until a host that is gone is forgotten
 
 
 @dataclass
@@ -71,7 +71,8 @@ class Job:
     def _command(self) -> list[str]:
         python = self.site.python
         options = f"--nnodes {self.count} --nproc-per-node {8 // self.count} --rdzv-id job"
-        options += f" --rdzv-backend c10d --rdzv-endpoint node-0:29400 --rdzv-conf {SHORT}"
+        options += " --rdzv-backend c10d --rdzv-endpoint node-0:29400"
+        options += f" --rdzv-conf {SHORT}" if self.restarts else ""
         options += f" --max-restarts {self.restarts} --monitor-interval 0.2 --no-python"
         train = f"--steps {STEPS} --size nano --batch 8 --save-every {SAVE_EVERY}".split()
         train += ["--data", str(TEXT), "--step-log", str(self.log)]
@@ -88,17 +89,17 @@ class Job:
             self.site.hosts[index].lose_power()
             agent.wait()
 
-    def wait(self, *which: int, limit: float = 60) -> None:
+    def wait(self, *which: int, limit: float = 120) -> None:
         """Until torchrun has ended on these hosts, by default on all, with success."""
         for index in which or range(self.count):
             code = self.agents[index].wait(limit)
             assert code == 0, f"node-{index}: {self.output(index)[-5000:]}"
 
-    def wait_for_step(self, step: int, limit: float = 60) -> None:
+    def wait_for_step(self, step: int, limit: float = 120) -> None:
         """Until this step is in the log."""
         wait_until(lambda: f'"step": {step}, "samples": [' in self._text(), limit)
 
-    def wait_for_output(self, index: int, text: str, limit: float = 60) -> float:
+    def wait_for_output(self, index: int, text: str, limit: float = 120) -> float:
         """Until torchrun or a rank on that host has said ``text``; seconds that took."""
         start = time.monotonic()
         wait_until(lambda: text in self.output(index), limit)
