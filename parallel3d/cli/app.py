@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from parallel3d.cli.calibrate import calibrate_command
 from parallel3d.cli.plan import plan_command
 from parallel3d.cli.predict import predict_command
+from parallel3d.cli.verify import verify_command
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["app"]
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("predict")(predict_command)
 app.command("calibrate")(calibrate_command)
+app.command("verify")(verify_command)
 
 
 @app.callback()

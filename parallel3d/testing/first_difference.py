@@ -131,7 +131,10 @@ def verify(
         _tuples(batch, names),
         layout,
         _loss_of(loss or default_loss, names),
-        apply or (lambda model, mesh: parallelize(model, mesh, **options)),
+        _guarded(
+            apply or (lambda model, mesh: parallelize(model, mesh, **options)),
+            "making the model parallel",
+        ),
         steps,
         micro_batches,
         "all_reduce" if apply is None else "nothing",
@@ -143,7 +146,7 @@ def verify(
     try:
         with DropoutMode():
             parity = _assert(job, tolerance, fp32)
-    except Exception as error:
+    except Exception as error:  # the model's too: the search says where
         return _located(job, runs, error)
     found, dropouts = _beyond(job, runs[0])
     return Verification(layout, found, parity, dropouts)
@@ -217,6 +220,20 @@ def _search(job: _Job, run: Run, steps: int) -> tuple[Difference | None, int, bo
 # ---- inputs and losses ----
 
 
+def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """``fn``, whose errors are the user's to mend: they say in what they were raised."""
+
+    def guarded(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except Parallel3dError:
+            raise
+        except Exception as error:
+            raise Parallel3dError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    return guarded
+
+
 def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], Any]:
     """Inputs as a tuple; ``names`` are those of keyword arguments."""
 
@@ -266,16 +283,16 @@ def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) 
 def _check_plain(job: _Job, run: Run) -> None:
     """Refuses what can't be compared with."""
     torch.manual_seed(job.seed)
-    model = job.build()
+    model = _guarded(job.build, "building the model")()
     if not isinstance(model, nn.Module):
         raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
     model = model.to(run.dtype)
-    inputs = job.batch(0)
+    inputs = _guarded(job.batch, "making the inputs of sample 0")(0)
     cast = (t.to(run.dtype) if t.is_floating_point() else t for t in inputs)
     with DropoutMode():
-        loss = job.loss(model, *cast)
+        loss = _guarded(job.loss, "the plain model's loss")(model, *cast)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise Parallel3dError(f"the loss is {shape}: a scalar tensor with a gradient is needed")
-    if not math.isfinite(float(loss)):
-        raise Parallel3dError(f"the plain model's loss is {float(loss)}: there is nothing to compare")
+    if not math.isfinite(value := float(loss.detach())):
+        raise Parallel3dError(f"the plain model's loss is {value}: there is nothing to compare")

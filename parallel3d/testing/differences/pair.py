@@ -52,8 +52,7 @@ class Pair:
             for d in range(layout.data_size)
         ]
         self.recorders = Recorder(plain, (0,)), Recorder(parallel, own)
-        with inside(case.world):
-            self.state = State(plain, parallel, self.groups, own)
+        self.state = State(plain, parallel, self.groups, own)
         self.bound = case.run.grads
         self.own = own
         self.forward = Forward()
@@ -63,8 +62,7 @@ class Pair:
 
     def first(self, steps: int) -> Difference | None:
         """The first difference of ``steps`` steps."""
-        with inside(self.case.world):
-            found = self.state.structure() or self.state.weights_at_start(self.bound)
+        found = self.state.structure() or self.state.weights_at_start(self.bound)
         if found is not None:
             return found
         optimizers = [self.case.run.optimizer(m.parameters()) for m in (self.plain, self.parallel)]
@@ -81,8 +79,7 @@ class Pair:
         losses, error = self.run_parallel(step)
         found = self.in_forward(step, plain_losses, losses, error)
         if found is None:
-            with inside(self.case.world):
-                gaps = self.state.gaps("gradient", self.bound)
+            gaps = self.state.gaps("gradient", self.bound)
             found = first_in_backward(
                 *self.traces,
                 self.forward,
@@ -99,7 +96,7 @@ class Pair:
         with inside(self.case.world):
             optimizers[1].step()
             optimizers[1].zero_grad()
-            return self.after_step(step) or self.state.buffers_after(before, step, self.bound)
+        return self.after_step(step) or self.state.buffers_after(before, step, self.bound)
 
     def in_forward(
         self, step: int, plain: list[Values], parallel: list[Values], error: Exception | None
