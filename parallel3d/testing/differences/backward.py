@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parallel3d.testing.differences.fit import Fit, Gap, Group, fit_gradient
-from parallel3d.testing.differences.forward import Forward, Place
-from parallel3d.testing.differences.found import Difference, owner_of
-from parallel3d.testing.differences.record import Key, Trace, Values
+from parallel3d.testing.differences.fit import Gap, Group, fit_gradient
+from parallel3d.testing.differences.forward import Forward
+from parallel3d.testing.differences.found import Difference, DifferenceKind, owner_of
+from parallel3d.testing.differences.record import Key, Place, Trace, Values
 
 __all__ = ["first_in_backward"]
 
@@ -44,29 +44,25 @@ class _Backward:
         grads = "input_grads" if what == "enter" else "output_grads"
         return [(what, key, at) for at in sorted(getattr(self.plain.calls[key], grads), reverse=True)]
 
-    def readers(self, key: Key) -> list[Place]:
-        """Who reads what a call puts out."""
-        return [
-            ("enter", call.key, at)
-            for call in self.plain.calls.values()
-            for at, source in call.reads
-            if source == key
-        ]
+    def readers(self, place: Place) -> list[Place]:
+        """Who reads just this tensor; of a module and those inside it only the latter."""
+        calls = self.plain.calls.values()
+        found = [("enter", c.key, at) for c in calls for at, source in c.reads if source == place]
+        around = {self.plain.calls[key].parent for _, key, _ in found}
+        return [p for p in found if p[1] not in around]
 
-    def cause(self, key: Key) -> Key | None:
-        """The call that gave back a part of the gradient of what ``key`` put out, if one did."""
+    def cause(self, places: list[Place]) -> Key | None:
+        """The call that gave back but a part of the gradient of what is at ``places``, if one did."""
         found = None
-        seen = {key}
+        seen: set[Key] = set()
         while True:
-            readers = [p for p in self.readers(key) if p[1] not in seen]
-            partial = [p for p in readers if self.fit(p) == "partial"]
+            readers = [r for p in places for r in self.readers(p) if r[1] not in seen]
+            partial = [r for r in readers if self.fit(r) == "partial"]
             if not partial:
                 return found
-            key = found = partial[0][1]
-            seen.add(key)
-            outputs = self.places("exit", key)
-            if not any(self.fit(p) == "partial" for p in outputs):
-                return found
+            found = partial[0][1]
+            seen.add(found)
+            places = [p for p in self.places("exit", found) if self.fit(p) == "partial"]
 
 
 def first_in_backward(
@@ -120,9 +116,8 @@ def _of_parameter(
     found = Difference(
         module, "gradient", f"gradient of {own}", step, gap.rank, gap.difference, search.bound, gap.hint
     )
-    if key is None or not any(search.fit(p) == "partial" for p in search.places("exit", key)):
-        return found
-    cause = search.cause(key)
+    outputs = search.places("exit", key) if key is not None else []
+    cause = search.cause([p for p in outputs if search.fit(p) == "partial"])
     if cause is None:
         return found
     hint = f"each tp rank's is a part of a sum that is not reduced, so that of {name} is wrong"
@@ -131,14 +126,14 @@ def _of_parameter(
 
 def _of_value(search: _Backward, place: Place, gap: Gap, step: int) -> Difference:
     what, key, _ = place
-    kind = "gradient"
-    if what == "enter":
-        return Difference(
-            key[0], kind, "gradient of its input", step, gap.rank, gap.difference, search.bound, gap.hint
-        )  # fmt: skip
-    cause = search.cause(key)
+    kind: DifferenceKind = "gradient"
+    cause = search.cause([place])
+    if cause is None and what == "enter":
+        cause = key
     if cause is not None:
-        hint = gap.hint or "each tp rank's is a part of a sum that is not reduced"
+        hint = gap.hint
+        if not hint and cause != key:
+            hint = "each tp rank's is a part of a sum that is not reduced"
         return Difference(
             cause[0], kind, "gradient of its input", step, gap.rank, gap.difference, search.bound, hint
         )  # fmt: skip

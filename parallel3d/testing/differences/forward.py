@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from parallel3d.testing.differences.fit import ALL, Fit, Gap, Group, fit_value
 from parallel3d.testing.differences.found import Difference
-from parallel3d.testing.differences.record import Call, Key, Trace, Values
+from parallel3d.testing.differences.record import Call, Key, Place, Trace, Values
 
-__all__ = ["Forward", "Place", "compare_forward", "first_in_forward"]
+__all__ = ["Forward", "compare_forward", "first_in_forward"]
 
 Event = tuple[str, Key]
-Place = tuple[str, Key, int]  # "enter" or "exit", the call, which tensor
 
 
 @dataclass

@@ -17,10 +17,11 @@ from parallel3d._compat_simulated import tensors_by_rank
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.testing.differences.fit import ALL
 
-__all__ = ["DROPOUT", "Call", "Key", "Recorder", "Trace", "Values", "merged", "plain_name"]
+__all__ = ["DROPOUT", "Call", "Key", "Place", "Recorder", "Trace", "Values", "merged", "plain_name"]
 
 Values = dict[int, Tensor]
 Key = tuple[str, int]  # of a call: the module's name, and which call of it
+Place = tuple[str, Key, int]  # what a call's "enter" or "exit" brought: which tensor
 DROPOUT = "::dropout"  # ends the name of what is no module but a dropout in its parent's code
 
 # The wrappers that people put around modules, which names of the plain model don't have.
@@ -38,7 +39,7 @@ class Call:
 
     Attributes:
         parent: the call it was made in.
-        reads: of each input: the calls that put out just this tensor.
+        reads: (which input, the place that just this tensor was at before).
         inputs, outputs, input_grads, output_grads: tensors by position, each by rank.
         kinds: in which forms its outputs may be, where that is known.
         rate: of a dropout: how much it drops, 0 in evaluation.
@@ -48,7 +49,7 @@ class Call:
 
     key: Key
     parent: Key | None
-    reads: list[tuple[int, Key]] = field(default_factory=list)
+    reads: list[tuple[int, Place]] = field(default_factory=list)
     inputs: dict[int, Values] = field(default_factory=dict)
     outputs: dict[int, Values] = field(default_factory=dict)
     input_grads: dict[int, Values] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class Recorder:
         self.trace: Trace | None = None
         self.own = own
         self.stack: list[Call] = []
-        self._made: dict[int, list[Key]] = {}
+        self._made: dict[int, list[Place]] = {}
         self._alive: list[Tensor] = []
         for name, module in model.named_modules():
             self._watch(plain_name(name), module)
@@ -117,16 +118,12 @@ class Recorder:
             self._alive.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.trace is None:
-                return
-            call = self._new(name)
-            self.stack.append(call)
-            for at, tensor in enumerate(tensors_in((args, kwargs))):
-                call.reads += [(at, key) for key in self._made.get(id(tensor), ())]
-
         def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return map_tensors(self._input(), (args, kwargs))
+            call = None
+            if self.trace is not None:
+                call = self._new(name)
+                self.stack.append(call)
+            return map_tensors(self._input(call), (args, kwargs))
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             if self.trace is None:
@@ -138,8 +135,8 @@ class Recorder:
                 kinds = _known_kinds(module, tensor) if at == 0 else None
                 self._output(call, at, tensor, kinds)
 
-        module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        # First and last: what other hooks do is the module's doing.
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
 
     def _new(self, name: str) -> Call:
@@ -152,8 +149,8 @@ class Recorder:
         self.trace.events.append(("enter", call.key))
         return call
 
-    def _input(self) -> Callable[[Tensor], Tensor]:
-        call = self.stack[-1] if self.trace is not None else None
+    def _input(self, call: Call | None) -> Callable[[Tensor], Tensor]:
+        """What a module's input goes through: a view, and a place in ``call``."""
         count = 0
 
         def view(tensor: Tensor) -> Tensor:
@@ -163,6 +160,9 @@ class Recorder:
             seen = tensor.view_as(tensor) if trained else tensor
             if call is not None:
                 call.inputs[at] = self.values(tensor)
+                before = self._made.get(id(tensor), [])
+                call.reads += [(at, place) for place in before]
+                self._keep(seen, [*before, ("enter", call.key, at)])
                 if trained:
                     seen.register_hook(self._grad_hook(call.input_grads, at))
             return seen
@@ -173,10 +173,14 @@ class Recorder:
         call.outputs[at] = self.values(tensor)
         if kinds is not None:
             call.kinds[at] = kinds
-        self._made.setdefault(id(tensor), []).append(call.key)
-        self._alive.append(tensor)
+        self._keep(tensor, [*self._made.get(id(tensor), []), ("exit", call.key, at)])
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(self._grad_hook(call.output_grads, at))
+
+    def _keep(self, tensor: Tensor, places: list[Place]) -> None:
+        """Notes where ``tensor`` was, and keeps it, so that no other one gets its id."""
+        self._made[id(tensor)] = places
+        self._alive.append(tensor)
 
     def _grad_hook(self, into: dict[int, Values], at: int) -> Callable[[Tensor], None]:
         def note(grad: Tensor) -> None:
