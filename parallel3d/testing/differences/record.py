@@ -203,7 +203,9 @@ class Recorder:
         if isinstance(tensor, DTensor):
             tensor = get_local_tensor(tensor)
         if not _is_usual(tensor):
-            with torch.no_grad():  # logits that are split, collectives under way: their plain values
+            with (
+                torch.no_grad()
+            ):  # logits that are split, collectives under way: their plain values
                 whole = getattr(tensor, "full_tensor", None)
                 tensor = tensor.clone() if whole is None else whole()
         by_rank = tensors_by_rank(tensor)
