@@ -75,16 +75,17 @@ class ProfilerWindow:
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
-        self._profile = profiler.profile(
-            activities=activities,
-            schedule=profiler.schedule(
-                wait=0, warmup=warmup, active=self.last - max(self.first, step) + 1, repeat=1
-            ),
-            on_trace_ready=self._save,
-            **self.options,
-        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a window without warm-up is less exact
+            schedule = profiler.schedule(
+                wait=0, warmup=warmup, active=self.last - max(self.first, step) + 1, repeat=1
+            )
+            self._profile = profiler.profile(
+                activities=activities,
+                schedule=schedule,
+                on_trace_ready=self._save,
+                **self.options,
+            )
             self._profile.start()
 
     def end(self, step: int) -> None:

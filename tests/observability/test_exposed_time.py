@@ -55,7 +55,7 @@ def test_a_step_of_the_engine_beside_the_networks_own_account() -> None:
         emulated.clear()
         with ExposedTime(mesh) as meter:
             model(x).sum().backward()
-        waited = {axis: 0.0 for axis in AXES}
+        waited = dict.fromkeys(AXES, 0.0)
         for transfer in emulated.timeline:
             waited[transfer.axis] += transfer.waited
     assert waited["shard"] > 0.02 and waited["replicate"] > 0.015

@@ -69,5 +69,5 @@ def test_threshold() -> None:
     assert named(own) == [] and named(own, slow=1.05) == [{"shard": 3}]
     with pytest.raises(Parallel3dError, match="slow is 1"):
         find_stragglers(own, AXES, slow=1)
-    with pytest.raises(Parallel3dError, match="3 times .* of its 16 ranks"):
+    with pytest.raises(Parallel3dError, match=r"3 times .* of its 16 ranks"):
         find_stragglers([1.0] * 3, AXES)
