@@ -118,13 +118,16 @@ def mark(
     dash: str = "dash",
     width: int = 2,
     anchor: str = "right",
+    *,
+    top: bool = False,
 ) -> None:
-    """A vertical line with a word at its foot."""
+    """A vertical line with a word at its foot, or at its ``top``."""
     line = {"dash": dash, "width": width}
     layout["shapes"].append(
         {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
     )
     layout["annotations"].append(
-        {"x": x, "y": 0, "yref": "paper", "text": text, "showarrow": False}
-        | {"xanchor": anchor, "yanchor": "bottom", "xshift": -4 if anchor == "right" else 4}
+        {"x": x, "y": int(top), "yref": "paper", "text": text, "showarrow": False}
+        | {"xanchor": anchor, "yanchor": "top" if top else "bottom"}
+        | {"xshift": -4 if anchor == "right" else 4}
     )

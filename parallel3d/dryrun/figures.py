@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from parallel3d.dryrun.result import DryRun
+from parallel3d.dryrun.result import DryRun, Peak
 from parallel3d.dryrun.timeline import Timeline
 from parallel3d.dryrun.wording import in_bytes, in_seconds
 
-__all__ = ["Figures", "figures_of"]
+__all__ = ["Figures", "figures_of", "peaks_of"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Figures:
 
     Attributes:
         numel: elements of the whole model's parameters. state: bytes of parameters on this rank.
-        peak, capacity: bytes.
+        peak, capacity: bytes. step_peak: from the first forward on.
         step, exposed: predicted seconds; exposed: in which the computation waits for collectives.
         flops: of matmuls and attention in the step. used: part of the GPU's peak rate that they are.
         calls, traffic: collectives of the step, and their bytes.
@@ -27,6 +27,7 @@ class Figures:
     numel: int
     state: int
     peak: int
+    step_peak: int
     capacity: float
     step: float
     exposed: float
@@ -37,11 +38,12 @@ class Figures:
 
     def shown(self) -> list[tuple[str, str]]:
         """(name, value) in words."""
+        beside = f", {in_bytes(self.step_peak)} in steps" if self.step_peak != self.peak else ""
         waits = f" ({self.exposed / self.step:.0%})" if self.step else ""
         return [
             ("parameters of the model", _count(self.numel)),
             ("parameters on this rank", in_bytes(self.state)),
-            ("peak memory", f"{in_bytes(self.peak)} of {in_bytes(self.capacity)}"),
+            ("peak memory", f"{in_bytes(self.peak)} of {in_bytes(self.capacity)}{beside}"),
             ("a step, predicted", in_seconds(self.step)),
             ("waits for collectives", f"{in_seconds(self.exposed)}{waits}"),
             ("FLOPs of a step", f"{self.flops / 1e12:,.3g} T ({self.used:.0%} of peak)"),
@@ -63,6 +65,7 @@ def figures_of(run: DryRun, times: Timeline) -> Figures:
         numel=sum(prod(p.shape) for p in run.parameters),
         state=sum(p.bytes for p in run.parameters),
         peak=run.peak.bytes,
+        step_peak=(run.step_peak or run.peak).bytes,
         capacity=gpu.capacity_gib * 2**30,
         step=step,
         exposed=sum(times.exposed().values()),
@@ -71,6 +74,14 @@ def figures_of(run: DryRun, times: Timeline) -> Figures:
         calls=len(calls),
         traffic=sum(call.bytes for call in calls),
     )
+
+
+def peaks_of(run: DryRun) -> list[tuple[Peak, str]]:
+    """(peak, when in words): the whole run's; the training's after it, if that is another."""
+    later = run.step_peak
+    if later is None or later.operation == run.peak.operation:
+        return [(run.peak, "")]
+    return [(run.peak, ""), (later, " from the first forward on")]
 
 
 def _count(number: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from parallel3d._report import embedded, filled
 from parallel3d.dryrun.calls import Call, calls_of
 from parallel3d.dryrun.compare import Divergence, compare
-from parallel3d.dryrun.figures import Figures, figures_of
+from parallel3d.dryrun.figures import Figures, figures_of, peaks_of
 from parallel3d.dryrun.report_charts import memory_chart, timeline_chart
 from parallel3d.dryrun.report_tables import (
     axes_table,
@@ -20,7 +20,7 @@ from parallel3d.dryrun.report_tables import (
     peak_tables,
     reads_table,
 )
-from parallel3d.dryrun.result import DryRun, DryRunWarning
+from parallel3d.dryrun.result import DryRun, DryRunWarning, Peak
 from parallel3d.dryrun.timeline import Timeline, timeline
 from parallel3d.dryrun.warnings import all_warnings
 from parallel3d.dryrun.wording import counted, in_bytes, in_seconds
@@ -32,36 +32,44 @@ def write_report(
     run: DryRun,
     path: str | PathLike[str],
     predicted: Timeline | None = None,
+    divergence: Divergence | None = None,
     other: DryRun | None = None,
 ) -> None:
     """Writes the page.
 
     Args:
         predicted: ``timeline(run)``, or one with other machines.
-        other: another rank's dry run of the same program, to be compared with.
+        divergence: what ``compare`` with another rank has found.
+        other: that rank's dry run: it is compared with, and the page says so too if nothing is found.
 
     Raises:
         PlanningError: plotly isn't installed.
         DryRunError: ``other`` is of another world.
         OSError: the file can't be written.
     """
-    Path(path).write_text(report_html(run, predicted, other), encoding="utf-8")
+    Path(path).write_text(report_html(run, predicted, divergence, other), encoding="utf-8")
 
 
-def report_html(run: DryRun, predicted: Timeline | None = None, other: DryRun | None = None) -> str:
+def report_html(
+    run: DryRun,
+    predicted: Timeline | None = None,
+    divergence: Divergence | None = None,
+    other: DryRun | None = None,
+) -> str:
     """The page, with plotly's JavaScript in it: 5 MB and more; see ``write_report``."""
     times = predicted or timeline(run)
     calls = calls_of(run, times)
-    divergence = compare(run, other) if other is not None else None
+    if other is not None and divergence is None:
+        divergence = compare(run, other)
     warnings = all_warnings(run, times, divergence)
     charts = {"memory": memory_chart(run, times), "timeline": timeline_chart(run, times)}
     parts = {
         **_head(run, times),
-        "cards": _cards(figures_of(run, times), len(warnings)),
+        "count": str(len(warnings)),
+        "cards": _cards(figures_of(run, times)),
         "warnings": _warnings(warnings),
         "comparison": _comparison(run, other, divergence),
-        "peak": escape(_peak(run)),
-        "peak_tables": peak_tables(run),
+        "peaks": _peaks(run),
         "timeline": escape(_timeline(times)),
         "axes": axes_table(run, times, calls),
         "collectives": calls_table(calls),
@@ -87,10 +95,10 @@ def _head(run: DryRun, times: Timeline) -> dict[str, str]:
     return {"title": escape(title), "setup": escape(setup)}
 
 
-def _cards(figures: Figures, warnings: int) -> str:
-    cards = [*figures.shown(), ("warnings", str(warnings))]
+def _cards(figures: Figures) -> str:
     each = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in figures.shown()
     )
     return f'<dl class="cards">{each}</dl>'
 
@@ -103,23 +111,31 @@ def _warnings(warnings: Sequence[DryRunWarning]) -> str:
 
 
 def _comparison(run: DryRun, other: DryRun | None, found: Divergence | None) -> str:
-    if other is None:
+    if other is None and found is None:
         return ""
-    head = f"<h2>Compared with rank {other.rank}</h2>"
+    rank = other.rank if other is not None else found.ranks[1] if found is not None else ""
+    head = f"<h2>Compared with rank {rank}</h2>"
     if found is None:
         count = counted(len(run.collectives), "collective")
         return f"{head}<p>The {count} of both ranks match: operation, axis, unit, size, order.</p>"
     return f'{head}<p class="bad">They part.</p><pre class="wraps">{escape(str(found))}</pre>'
 
 
-def _peak(run: DryRun) -> str:
-    peak = run.peak
+def _peaks(run: DryRun) -> str:
+    """The peak and the training's, each in words with its tables."""
+    return "".join(
+        f"<p>{escape(_peak(run, peak, when))}</p>{peak_tables(peak)}"
+        for peak, when in peaks_of(run)
+    )
+
+
+def _peak(run: DryRun, peak: Peak, when: str) -> str:
     largest = sorted(peak.by_kind.items(), key=lambda item: -item[1])[:2]
     most = " and ".join(f"{kind} ({in_bytes(size)})" for kind, size in largest)
     where = f"in {peak.name or 'the beginning'} of {peak.module or 'no module'}, {peak.phase}"
     step = run.operations[peak.operation].step if run.operations else 0
     return (
-        f"The peak is {in_bytes(peak.bytes)}, {where}, step {step} (operation {peak.operation:,} of "
+        f"The peak{when} is {in_bytes(peak.bytes)}, {where}, step {step} (operation {peak.operation:,} of "
         f"{len(run.operations):,}); most of it is {most or 'nothing'}. Tensors only: the allocator's gaps, "
         "workspaces and the context come on top."
     )

@@ -81,11 +81,12 @@ def memory_chart(run: DryRun, times: Timeline) -> Figure:
     if most > capacity / 3:
         _capacity(layout, capacity, unit)
         most = max(most, capacity)
-    layout["yaxis"]["range"] = [0, 1.08 * most]
+    layout["yaxis"]["range"] = [0, 1.12 * most]
     if samples and times.times:
         peak = times.times[run.peak.operation] * 1e3
         late = peak > times.seconds * 500
-        mark(layout, peak, f"peak {in_bytes(run.peak.bytes)}", anchor="right" if late else "left")
+        words = f"peak {in_bytes(run.peak.bytes)}"
+        mark(layout, peak, words, anchor="right" if late else "left", top=True)
     return as_figure(traces, layout)
 
 

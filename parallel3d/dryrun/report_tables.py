@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from parallel3d._report import table
 from parallel3d.dryrun.calls import Call
-from parallel3d.dryrun.result import DryRun, ParameterPlacement
+from parallel3d.dryrun.result import DryRun, ParameterPlacement, Peak
 from parallel3d.dryrun.timeline import Timeline
 from parallel3d.dryrun.wording import in_bytes, in_seconds, pattern_of
 
@@ -87,7 +87,14 @@ def parameters_tables(run: DryRun) -> str:
             *(tuple(p.placements.items()), p.requires_grad),
         ),
     )
-    rows = [(*_parameter(each[0], pattern=True), f"{len(each):,}", in_bytes(sum(p.bytes for p in each))) for each in groups]  # fmt: skip
+    rows = [
+        (
+            *_parameter(each[0], pattern=True),
+            f"{len(each):,}",
+            in_bytes(sum(p.bytes for p in each)),
+        )
+        for each in groups
+    ]
     columns = ("parameter", "shape", "on this rank", "placements", "dtype", "")
     grouped = table((*columns, "of them", "bytes here"), rows, 6, wrap=False)
     each = [(*_parameter(p), f"{p.bytes:,}") for p in run.parameters]
@@ -107,21 +114,36 @@ def _parameter(parameter: ParameterPlacement, pattern: bool = False) -> tuple[st
     )
 
 
-def peak_tables(run: DryRun) -> str:
-    """What is alive at the peak: by kind, and the largest tensors."""
-    peak = run.peak
+def peak_tables(peak: Peak) -> str:
+    """What is alive at ``peak``: by kind, and the largest tensors."""
     kinds = [
         (kind, in_bytes(size), f"{size / peak.bytes:.1%}" if peak.bytes else "")
         for kind, size in sorted(peak.by_kind.items(), key=lambda item: -item[1])
     ]
+    alike = _grouped(
+        peak.largest, lambda t: (t.kind, pattern_of(t.module), t.made_by, t.shape, t.dtype)
+    )
     tensors = [
-        (t.kind, t.module or "-", t.made_by, _sizes(t.shape), t.dtype, in_bytes(t.bytes))
-        for t in peak.largest
+        (
+            *(t.kind, pattern_of(t.module) if len(each) > 1 else t.module or "-", t.made_by),
+            *(_sizes(t.shape), t.dtype, f"{len(each):,}", in_bytes(t.bytes)),
+        )
+        for each in alike
+        for t in each[:1]
     ]
     parts = table(("kind", "bytes", "of the peak"), kinds, 1, wrap=False)
     if tensors:
-        columns = ("kind", "module or parameter", "made by", "shape", "dtype", "bytes")
-        parts += f"<h3>The largest tensors at the peak</h3>{table(columns, tensors, 5, wrap=False)}"
+        columns = (
+            "kind",
+            "module or parameter",
+            "made by",
+            "shape",
+            "dtype",
+            "of them",
+            "bytes each",
+        )
+        title = f"The {len(peak.largest)} largest tensors at the peak"
+        parts += f"<h3>{title}</h3>{table(columns, tensors, 5, wrap=False)}"
     return parts
 
 
