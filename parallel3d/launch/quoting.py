@@ -24,8 +24,8 @@ def _bash_escape(letter: str) -> str:
         return _BASH[letter]
     if letter.isprintable():
         return letter
-    code = ord(letter)
-    return f"\\x{code:02x}" if code < 128 else f"\\U{code:08x}"
+    # bytes: what bash makes of \u depends on the locale, and in C that is the six letters again
+    return "".join(f"\\x{byte:02x}" for byte in letter.encode())
 
 
 def shell_command(words: Sequence[str], indent: str) -> str:

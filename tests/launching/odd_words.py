@@ -1,0 +1,28 @@
+"""Text that a shell, YAML, Kubernetes, sbatch or Python might read as something else."""
+
+ODD = [
+    "",
+    " ",
+    "a b",
+    "it's",
+    'say "hi"',
+    "$HOME ${HOME} $(touch oops) `touch oops`",
+    "; touch oops #",
+    "&& touch oops || touch oops",
+    "two\nlines\n#SBATCH --nodes=99\n",
+    "tab\tand\rreturn and \\n and \\",
+    "- yaml: [x, {y: z}] # no",
+    "yes",
+    "null",
+    "0x10",
+    "$(PET_NNODES) $$(PET_NNODES) $$ $",
+    "é ü 漢字 🙂",
+    "\u2028 \x7f \x85 \x1b[0m",
+    "{braces} %s %(x)s",
+    '"""',
+    "-x",
+    "--rdzv-id=other",
+    "*",
+    "~",
+    "!!",
+]
