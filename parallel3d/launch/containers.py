@@ -6,7 +6,7 @@ from textwrap import indent
 
 from parallel3d.launch.environment import variables
 from parallel3d.launch.job import LaunchJob
-from parallel3d.launch.quoting import expanded_later, yaml_text
+from parallel3d.launch.quoting import for_kubernetes, for_torchrun, yaml_text
 
 __all__ = ["arguments", "environment", "mounts", "resources", "script", "volumes"]
 
@@ -34,7 +34,7 @@ command:
 
 def arguments(job: LaunchJob) -> str:
     """``args``: the training command's words, each just what it is; Kubernetes would expand ``$(...)``."""
-    lines = [f"  - {yaml_text(expanded_later(word))}" for word in job.command]
+    lines = [f"  - {yaml_text(for_kubernetes(for_torchrun(word)))}" for word in job.command]
     return "\n".join(["args:", *lines])
 
 
@@ -44,7 +44,7 @@ def environment(job: LaunchJob) -> str:
     for name, value, why in variables(job):
         if why:
             lines.append(f"  # {why}")
-        lines += [f"  - name: {name}", f"    value: {yaml_text(expanded_later(value))}"]
+        lines += [f"  - name: {name}", f"    value: {yaml_text(for_kubernetes(value))}"]
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ ODD = [
     "null",
     "0x10",
     "$(PET_NNODES) $$(PET_NNODES) $$ $",
+    "${local_rank} $local_rank $$local_rank",
     "é ü 漢字 🙂",
     "\u2028 \x7f \x85 \x1b[0m",
     "{braces} %s %(x)s",

@@ -21,9 +21,10 @@ COMMAND = ("train.py", *ODD)
 ENV = {f"ODD_{i}": word for i, word in enumerate(ODD)}
 FAKE = """\
 #!/usr/bin/env python3
-import json, os, sys
+import json, os, string, sys
+words = [string.Template(word).safe_substitute(local_rank="9") for word in sys.argv[1:]]  # as torchrun does
 names = [n for n in os.environ if n.startswith("ODD_")] + ["OMP_NUM_THREADS"]
-print(json.dumps([sys.argv[1:], {n: os.environ[n] for n in names}]))
+print(json.dumps([words, {n: os.environ[n] for n in names}]))
 """
 
 
@@ -186,7 +187,9 @@ def test_a_container_gets_each_word(
         head = "--master-addr=train-node-0-0.train"
         assert {"--nnodes=4", "--node-rank=2", head, "--max-restarts=0"} <= {*options}
     elif restarts:
-        assert {"--rdzv-endpoint=h:29400", "--rdzv-conf=read_timeout=600,is_host=0"} <= {*options}
+        assert {"--rdzv-endpoint=h:29400", "--rdzv-conf=read_timeout=600,is_host=false"} <= {
+            *options
+        }
     else:  # from PET_*
         assert not any(
             o.startswith(("--nnodes", "--master", "--rdzv", "--node-rank")) for o in options

@@ -1,4 +1,4 @@
-"""The SLURM file under real slurmctld, slurmd and munged, on two nodes that are namespaces of this machine."""
+"""The SLURM file under real slurmctld, slurmd and munged, on two nodes in namespaces of this machine."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def wait_for(found: Callable[[], bool], said: Callable[[], str], limit: float = 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_trains_and_saves_when_asked(slurm: Cluster, again: bool) -> None:
-    """USR1, as SLURM sends it before the time limit: a last checkpoint, requeued, and ``again`` from there."""
+    """USR1, as SLURM sends it before the time limit: a last checkpoint, requeued; ``again``: and goes on."""
     (slurm.folder / ODD).write_bytes((EXAMPLES / "train.py").read_bytes()[:8000])
     words = ("--size", "nano", "--steps", "100000", "--batch", "2", "--data", ODD)
     run, log = slurm.folder / f"run-{again}", slurm.folder / f"steps-{again}"
