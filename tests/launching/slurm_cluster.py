@@ -1,4 +1,4 @@
-"""A SLURM cluster of several nodes on this machine: each in network, host name and process namespaces of its own.
+"""A SLURM cluster on this machine: each node in network, host name and process namespaces of its own.
 
 That is what makes them nodes for SLURM: one address and one host name each. Needs root, and Debian's
 slurm-wlm, munge, iproute2 and util-linux. Nothing outside the folder is changed, and all ends with it.
