@@ -24,7 +24,7 @@ DARK = {
 
 
 class Drawing:
-    """A picture of ``width`` x ``height`` on white, or on black where the reader prefers that. What is drawn later lies above."""
+    """A picture of ``width`` x ``height``, for light and dark pages. What is drawn later lies above."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height
