@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, int, int], dict]
     "llama, sequence and loss parallel": (
         llama, ids, (2, 2, 2), {"tp_plan": LLAMA_PLAN, "loss_parallel": True, "loss": llama_loss}),
     "fewer kv heads than tp ranks": (
-        functools.partial(Decoder, kv_heads=2, layers=1), ids, (1, 1, 4), {"tp_plan": PLAN}),
+        llama, ids, (1, 1, 4), {"tp_plan": LLAMA_PLAN, "steps": 1, "loss": llama_loss}),
     "tied, uneven vocabulary, shards of few rows": (
         functools.partial(Decoder, tied=True, layers=1), ids, (1, 4, 2), {"tp_plan": PLAN}),
     "gpt2 with dropout": (Gpt, ids, (3, 1, 2), {"tp_plan": GPT_PLAN}),
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, int, int], dict]
         {"tp_plan": PLAN, "micro_batches": 2, "activation_checkpointing": True}),
     "layers by hand, biases": (
         functools.partial(Decoder, vocab=20, bias=True), ids, (2, 1, 2), {"apply": by_hand}),
-    "torch's attention": (Mha, masked, (1, 1, 2), {"tp_plan": "auto", "steps": 1}),
+    "torch's attention": (Mha, masked, (1, 1, 2), {"tp_plan": {"attn": "attention"}, "steps": 1}),
     "torch's parallelize_module": (
         functools.partial(Decoder, layers=1), ids, (1, 1, 2), {"apply": torchs_own, "steps": 1}),
 }  # fmt: skip
