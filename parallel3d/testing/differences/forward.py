@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parallel3d.testing.differences.fit import ALL, Fit, Gap, Group, fit_value
 from parallel3d.testing.differences.found import Difference
-from parallel3d.testing.differences.record import Call, Key, Place, Trace, Values
+from parallel3d.testing.differences.record import FUNCTION, Call, Key, Place, Trace, Values
 
 __all__ = ["Forward", "compare_forward", "first_in_forward"]
 
@@ -84,7 +84,7 @@ def _blamed(plain: Trace, event: Event, step: int, bound: float, gap: Gap, hint:
         return Difference(key[0], "output", "output", step, gap.rank, gap.difference, bound, hint)
     parent = plain.calls[key].parent
     name = parent[0] if parent is not None else "(loss)"
-    given = f"what it gives to {key[0] or 'the model'}"
+    given = f"what it gives to {key[0].partition(FUNCTION)[2] or key[0] or 'the model'}"
     return Difference(name, "input", given, step, gap.rank, gap.difference, bound, hint)
 
 
