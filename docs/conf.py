@@ -11,7 +11,7 @@ import parallel3d  # noqa: E402
 project = "parallel3d"
 author = "the parallel3d authors"
 version = release = parallel3d.__version__
-exclude_patterns = ["_extensions"]
+exclude_patterns = ["_extensions", "pictures"]
 
 extensions = [
     "myst_parser",

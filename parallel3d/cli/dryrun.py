@@ -56,7 +56,8 @@ def dryrun_command(
         str, typer.Option(rich_help_panel=_COSTS, help="For example h100-80gb-sxm, a100, h200.")
     ] = "h100-80gb-sxm",
     nic: Annotated[
-        float | None, typer.Option(rich_help_panel=_COSTS, help="GB/s from each GPU to other nodes.")
+        float | None,
+        typer.Option(rich_help_panel=_COSTS, help="GB/s from each GPU to other nodes."),
     ] = None,
     profile: Annotated[
         Path | None,
@@ -116,8 +117,9 @@ def _in_another_process(options: Sequence[str], command: Sequence[str]) -> DryRu
         asked = [sys.executable, "-m", "parallel3d.cli", "dryrun", "--json", *options, "--"]
         done = subprocess.run([*asked, *command], stdout=out, check=False)
         if done.returncode:
+            shown = [*options, "--", *command]
             raise DryRunError(
-                f"the dry run of the other rank failed: parallel3d dryrun {shlex.join([*options, "--", *command])}"
+                f"the dry run of the other rank failed: parallel3d dryrun {shlex.join(shown)}"
             )
         out.seek(0)
         return from_json(out.read())
@@ -148,7 +150,7 @@ def _show(
     if trace is not None:
         write_trace(run, trace, times)
     if html is not None:
-        write_report(run, html, times, divergence)
+        write_report(run, html, times, other)
     if json:
         typer.echo(to_json(run))
     else:

@@ -29,7 +29,8 @@ def _option(*names: str, panel: str, help: str, metavar: str | None = None) -> A
 
 def verify_command(
     model: Annotated[
-        str, typer.Argument(metavar=_NAME, help="A function without arguments that builds the model.")
+        str,
+        typer.Argument(metavar=_NAME, help="A function without arguments that builds the model."),
     ],
     input: Annotated[
         str,
@@ -100,7 +101,8 @@ def verify_command(
         bool, _option("--loss-parallel", panel=_HOW, help="parallelize(loss_parallel=True).")
     ] = False,
     activation_checkpointing: Annotated[
-        bool, _option("--activation-checkpointing", panel=_HOW, help="Recompute blocks in backward.")
+        bool,
+        _option("--activation-checkpointing", panel=_HOW, help="Recompute blocks in backward."),
     ] = False,
     seed: Annotated[int, _option("--seed", panel=_HOW, help="Of the initial weights.")] = 0,
     as_json: Annotated[bool, _option("--json", panel=_SHOW, help="JSON alone on stdout.")] = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel3d.launch.environment import exports
 from parallel3d.launch.job import LaunchJob
-from parallel3d.launch.quoting import shell_command
+from parallel3d.launch.quoting import for_torchrun, shell_command
 
 __all__ = ["LIMITS", "torchrun_file", "training_words"]
 
@@ -18,7 +18,7 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 def training_words(job: LaunchJob) -> str:
     """The training command's words, quoted for bash: the last lines of a torchrun command."""
-    return shell_command(job.command, "    ")
+    return shell_command([for_torchrun(word) for word in job.command], "    ")
 
 
 def torchrun_file(job: LaunchJob) -> str:

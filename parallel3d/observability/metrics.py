@@ -254,8 +254,10 @@ class Metrics:
         assert meter is not None
         self._own.append(meter.own)
         table = self.gathering([min(self._own), self._loading, memory])
+        if table is None:  # a dry run, where nobody waits
+            return {}
         found: dict[str, Any] = {"exposed_seconds": meter.seconds, "own_seconds": meter.own}
-        if table is None or not self.is_first:
+        if not self.is_first:
             return found
         own, loading, peaks = ([row[i] for row in table] for i in range(3))
         largest = max(range(len(peaks)), key=peaks.__getitem__)

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from parallel3d._dry_run import active
+
 __all__ = ["WINDOW", "Progress"]
 
 WINDOW = 20
@@ -90,6 +92,8 @@ class Progress:
             parts.append(f"loss {record['loss']:.4f}")
         if "grad_norm" in record:
             parts.append(f"grad norm {record['grad_norm']:.3f}")
+        if active():  # a dry run, whose speed and memory are not the program's
+            return "  ".join(parts)
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if "mfu" in record:
             parts.append(f"MFU {record['mfu']:.1%}")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
+from parallel3d._compat_simulated import ranks_are_simulated
 from parallel3d._tree import tensors_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout, build_mesh
@@ -131,10 +132,7 @@ def verify(
         _tuples(batch, names),
         layout,
         _loss_of(loss or default_loss, names),
-        _guarded(
-            apply or (lambda model, mesh: parallelize(model, mesh, **options)),
-            "making the model parallel",
-        ),
+        _applied(apply or (lambda model, mesh: parallelize(model, mesh, **options))),
         steps,
         micro_batches,
         "all_reduce" if apply is None else "nothing",
@@ -217,6 +215,39 @@ def _search(job: _Job, run: Run, steps: int) -> tuple[Difference | None, int, bo
     return found, dropouts, local
 
 
+def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..., nn.Module]:
+    """``apply``, after which each simulated rank has its own of every parameter."""
+    guarded = _guarded(apply, "making the model parallel")
+
+    def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        made = guarded(model, mesh)
+        if not isinstance(made, nn.Module):
+            raise Parallel3dError(
+                f"the function that makes the model parallel returned {type(made).__name__}, no nn.Module"
+            )
+        if ranks_are_simulated():
+            _give_to_each(made)
+        return made
+
+    return parallel
+
+
+def _give_to_each(model: nn.Module) -> None:
+    """One parameter for all simulated ranks would be changed by each of them in a step. Ties stay."""
+    own: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            # What is no plain tensor is each rank's own; one with hooks can't be replaced.
+            if type(param) is not nn.Parameter or param._backward_hooks:
+                continue
+            if param._post_accumulate_grad_hooks:
+                continue
+            if id(param) not in own:
+                copied = torch.empty(param.shape, dtype=param.dtype).copy_(param.detach())
+                own[id(param)] = nn.Parameter(copied, requires_grad=param.requires_grad)
+            module._parameters[name] = own[id(param)]
+
+
 # ---- inputs and losses ----
 
 
@@ -244,8 +275,10 @@ def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], An
         if isinstance(value, Mapping):
             names[:] = list(value)
             value = tuple(value.values())
-        if not isinstance(value, tuple | list) or not value or not all(
-            isinstance(v, torch.Tensor) for v in value
+        if (
+            not isinstance(value, tuple | list)
+            or not value
+            or not all(isinstance(v, torch.Tensor) for v in value)
         ):
             raise Parallel3dError(
                 f"the inputs of sample {index} are {type(value).__name__}: a tensor, a tuple of tensors or "

@@ -53,7 +53,12 @@ class Run:
 def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Fused where it can be: then DTensor decides once a step and not once an operation and parameter."""
     params = list(params)
-    return torch.optim.AdamW(params, lr=1e-2, fused=_may_be_fused(params))
+    fused = _may_be_fused(params)
+    groups: dict[int, list[torch.Tensor]] = {}  # no kernel takes DTensors beside others
+    for param in params:
+        mesh = id(param.device_mesh) if isinstance(param, DTensor) else 0
+        groups.setdefault(mesh, []).append(param)
+    return torch.optim.AdamW([{"params": each} for each in groups.values()], lr=1e-2, fused=fused)
 
 
 def _may_be_fused(params: list[torch.Tensor]) -> bool:

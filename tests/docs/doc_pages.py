@@ -7,6 +7,7 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- run: process -->           ... in this process, without a world (so it is at the top of a page)
     <!-- run: gloo 8, first -->     ... after what the page's first section has
     <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
+    <!-- output -->                 the next block is just what the Python before it prints (on rank 0)
 
 Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and indented ones that begin with
 a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
@@ -22,7 +23,7 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMENT = re.compile(r"<!--\s*(run|not run):\s*(.*?)\s*-->", re.DOTALL)
+COMMENT = re.compile(r"<!--\s*(run|not run|output):?\s*(.*?)\s*-->", re.DOTALL)
 RUN = re.compile(r"(?:(process)|(fake|gloo) (\d+))(?:, (\w+))?")
 COMMANDS = ("parallel3d", "python", "torchrun", "pip", "pytest")
 
@@ -40,6 +41,8 @@ class Block:
     language: str
     code: str
     not_run: str = ""
+    is_output: bool = False
+    prints: str | None = None  # what it must print
 
     @property
     def where(self) -> str:
@@ -81,7 +84,7 @@ class Command:
 
 def parts(page: Path) -> Iterator[Block | Section]:
     """The page's blocks of code and beginnings of sections, in order."""
-    not_run = ""
+    not_run, is_output = "", False
     for token in MarkdownIt("commonmark").parse(page.read_text()):
         if token.map is None:
             continue
@@ -90,13 +93,15 @@ def parts(page: Path) -> Iterator[Block | Section]:
             for verb, words in COMMENT.findall(token.content):
                 if verb == "not run":
                     not_run = words
+                elif verb == "output":
+                    is_output = True
                 else:
                     yield _section(page, line, words)
         elif token.type in ("fence", "code_block"):
             fenced = token.type == "fence"
             language = token.info.split()[0] if token.info else "" if fenced else _indented(token)
-            yield Block(page, line + fenced, language, token.content, not_run)
-            not_run = ""
+            yield Block(page, line + fenced, language, token.content, not_run, is_output)
+            not_run, is_output = "", False
 
 
 def _section(page: Path, line: int, words: str) -> Section:
@@ -126,6 +131,10 @@ def sections(page: Path) -> list[Section]:
             found.append(part)
         elif part.language == "python" and not part.not_run:
             found[-1].blocks.append(part)
+        elif part.is_output:
+            if not found[-1].blocks:
+                raise PageError(f"{part.where}: the output of what?")
+            found[-1].blocks[-1].prints = part.code
     for section in found[1:]:
         if section.setup == "first":
             section.setup, section.blocks = "", found[0].blocks + section.blocks

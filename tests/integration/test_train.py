@@ -74,7 +74,14 @@ def test_what_recipes_ask_for(tmp_path: Path) -> None:
     sizes = ("--size", "nano", "--seq-len", "30", "--batch", "8", "--micro-batch", "1")
     plans = ("--sequence-parallel", "--loss-parallel", "chunked", "--no-reshard")
     more = ("--activation-checkpointing", "full", "--dtype", "float64", "--warmup-steps", "1")
-    written = ("--metrics", str(tmp_path / "run.jsonl"), "--metrics-every", "2", "--peak-tflops", "1")
+    written = (
+        "--metrics",
+        str(tmp_path / "run.jsonl"),
+        "--metrics-every",
+        "2",
+        "--peak-tflops",
+        "1",
+    )
     profile = ("--profile-steps", "1", "--profile-ranks", "2", "--traces", str(tmp_path))
     options = (*OPTIONS[:3], *sizes, *plans, *more, *written, *profile, *MESH)
     (_, text), *_ = launch(as_rank, options, ranks=4)

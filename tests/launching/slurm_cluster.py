@@ -1,4 +1,4 @@
-"""A SLURM cluster of several nodes on this machine: each in network, host name and process namespaces of its own.
+"""A SLURM cluster on this machine: each node in network, host name and process namespaces of its own.
 
 That is what makes them nodes for SLURM: one address and one host name each. Needs root, and Debian's
 slurm-wlm, munge, iproute2 and util-linux. Nothing outside the folder is changed, and all ends with it.
@@ -45,7 +45,11 @@ class Cluster:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         done = subprocess.run(
-            [*enter, *command], capture_output=True, text=True, timeout=60, env=environment | variables
+            [*enter, *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment | variables,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -80,12 +84,18 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(nodes: int = 2, cores: int = 4) -> Iterator[Cluster]:
     """One whose nodes are idle."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: a socket's path has 107 letters at most
+    folder = Path(
+        tempfile.mkdtemp(prefix="slurm")
+    )  # short: a socket's path has 107 letters at most
     command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
     command += ["bash", str(START), str(folder), str(nodes), str(cores)]
     with (folder / "start").open("w") as log:
         outside = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | {"PATH": SEARCH}
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PATH": SEARCH},
         )
     try:
         end = time.monotonic() + 30

@@ -217,11 +217,14 @@ class RowEmbedding(nn.Embedding):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-def by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Megatron's layers, and an average of the gradients over the data ranks; in place."""
-    tp = mesh["tp"]
+def by_hand(model: nn.Module, mesh: DeviceMesh, whole: str = "-") -> nn.Module:
+    """Megatron's layers, and an average of the gradients over the data ranks; in place.
+
+    Modules whose names begin with ``whole`` are not split.
+    """
+    tp, average = mesh["tp"], average_over(mesh)
     for name, module in list(model.named_modules()):
-        own = name.rpartition(".")[2]
+        own = "" if name.startswith(whole) else name.rpartition(".")[2]
         if own in ("wq", "wk", "wv", "up"):
             module.__class__, cut = ColumnLinear, {"weight": 0, "bias": 0}
         elif own in ("wo", "down"):
@@ -235,16 +238,18 @@ def by_hand(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if param is not None:
                 new = part(param, cut[key], tp) if key in cut else nn.Parameter(on_each(param))
                 module._parameters[key] = new
-                new.register_post_accumulate_grad_hook(average_over(mesh))
+                new.register_post_accumulate_grad_hook(average)
     return model
 
 
 def average_over(mesh: DeviceMesh, *axes: str):
     """A hook that averages a gradient over the data ranks."""
 
+    groups = [mesh[axis].get_group() for axis in axes or ("replicate", "shard")]
+
     def average(param: Tensor) -> None:
-        for axis in axes or ("replicate", "shard"):
-            dist.all_reduce(param.grad, group=mesh[axis].get_group())
-            param.grad.div_(mesh[axis].size())
+        for group in groups:
+            dist.all_reduce(param.grad, group=group)
+            param.grad.div_(group.size())
 
     return average

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from parallel3d.testing.differences.fit import Group
 from parallel3d.testing.differences.forward import Forward
 from parallel3d.testing.differences.found import Difference
-from parallel3d.testing.differences.record import DROPOUT, Key, Recorder, Trace, Values
+from parallel3d.testing.differences.record import FUNCTION, Key, Recorder, Trace, Values
 
 __all__ = ["DropoutMode", "first_in_dropout"]
 
@@ -54,22 +54,28 @@ class DropoutMode(TorchFunctionMode):
             args, kwargs = _without_rate(args, kwargs)
         return func(*args, **kwargs)
 
-    def _note(self, tensor: Tensor, rate: float, mask: Tensor | None) -> None:
+    def _note(self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Any = None) -> None:
         if self.recorder is not None:
-            self.recorder.dropout(tensor, rate, mask)
+            self.recorder.function(name, inputs, rate, mask)
 
     def _elements(
-        self, func: Any, input: Tensor, p: float = 0.5, training: Any = None, *rest: Any, **more: Any
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: Any = None,
+        *rest: Any,
+        **more: Any,
     ) -> Tensor:
         training = more.get("train", training)
         if training is None:
             training = func in _BY_ELEMENT
         rate = float(p) if training else 0.0
         if not self.masks or not rate or func in _OTHER:
-            self._note(input, rate, None)
+            self._note("dropout", (input,), rate)
             return func(input, p, training) if self.masks else input.clone()
         kept = func(torch.ones_like(input), p, True)
-        self._note(input, rate, kept)
+        self._note("dropout", (input,), rate, kept)
         return input * kept
 
     def _attention(
@@ -89,12 +95,12 @@ class DropoutMode(TorchFunctionMode):
 
         rate = float(dropout_p)
         if not rate or not self.masks:
-            self._note(query, rate, None)
+            self._note(_ATTENTION.__name__, (query, key, value), rate)
             return attend(value, 0.0)
         length = key.shape[-2]
         one = torch.eye(length, dtype=value.dtype, device=value.device)
         weights = attend(one.expand(*value.shape[:-1], length) + 0 * value[..., :1], rate)
-        self._note(query, rate, (weights != 0).to(value.dtype))
+        self._note(_ATTENTION.__name__, (query, key, value), rate, (weights != 0).to(value.dtype))
         repeats = weights.shape[-3] // value.shape[-3] if more.get("enable_gqa") else 1
         return weights @ (value.repeat_interleave(repeats, -3) if repeats > 1 else value)
 
@@ -117,7 +123,7 @@ def first_in_dropout(
     """
     count = 0
     for what, key in plain.events:
-        if what != "enter" or not key[0].endswith(DROPOUT):
+        if what != "enter" or FUNCTION not in key[0]:
             continue
         theirs, ours = plain.calls[key], parallel.calls.get(key)
         if ours is not None and not math.isclose(theirs.rate, ours.rate, rel_tol=1e-6):
@@ -138,7 +144,7 @@ def first_in_dropout(
 
 
 def _found(key: Key, what: str, rank: int) -> Difference:
-    return Difference(key[0].removesuffix(DROPOUT), "dropout", what, rank=rank)
+    return Difference(key[0].partition(FUNCTION)[0], "dropout", what, rank=rank)
 
 
 def _between_tp(
@@ -149,10 +155,16 @@ def _between_tp(
         for rank in group.ranks[1:]:
             if kind == "whole" and not _alike(first, mask[rank]):
                 ranks = f"{group.ranks[0]} and {rank}"
-                return f"the ranks {ranks} of one tp group drop other elements of the same tensor", rank
+                return (
+                    f"the ranks {ranks} of one tp group drop other elements of the same tensor",
+                    rank,
+                )
             if kind in ("shard",) and _surely_alike(first, mask[rank], rate):
                 ranks = f"{group.ranks[0]} and {rank}"
-                return f"the ranks {ranks} of one tp group drop the same elements of their parts", rank
+                return (
+                    f"the ranks {ranks} of one tp group drop the same elements of their parts",
+                    rank,
+                )
     return None
 
 
@@ -176,5 +188,3 @@ def _surely_alike(a: Tensor, b: Tensor, rate: float) -> bool:
     drawn = int(((a.flatten()[:count] != 0) | (b.flatten()[:count] != 0)).sum())
     nats = -drawn * math.log(rate**2 + (1 - rate) ** 2) if 0 < rate < 1 else 0.0
     return nats > _SURE and _alike(a, b)
-
-

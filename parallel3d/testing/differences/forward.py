@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from parallel3d.testing.differences.fit import ALL, Fit, Gap, Group, fit_value
 from parallel3d.testing.differences.found import Difference
-from parallel3d.testing.differences.record import Call, Key, Place, Trace, Values
+from parallel3d.testing.differences.record import FUNCTION, Call, Key, Place, Trace, Values
 
 __all__ = ["Forward", "compare_forward", "first_in_forward"]
 
@@ -59,9 +59,7 @@ def _pairs(what: str, theirs: Call, ours: Call) -> Iterator[tuple[int, Values, V
                 yield at, want, b[at]
 
 
-def first_in_forward(
-    plain: Trace, found: Forward, step: int, bound: float
-) -> Difference | None:
+def first_in_forward(plain: Trace, found: Forward, step: int, bound: float) -> Difference | None:
     """The module to blame for the first tensor that doesn't fit, unless what is around it does.
 
     What a module is given is the work of the code around it. A form that is seldom meant, such as a sum
@@ -80,15 +78,13 @@ def first_in_forward(
     return _blamed(plain, event, step, bound, found.bad[event], found.bad[event].hint)
 
 
-def _blamed(
-    plain: Trace, event: Event, step: int, bound: float, gap: Gap, hint: str
-) -> Difference:
+def _blamed(plain: Trace, event: Event, step: int, bound: float, gap: Gap, hint: str) -> Difference:
     what, key = event
     if what == "exit":
         return Difference(key[0], "output", "output", step, gap.rank, gap.difference, bound, hint)
     parent = plain.calls[key].parent
     name = parent[0] if parent is not None else "(loss)"
-    given = f"what it gives to {key[0] or 'the model'}"
+    given = f"what it gives to {key[0].partition(FUNCTION)[2] or key[0] or 'the model'}"
     return Difference(name, "input", given, step, gap.rank, gap.difference, bound, hint)
 
 
@@ -111,8 +107,11 @@ def _healed(plain: Trace, found: Forward, event: Event) -> bool:
 def _is_right(plain: Trace, found: Forward, key: Key) -> bool:
     places = [("exit", key, at) for at in plain.calls[key].outputs]
     event = ("exit", key)
-    return bool(places) and event not in found.bad and all(p in found.fits for p in places) and (
-        not found.odd(event)
+    return (
+        bool(places)
+        and event not in found.bad
+        and all(p in found.fits for p in places)
+        and (not found.odd(event))
     )
 
 
@@ -133,5 +132,3 @@ def _suspect(plain: Trace, found: Forward, event: Event) -> Event | None:
         if near and not cleared:
             return each
     return None
-
-

@@ -17,12 +17,12 @@ from parallel3d._compat_simulated import tensors_by_rank
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.testing.differences.fit import ALL
 
-__all__ = ["DROPOUT", "Call", "Key", "Place", "Recorder", "Trace", "Values", "merged", "plain_name"]
+__all__ = ["FUNCTION", "Call", "Key", "Place", "Recorder", "Trace", "Values", "merged", "plain_name"]
 
 Values = dict[int, Tensor]
 Key = tuple[str, int]  # of a call: the module's name, and which call of it
 Place = tuple[str, Key, int]  # what a call's "enter" or "exit" brought: which tensor
-DROPOUT = "::dropout"  # ends the name of what is no module but a dropout in its parent's code
+FUNCTION = "::"  # between a module's name and that of a function its code calls, which counts as one too
 
 # The wrappers that people put around modules, which names of the plain model don't have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -188,12 +188,12 @@ class Recorder:
 
         return note
 
-    def dropout(self, tensor: Tensor, rate: float, mask: Tensor | None) -> None:
-        """Records a dropout of ``tensor`` in the code that runs."""
+    def function(self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Tensor | None) -> None:
+        """Records that the code that runs calls a function that may drop out."""
         if self.trace is None or not self.stack:
             return
-        call = self._new(self.stack[-1].key[0] + DROPOUT)
-        call.inputs[0], call.rate = self.values(tensor), rate
+        call = self._new(self.stack[-1].key[0] + FUNCTION + name)
+        call.inputs, call.rate = {at: self.values(t) for at, t in enumerate(inputs)}, rate
         if mask is not None:
             call.mask = self.values(mask)
 
@@ -203,7 +203,9 @@ class Recorder:
         if isinstance(tensor, DTensor):
             tensor = get_local_tensor(tensor)
         if not _is_usual(tensor):
-            with torch.no_grad():  # logits that are split, collectives under way: their plain values
+            with (
+                torch.no_grad()
+            ):  # logits that are split, collectives under way: their plain values
                 whole = getattr(tensor, "full_tensor", None)
                 tensor = tensor.clone() if whole is None else whole()
         by_rank = tensors_by_rank(tensor)
