@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -14,6 +16,7 @@ __all__ = ["VERSION", "from_json", "to_json"]
 
 VERSION = 1
 _FORMAT = "parallel3d dry run"
+_PLAIN = (str, int, float, bool, type(None))
 
 
 def to_json(run: DryRun) -> str:
@@ -44,19 +47,19 @@ def from_json(text: str | bytes) -> DryRun:
             "write it again with this one"
         )
     try:
-        found: DryRun = _decoded(data["run"], DryRun)
+        found: DryRun = _reader(DryRun)(data["run"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DryRunError(f"a damaged dry run: {type(error).__name__}: {error}") from error
     return found
 
 
 def _encoded(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if is_dataclass(value):
         return {each.name: _encoded(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, dict):
         return {key: _encoded(each) for key, each in value.items()}
-    if not isinstance(value, tuple | list):
-        return value
     if value and is_dataclass(value[0]):
         names = [each.name for each in fields(value[0])]
         rows = [[_encoded(getattr(item, name)) for name in names] for item in value]
@@ -64,61 +67,69 @@ def _encoded(value: Any) -> Any:
     return [_encoded(each) for each in value]
 
 
-def _decoded(value: Any, kind: Any) -> Any:
-    """``value`` as ``kind`` says it is."""
+@lru_cache(maxsize=64)
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What makes a ``kind``, a type as in annotations, of JSON; it raises a TypeError if that is no such."""
     if is_dataclass(kind):
-        return _made(kind, value)
+        made: Any = kind
+        return lambda value: _row_reader(made, tuple(value))(value.values())
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        (kind,) = [each for each in inner if each is not type(None)]
-        return None if value is None else _decoded(value, kind)
+        (other,) = [_reader(each) for each in inner if each is not type(None)]
+        return lambda value: None if value is None else other(value)
     if origin is tuple:
-        return _items(value, inner)
+        return _tuple_reader(inner)
     if origin is dict:
-        return {key: _decoded(each, inner[1]) for key, each in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        of_value = _reader(inner[1])
+        return lambda value: {key: of_value(each) for key, each in value.items()}
+
+    def plain(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
         raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
+
+    return plain
 
 
-def _items(value: Any, inner: tuple[Any, ...]) -> tuple[Any, ...]:
-    kind = inner[0]
-    if isinstance(value, dict):
-        names = value["columns"]
-        build = _maker(kind, names)
-        return tuple(build(row) for row in value["rows"])
-    if inner[-1] is not Ellipsis and len(value) != len(inner):
-        raise TypeError(f"{value!r} has not {len(inner)} parts")
-    return tuple(_decoded(each, kind) for each in value)
+def _tuple_reader(inner: tuple[Any, ...]) -> Callable[[Any], Any]:
+    kind, any_length = inner[0], inner[-1] is Ellipsis
+    each = _reader(kind)
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, dict):
+            of_row = _row_reader(kind, tuple(value["columns"]))
+            return tuple(map(of_row, value["rows"]))
+        if not any_length and len(value) != len(inner):
+            raise TypeError(f"{value!r} has not {len(inner)} parts")
+        return tuple(map(each, value))
+
+    return read
 
 
-def _maker(kind: Any, names: list[str]) -> Any:
-    """What makes a ``kind`` of a row whose columns have these names."""
+@lru_cache(maxsize=64)
+def _row_reader(kind: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
+    """What makes a ``kind`` of its fields' values, in the order of ``names``."""
     hints = get_type_hints(kind)
-    _check_names(kind, set(names), hints)
-
-    def build(row: list[Any]) -> Any:
-        pairs = zip(names, row, strict=True)
-        return kind(**{name: _decoded(value, hints[name]) for name, value in pairs})
-
-    return build
-
-
-def _made(kind: Any, value: dict[str, Any]) -> Any:
-    hints = get_type_hints(kind)
-    _check_names(kind, set(value), hints)
-    return kind(**{name: _decoded(each, hints[name]) for name, each in value.items()})
-
-
-def _check_names(kind: Any, names: set[str], hints: dict[str, Any]) -> None:
-    if unknown := names - set(hints):
+    if unknown := set(names) - set(hints):
         raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
     needed = {
         each.name
         for each in fields(kind)
         if each.default is MISSING and each.default_factory is MISSING
     }
-    if missing := needed - names:
+    if missing := needed - set(names):
         raise TypeError(f"{kind.__name__} without {min(missing)!r}")
+    readers = [_reader(hints[name]) for name in names]
+
+    def read(row: Any) -> Any:
+        return kind(**{n: of(v) for n, of, v in zip(names, readers, row, strict=True)})
+
+    def read_in_order(row: Any) -> Any:
+        return kind(*[of(value) for of, value in zip(readers, row, strict=True)])
+
+    if names == tuple(each.name for each in fields(kind))[: len(names)]:
+        return read_in_order
+
+    return read

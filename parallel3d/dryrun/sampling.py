@@ -50,21 +50,21 @@ class Bar:
 
 def merged(spans: Sequence[Span], most: int) -> list[Bar]:
     """At most about ``most`` bars: as they are if they are few; else those of one kind in one block joined;
-    else all of a block, then all of a phase. What lasts longer than a 500th of all is never joined with a
-    wait."""
+    else all of a block, with short waits; else all of a phase, over ever longer gaps and waits."""
     length = max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
-    short = length / 500
-    ways: list[Callable[[Span], Hashable]] = [
-        lambda span: span.operation,
-        lambda span: (_kind(span), span.unit, span.phase),
-        lambda span: (_rough(span, short), span.unit, span.phase),
-        lambda span: (_rough(span, short), span.phase),
-    ]
-    for way in ways:
-        groups = _grouped(spans, way, length / 2000)
-        if len(groups) <= most or way is ways[-1]:
-            return [_bar(group) for group in groups]
-    return []
+    groups = [[span] for span in spans]
+    if len(groups) > most:
+        groups = _grouped(spans, lambda s: (_kind(s), s.unit, s.phase), length / 2000)
+    if len(groups) > most:
+        groups = _grouped(
+            spans, lambda s: (_rough(s, length / 500), s.unit, s.phase), length / 2000
+        )
+    gap = length / 2000
+    while len(groups) > most and gap < length:
+        short = 4 * gap
+        groups = _grouped(spans, lambda s, short=short: (_rough(s, short), s.phase), gap)  # type: ignore[misc]
+        gap *= 4
+    return [_bar(group) for group in groups]
 
 
 def _kind(span: Span) -> str:

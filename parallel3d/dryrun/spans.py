@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel3d._recorder import Collective
 
@@ -57,6 +58,7 @@ def stream_of(call: Collective) -> str:
     return names.get(call.op, "other")
 
 
+@lru_cache(maxsize=65536)
 def unit_of(module: str) -> str:
     """The repeated block that ``module`` is a part of, such as ``layers.3``; else its first name."""
     parts = module.split(".")

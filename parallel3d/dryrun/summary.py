@@ -14,7 +14,7 @@ from rich.text import Text
 from parallel3d.dryrun.calls import Call, calls_of
 from parallel3d.dryrun.compare import Divergence
 from parallel3d.dryrun.figures import figures_of, peaks_of
-from parallel3d.dryrun.result import DryRun
+from parallel3d.dryrun.result import DryRun, Peak
 from parallel3d.dryrun.timeline import Timeline, timeline
 from parallel3d.dryrun.warnings import all_warnings
 from parallel3d.dryrun.wording import counted, in_bytes, in_seconds, pattern_of

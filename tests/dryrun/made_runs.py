@@ -113,7 +113,7 @@ class Program:
                 tuple(largest),
             ),
             "parameters": (),
-            "unknown": (UnknownRead("train.py:12, in main", "item", 1),),
+            "unknown": (UnknownRead("train.py:12, in main", "item", 2),),
             "seconds": 1.5,
         }
         return DryRun(**{**values, **more})
@@ -129,7 +129,6 @@ class Llama:
     vocab: int = 128256
     tokens: int = 8192
     prefetch: bool = True
-    reshard: bool = True
     checkpointing: bool = False
     steps: int = 2
     reduce_dtype: str = "float32"
@@ -180,7 +179,8 @@ class Llama:
         return tuple(found)
 
     def _gather(self, program: Program, layer: int) -> int | None:
-        if layer in self.skip or not 0 <= layer < self.layers:
+        kept = layer == self.layers - 1 and program.phase == "backward"  # from its forward
+        if layer in self.skip or kept:
             return None
         size = self.block * WORD // program.layout.tp
         program.hold("unsharded parameters", size)
@@ -227,7 +227,7 @@ class Llama:
             self._compute(program, layer, 1)
             kept = 4 if self.checkpointing else 64
             program.hold("activations", self.tokens * self.hidden * kept // program.layout.tp)
-            if self.reshard:
+            if layer < self.layers - 1:
                 self._free(program)
 
         self._blocks(program, list(range(self.layers)), work)

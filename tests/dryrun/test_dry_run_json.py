@@ -67,7 +67,7 @@ def test_what_is_no_dry_run_is_refused() -> None:
             from_json(text)
 
 
-def test_a_hundred_thousand_operations_stay_small() -> None:
+def test_many_operations_stay_small() -> None:
     operation = Operation("matmul", "mm", "layers.17.feed_forward.w1", "forward", 0, 1e12, 10**9)
-    text = to_json(replace(RUN, operations=(operation,) * 100_000))
-    assert len(text) < 12e6
+    text = to_json(replace(RUN, operations=(operation,) * 10_000))
+    assert len(text) < 1.2e6
