@@ -120,7 +120,7 @@ def record_collectives(*meshes: DeviceMesh, before: Before | None = None) -> Ite
 
     Works on any backend and under simulated ranks, where a collective counts once, not once per
     rank; enter it inside ``local_world``. A coalesced call counts once, also where the engine has issued its
-    members one by one, for a backend that has none. ``torch.compile``d code
+    members one by one, for a backend that has none. Code compiled by ``torch.compile``
     runs eagerly while recording.
 
     Args:

@@ -70,14 +70,15 @@ class Recipe:
                 found += [option, str(value)]
         return found
 
-    def job(self) -> LaunchJob:
-        """What ``parallel3d launch`` starts."""
+    def job(self, image: str | None = None) -> LaunchJob:
+        """What ``parallel3d launch`` starts; ``image``: the container's, where there are containers."""
         return LaunchJob(
             command=("examples/train.py", *self.arguments()),
             nodes=self.cluster["nodes"],
             gpus_per_node=self.cluster["gpus_per_node"],
             layout=self.layout,
             name=self.name,
+            image=image,
         )
 
     def prediction(self) -> Prediction:
@@ -134,6 +135,9 @@ def write_expectation(name: str) -> None:
 def main(
     name: Annotated[str | None, typer.Argument(help="Of a recipe; none: lists them.")] = None,
     to: Annotated[str | None, typer.Option(help="Prints the file for this launcher.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="The container's image, for kubeflow and jobset.")
+    ] = None,
     expect: Annotated[
         bool, typer.Option("--expect", help="Writes what the planner expects into the recipe.")
     ] = False,
@@ -146,7 +150,7 @@ def main(
     if expect:
         write_expectation(name)
     elif to is not None:
-        sys.stdout.write(launch_file(to, recipe.job()))
+        sys.stdout.write(launch_file(to, recipe.job(image)))
     else:
         _show(recipe)
 

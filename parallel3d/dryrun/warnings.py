@@ -12,7 +12,7 @@ from parallel3d.dryrun.warnings_overlap import overlap_warnings
 from parallel3d.dryrun.warnings_program import program_warnings
 from parallel3d.dryrun.wording import some
 
-__all__ = ["warnings_of"]
+__all__ = ["all_warnings", "warnings_of"]
 
 
 def warnings_of(
@@ -34,6 +34,15 @@ def warnings_of(
     found += overlap_warnings(run, times, calls)
     found += program_warnings(run, times, calls)
     return tuple(found)
+
+
+def all_warnings(
+    run: DryRun, predicted: Timeline | None = None, divergence: Divergence | None = None
+) -> tuple[DryRunWarning, ...]:
+    """Those of ``warnings_of``, and what ``run`` has of other kinds."""
+    found = warnings_of(run, predicted, divergence)
+    kinds = {each.kind for each in found}
+    return (*found, *(each for each in run.warnings if each.kind not in kinds))
 
 
 def _diverged(found: Divergence) -> DryRunWarning:

@@ -58,7 +58,8 @@ def _capacity(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
 
 def _checkpointing(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
     """Only where memory is scarce: else it would be slower for nothing."""
-    kept, peak = run.peak.by_kind.get("activations", 0), run.peak.bytes
+    at = run.step_peak or run.peak
+    kept, peak = at.by_kind.get("activations", 0), at.bytes
     capacity = times.cluster.gpu.capacity_gib * 2**30
     flops = {
         phase: sum(o.flops for o in run.operations if o.kind == "matmul" and o.phase == phase)

@@ -31,8 +31,8 @@ def _reads(run: DryRun) -> Iterator[DryRunWarning]:
     named = some(f"{read.what} in {read.where}" for read in sorted(often, key=lambda r: -r.count))
     yield DryRunWarning(
         "values read every step",
-        f"the host asks for tensors' values {total:.3g} times a step and each time waits for all that the "
-        f"GPU has been given: {named}. Read them only where they are logged, or log the step before's.",
+        f"the host asks for {total:.3g} values of tensors a step, and for each waits until all is done that "
+        f"the GPU has been given: {named}. Read them only where they are logged, or log the step before's.",
     )
 
 

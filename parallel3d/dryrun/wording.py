@@ -23,6 +23,8 @@ def in_bytes(size: float) -> str:
 
 def in_seconds(seconds: float) -> str:
     """``2.31 s``, ``41.5 ms``, ``870 us``."""
+    if not seconds:
+        return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= 0.9995 * factor:
             return f"{_figures(seconds / factor)} {unit}"

@@ -6,22 +6,19 @@ from textwrap import indent
 
 from parallel3d.launch.environment import variables
 from parallel3d.launch.job import LaunchJob
-from parallel3d.launch.quoting import expanded_later, yaml_text
+from parallel3d.launch.quoting import for_kubernetes, for_torchrun, yaml_text
 
 __all__ = ["arguments", "environment", "mounts", "resources", "script", "volumes"]
 
 
-def script(torchrun: str, job: LaunchJob) -> str:
+def script(torchrun: str, job: LaunchJob, before: str = "") -> str:
     """``command``: bash with our lines of shell, to which Kubernetes appends ``args`` as ``"$@"``.
 
-    ``torchrun`` are its options, a line each. No user's text is in here, so nothing is to be escaped.
+    ``torchrun`` are its options, a line each; ``before`` lines of shell that they
+    need. No user's text is in here, so nothing is to be escaped.
     """
-    options = " \\\n      ".join(
-        [
-            *torchrun.split("\n"),
-            f"--nproc-per-node={job.gpus_per_node} --tee=3 {SHUTDOWN}{job.grace or 30}",
-        ]
-    )
+    common = f"--nproc-per-node={job.gpus_per_node} --tee=3 --shutdown-timeout={job.grace or 30}"
+    options = " \\\n      ".join([*torchrun.split("\n"), common])
     return f"""\
 command:
   - bash
@@ -29,18 +26,15 @@ command:
   # exec: as process 1 bash would not pass SIGTERM on, and torchrun could not save a last checkpoint.
   - |
     set -eu
-    ulimit -S -n hard
+{nested(before, 4)}    ulimit -S -n hard
     ulimit -S -l hard
     exec torchrun {options} "$@"
   - {yaml_text(job.name)}"""
 
 
-SHUTDOWN = "--shutdown-timeout="
-
-
 def arguments(job: LaunchJob) -> str:
     """``args``: the training command's words, each just what it is; Kubernetes would expand ``$(...)``."""
-    lines = [f"  - {yaml_text(expanded_later(word))}" for word in job.command]
+    lines = [f"  - {yaml_text(for_kubernetes(for_torchrun(word)))}" for word in job.command]
     return "\n".join(["args:", *lines])
 
 
@@ -50,7 +44,7 @@ def environment(job: LaunchJob) -> str:
     for name, value, why in variables(job):
         if why:
             lines.append(f"  # {why}")
-        lines += [f"  - name: {name}", f"    value: {yaml_text(expanded_later(value))}"]
+        lines += [f"  - name: {name}", f"    value: {yaml_text(for_kubernetes(value))}"]
     return "\n".join(lines)
 
 

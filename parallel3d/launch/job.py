@@ -162,10 +162,10 @@ def check_env(env: Mapping[str, str]) -> None:
     """Raises LaunchError for what can't be a variable, or would be wrong in every launch."""
     for name, value in env.items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
-            near = re.sub(r"[^A-Za-z0-9_]+", "_", str(name))
+            near = re.sub(r"^(?=\d|$)|[^A-Za-z0-9_]+", "_", str(name))
             raise LaunchError(
                 f"env has {name!r}; a variable's name has letters, digits and '_' and doesn't begin with "
-                f"a digit; for example {near if not near[:1].isdigit() else '_' + near!r}"
+                f"a digit; for example {near!r}"
             )
         if not isinstance(value, str) or "\0" in value or not _is_text(value):
             raise LaunchError(f"env {name} is {value!r}; it must be text without NUL")

@@ -9,10 +9,17 @@ from parallel3d.launch.quoting import yaml_text
 __all__ = ["kubeflow_file"]
 
 
+_HEAD = """\
+is_head=false
+[ "$PET_NODE_RANK" != 0 ] || is_head=true
+"""
+
+
 def kubeflow_file(job: LaunchJob) -> str:
     """A manifest for kubectl."""
     image = f"    image: {yaml_text(job.image)}\n" if job.image else ""
     limit = f"  activeDeadlineSeconds: {job.seconds}\n" if job.seconds else ""
+    before = _HEAD if job.nodes > 1 and job.max_restarts else ""
     gpus = c.resources(job, "resourcesPerNode")
     return f"""\
 #   kubectl create -f FILE
@@ -26,7 +33,7 @@ spec:
   trainer:
 {image}    numNodes: {job.nodes}
     numProcPerNode: {job.gpus_per_node}
-{c.nested(gpus, 4)}{c.nested(c.script(_torchrun(job), job), 4)}
+{c.nested(gpus, 4)}{c.nested(c.script(_torchrun(job), job, before), 4)}
 {c.nested(c.arguments(job), 4)}
 {c.nested(c.environment(job), 4)}
   runtimePatches:

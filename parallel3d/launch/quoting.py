@@ -1,4 +1,4 @@
-"""Any text as one word of a shell command, one value of a YAML file, one argument in Kubernetes."""
+"""Any text as one word of a shell command, one value of a YAML file, one argument of a launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-__all__ = ["expanded_later", "shell_command", "shell_word", "yaml_text"]
+__all__ = ["for_kubernetes", "for_torchrun", "shell_command", "shell_word", "yaml_text"]
 
 _BASH = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
 
@@ -24,8 +24,8 @@ def _bash_escape(letter: str) -> str:
         return _BASH[letter]
     if letter.isprintable():
         return letter
-    code = ord(letter)
-    return f"\\x{code:02x}" if code < 128 else f"\\U{code:08x}"
+    # bytes: what bash makes of \u depends on the locale, and in C that is the six letters again
+    return "".join(f"\\x{byte:02x}" for byte in letter.encode())
 
 
 def shell_command(words: Sequence[str], indent: str) -> str:
@@ -48,9 +48,18 @@ def yaml_text(text: str) -> str:
     )
 
 
-def expanded_later(text: str) -> str:
+def for_kubernetes(text: str) -> str:
     """``text`` so that Kubernetes gives the container just that.
 
     It replaces ``$(NAME)`` in command, args and env by a variable's value, and ``$$`` by ``$``.
     """
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
+
+
+def for_torchrun(text: str) -> str:
+    """``text`` so that torchrun gives the script just that.
+
+    It replaces ``${local_rank}`` in arguments by the number, and, as ``string.Template`` does, ``$$`` by
+    ``$``.
+    """
+    return text.replace("$", "$$") if "$$" in text or "local_rank" in text else text

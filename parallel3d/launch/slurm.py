@@ -43,7 +43,7 @@ def _directives(job: LaunchJob) -> str:
     if job.grace:
         lines += [
             (
-                f"{job.grace} s before the time limit, to this script (B:), which asks for a last checkpoint.",
+                f"{job.grace} s before the time limit, to this script (B:), which asks for a checkpoint.",
                 f"signal=B:USR1@{job.grace}",
             ),
             ("A node that dies, or preemption, puts the job back into the queue.", "requeue"),
@@ -57,6 +57,7 @@ def _directives(job: LaunchJob) -> str:
 
 def _settings(job: LaunchJob) -> str:
     return f"""\
+# shellcheck disable=SC2016,SC2317  # dollars in the training script's arguments; what only nodes call
 set -euo pipefail
 
 {exports(job)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parallel3d.launch.environment import exports
 from parallel3d.launch.job import LaunchJob
-from parallel3d.launch.quoting import shell_command
+from parallel3d.launch.quoting import for_torchrun, shell_command
 
 __all__ = ["LIMITS", "torchrun_file", "training_words"]
 
@@ -18,7 +18,7 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 def training_words(job: LaunchJob) -> str:
     """The training command's words, quoted for bash: the last lines of a torchrun command."""
-    return shell_command(job.command, "    ")
+    return shell_command([for_torchrun(word) for word in job.command], "    ")
 
 
 def torchrun_file(job: LaunchJob) -> str:
@@ -30,6 +30,7 @@ def torchrun_file(job: LaunchJob) -> str:
 def _one_node(job: LaunchJob) -> str:
     return f"""\
 #   bash FILE
+# shellcheck disable=SC2016  # dollars in the training script's arguments
 set -euo pipefail
 
 {exports(job)}
@@ -47,8 +48,9 @@ exec torchrun --standalone --nproc-per-node={job.gpus_per_node} --max-restarts={
 
 def _many_nodes(job: LaunchJob) -> str:
     return f"""\
-# On each of the {job.nodes} nodes the same line, with the first node's address and a name that is new for each run:
-#   HEAD=node-1 RUN=2024-05-01-a bash FILE
+# On each of the {job.nodes} nodes the same line, with one node's address and a name new for each run:
+#   HEAD=node-1 RUN=second-try bash FILE
+# shellcheck disable=SC2016  # dollars in the training script's arguments
 set -euo pipefail
 
 : "${{HEAD:?the host name or address of one of the nodes, the same on all}}"
