@@ -29,7 +29,8 @@ def _option(*names: str, panel: str, help: str, metavar: str | None = None) -> A
 
 def verify_command(
     model: Annotated[
-        str, typer.Argument(metavar=_NAME, help="A function without arguments that builds the model.")
+        str,
+        typer.Argument(metavar=_NAME, help="A function without arguments that builds the model."),
     ],
     input: Annotated[
         str,
@@ -100,7 +101,8 @@ def verify_command(
         bool, _option("--loss-parallel", panel=_HOW, help="parallelize(loss_parallel=True).")
     ] = False,
     activation_checkpointing: Annotated[
-        bool, _option("--activation-checkpointing", panel=_HOW, help="Recompute blocks in backward.")
+        bool,
+        _option("--activation-checkpointing", panel=_HOW, help="Recompute blocks in backward."),
     ] = False,
     seed: Annotated[int, _option("--seed", panel=_HOW, help="Of the initial weights.")] = 0,
     as_json: Annotated[bool, _option("--json", panel=_SHOW, help="JSON alone on stdout.")] = False,
@@ -117,15 +119,15 @@ def verify_command(
     if parallelize is not None:
         _check_alone(plan, loss_parallel, activation_checkpointing)
         given = {"apply": _function("--parallelize", parallelize)}
-    options = dict(
-        loss=None if loss is None else _function("--loss", loss),
-        seed_of=None if seed_of is None else _function("--seed-of", seed_of),
-        steps=steps,
-        micro_batches=micro_batches,
-        tolerance=tolerance,
-        fp32=fp32,
-        seed=seed,
-    )
+    options = {
+        "loss": None if loss is None else _function("--loss", loss),
+        "seed_of": None if seed_of is None else _function("--seed-of", seed_of),
+        "steps": steps,
+        "micro_batches": micro_batches,
+        "tolerance": tolerance,
+        "fp32": fp32,
+        "seed": seed,
+    }
     build, batch = _function("the model", model), _function("--input", input)
     found, first = _run(build, batch, (replicate, shard, tp), {**options, **given})
     if first:

@@ -51,9 +51,7 @@ def _difference(found: Difference) -> Panel:
     rows.add_row("module", Text(f"{found.module or '(the model itself)'}{kind}", style="bold red"))
     rows.add_row("what", Text(found.what))
     if math.isfinite(found.difference):
-        rows.add_row(
-            "differs by", f"{found.difference:.3g} (relative; {found.bound:g} is allowed)"
-        )
+        rows.add_row("differs by", f"{found.difference:.3g} (relative; {found.bound:g} is allowed)")
     if found.hint:
         rows.add_row("looks like", Text(found.hint))
     rows.add_row("where", f"step {found.step}, rank {found.rank}")

@@ -275,8 +275,10 @@ def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], An
         if isinstance(value, Mapping):
             names[:] = list(value)
             value = tuple(value.values())
-        if not isinstance(value, tuple | list) or not value or not all(
-            isinstance(v, torch.Tensor) for v in value
+        if (
+            not isinstance(value, tuple | list)
+            or not value
+            or not all(isinstance(v, torch.Tensor) for v in value)
         ):
             raise Parallel3dError(
                 f"the inputs of sample {index} are {type(value).__name__}: a tensor, a tuple of tensors or "

@@ -42,7 +42,9 @@ class _Backward:
     def places(self, what: str, key: Key) -> list[Place]:
         """The tensors of one event, last first."""
         grads = "input_grads" if what == "enter" else "output_grads"
-        return [(what, key, at) for at in sorted(getattr(self.plain.calls[key], grads), reverse=True)]
+        return [
+            (what, key, at) for at in sorted(getattr(self.plain.calls[key], grads), reverse=True)
+        ]
 
     def readers(self, place: Place) -> list[Place]:
         """Who reads just this tensor; of a module and those inside it only the latter."""
@@ -114,7 +116,14 @@ def _of_parameter(
 ) -> Difference:
     gap, (module, own) = gaps[name], owner_of(name)
     found = Difference(
-        module, "gradient", f"gradient of {own}", step, gap.rank, gap.difference, search.bound, gap.hint
+        module,
+        "gradient",
+        f"gradient of {own}",
+        step,
+        gap.rank,
+        gap.difference,
+        search.bound,
+        gap.hint,
     )
     outputs = search.places("exit", key) if key is not None else []
     cause = search.cause([p for p in outputs if search.fit(p) == "partial"])
@@ -141,5 +150,3 @@ def _of_value(search: _Backward, place: Place, gap: Gap, step: int) -> Differenc
     name = "(loss)" if parent is None else parent[0]
     given = f"gradient of what {key[0] or 'the model'} put out"
     return Difference(name, kind, given, step, gap.rank, gap.difference, search.bound, gap.hint)
-
-

@@ -8,7 +8,7 @@ group where they hold the same tensor, and only there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,13 @@ class DropoutMode(TorchFunctionMode):
             self.recorder.function(name, inputs, rate, mask)
 
     def _elements(
-        self, func: Any, input: Tensor, p: float = 0.5, training: Any = None, *rest: Any, **more: Any
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: Any = None,
+        *rest: Any,
+        **more: Any,
     ) -> Tensor:
         training = more.get("train", training)
         if training is None:
@@ -149,10 +155,16 @@ def _between_tp(
         for rank in group.ranks[1:]:
             if kind == "whole" and not _alike(first, mask[rank]):
                 ranks = f"{group.ranks[0]} and {rank}"
-                return f"the ranks {ranks} of one tp group drop other elements of the same tensor", rank
+                return (
+                    f"the ranks {ranks} of one tp group drop other elements of the same tensor",
+                    rank,
+                )
             if kind in ("shard",) and _surely_alike(first, mask[rank], rate):
                 ranks = f"{group.ranks[0]} and {rank}"
-                return f"the ranks {ranks} of one tp group drop the same elements of their parts", rank
+                return (
+                    f"the ranks {ranks} of one tp group drop the same elements of their parts",
+                    rank,
+                )
     return None
 
 
@@ -176,5 +188,3 @@ def _surely_alike(a: Tensor, b: Tensor, rate: float) -> bool:
     drawn = int(((a.flatten()[:count] != 0) | (b.flatten()[:count] != 0)).sum())
     nats = -drawn * math.log(rate**2 + (1 - rate) ** 2) if 0 < rate < 1 else 0.0
     return nats > _SURE and _alike(a, b)
-
-

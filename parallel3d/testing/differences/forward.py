@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parallel3d.testing.differences.fit import ALL, Fit, Gap, Group, fit_value
@@ -59,9 +59,7 @@ def _pairs(what: str, theirs: Call, ours: Call) -> Iterator[tuple[int, Values, V
                 yield at, want, b[at]
 
 
-def first_in_forward(
-    plain: Trace, found: Forward, step: int, bound: float
-) -> Difference | None:
+def first_in_forward(plain: Trace, found: Forward, step: int, bound: float) -> Difference | None:
     """The module to blame for the first tensor that doesn't fit, unless what is around it does.
 
     What a module is given is the work of the code around it. A form that is seldom meant, such as a sum
@@ -80,9 +78,7 @@ def first_in_forward(
     return _blamed(plain, event, step, bound, found.bad[event], found.bad[event].hint)
 
 
-def _blamed(
-    plain: Trace, event: Event, step: int, bound: float, gap: Gap, hint: str
-) -> Difference:
+def _blamed(plain: Trace, event: Event, step: int, bound: float, gap: Gap, hint: str) -> Difference:
     what, key = event
     if what == "exit":
         return Difference(key[0], "output", "output", step, gap.rank, gap.difference, bound, hint)
@@ -111,14 +107,17 @@ def _healed(plain: Trace, found: Forward, event: Event) -> bool:
 def _is_right(plain: Trace, found: Forward, key: Key) -> bool:
     places = [("exit", key, at) for at in plain.calls[key].outputs]
     event = ("exit", key)
-    return bool(places) and event not in found.bad and all(p in found.fits for p in places) and (
-        not found.odd(event)
+    return (
+        bool(places)
+        and event not in found.bad
+        and all(p in found.fits for p in places)
+        and (not found.odd(event))
     )
 
 
 def _suspect(plain: Trace, found: Forward, event: Event) -> Event | None:
     """The first odd tensor before ``event`` that may be the reason."""
-    what, key = event
+    key = event[1]
     before = plain.events[: plain.events.index(event)]
     scope = set(_ancestors(plain, key)) | {key}
     finished = {k for w, k in before if w == "exit"}
@@ -133,5 +132,3 @@ def _suspect(plain: Trace, found: Forward, event: Event) -> Event | None:
         if near and not cleared:
             return each
     return None
-
-

@@ -160,9 +160,7 @@ class Pair:
             traces.append(Trace())
             recorder.own = (group.data_rank,)
             for micro in range(case.micro_batches):
-                torch.default_generator.manual_seed(
-                    self.seed_of(case.layout, group.ranks[0], step)
-                )
+                torch.default_generator.manual_seed(self.seed_of(case.layout, group.ranks[0], step))
                 with DropoutMode(recorder):
                     inputs = case.inputs(step, micro, group.data_rank)
                     with recorder.recording(traces[-1]):
@@ -215,5 +213,3 @@ def _joined(values: list[Values]) -> Values:
     for each in values:
         found |= each
     return found
-
-

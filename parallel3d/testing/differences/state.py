@@ -65,11 +65,15 @@ class State:
             module, own = owner_of(name)
             if name not in ours or name not in theirs:
                 which = "parallel" if name in theirs else "plain"
-                return Difference(module, "structure", f"{own}: the {which} model has no such parameter")
+                return Difference(
+                    module, "structure", f"{own}: the {which} model has no such parameter"
+                )
             p, q = theirs[name], ours[name]
             if p.requires_grad != q.requires_grad:
                 frozen = "parallel" if p.requires_grad else "plain"
-                return Difference(module, "structure", f"{own} is frozen in the {frozen} model only")
+                return Difference(
+                    module, "structure", f"{own} is frozen in the {frozen} model only"
+                )
             if p.dtype != q.dtype:
                 which_dtype = f"{own} is {_dtype(q)}, in the plain model {_dtype(p)}"
                 return Difference(module, "structure", which_dtype)
@@ -182,7 +186,9 @@ class State:
                 scale = max(float(like.abs().max()) if like.numel() else 0.0, 1e-30)
                 apart = distance(values[rank].double(), like.double()) / scale
                 if apart > worst.difference:
-                    worst = Gap(apart, rank, "the ranks have different values: it isn't synchronised")
+                    worst = Gap(
+                        apart, rank, "the ranks have different values: it isn't synchronised"
+                    )
         return worst
 
     def _of_buffer(self, name: str, when: str, step: int, gap: Gap, bound: float) -> Difference:
