@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from parallel3d.cli.calibrate import calibrate_command
+from parallel3d.cli.doctor import doctor_command
 from parallel3d.cli.plan import plan_command
 from parallel3d.cli.predict import predict_command
 from parallel3d.errors import Parallel3dError
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("predict")(predict_command)
 app.command("calibrate")(calibrate_command)
+app.command("doctor")(doctor_command)
 
 
 @app.callback()

@@ -12,7 +12,7 @@ AREA = "collectives"
 SLOW = 0.6
 """Of the profile's bandwidth: less is slow. Its tables are good to 15 % within a node, 20 % between nodes."""
 UNEQUAL = 0.6
-"""Of the median of an axis's groups: less is an odd group."""
+"""Of the median of an axis's groups: one with less, in two operations, is odd."""
 _LATE = 4.0  # times the profile's latency
 
 
@@ -20,7 +20,7 @@ _LATE = 4.0  # times the profile's latency
     "tp-across-nodes",
     AREA,
     Severity.warning,
-    why="Tensor parallelism communicates in every layer and waits for it: between nodes it takes many times as "
+    why="Tensor parallelism waits for its collectives in every layer: between nodes they take many times as "
     "long as within one.",
     do="Choose a tp that divides the ranks of a node; start equal numbers of ranks on all nodes.",
 )
@@ -31,9 +31,10 @@ def tp_across(found: Measurement) -> Result:
     across = [g for g in groups if len({found.hosts[rank] for rank in g}) > 1]
     if not across:
         return None
-    names = ", ".join(dict.fromkeys(found.hosts[rank] for rank in across[0]))
     text = f"{len(across)} of {len(groups)} tp groups lie on several nodes: {name_ranks(across[0])}"
-    return Seen(f"{text} on {names}", ranks=tuple(sorted({r for g in across for r in g})))
+    return Seen(
+        f"{text} on {_hosts(found, across[0])}", ranks=tuple(sorted({r for g in across for r in g}))
+    )
 
 
 @on_axes(
@@ -41,7 +42,7 @@ def tp_across(found: Measurement) -> Result:
     AREA,
     Severity.error,
     why="Training would fail or hang at the same place.",
-    do="Look at what the rank says, then at the network between these nodes: NCCL_DEBUG=INFO, the interfaces.",
+    do="Look at what the rank says, then at the network between these nodes (NCCL_DEBUG=INFO).",
 )
 def failed(found: Measurement) -> Result:
     if not found.errors:
@@ -80,8 +81,8 @@ def _slow(line: Line) -> str:
     "axis-late",
     AREA,
     Severity.note,
-    why="Small messages (norms, losses, tensor parallelism on short sequences) take longer than they should.",
-    do="Look at the network between the nodes: ping, number of switches, interrupt moderation; and at few CPUs.",
+    why="Small messages (norms, losses, tensor parallelism on short sequences) take too long.",
+    do="Look at the network between the nodes (ping, interrupt moderation), and at CPUs that are busy.",
 )
 def late(found: Measurement) -> Result:
     said = [
@@ -102,16 +103,22 @@ def late(found: Measurement) -> Result:
     "alone (doctor on these nodes), and leave them out if it stays so.",
 )
 def group_slow(found: Measurement) -> Result:
-    said, odd = [], set()
+    slow: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for each in lines_of(found):
-        best = max(each.groups.values())
-        usual = each.median if len(each.groups) > 2 else best
+        usual = each.median if len(each.groups) > 2 else max(each.groups.values())
         for group, bandwidth in each.groups.items():
             if bandwidth < UNEQUAL * usual:
-                hosts = ", ".join(dict.fromkeys(found.hosts[rank] for rank in group))
-                said.append(
-                    f"{each.operation} on {each.axis}, {name_ranks(group)} on {hosts}: "
-                    f"{bandwidth / 1e9:.3g} GB/s, others {usual / 1e9:.3g}"
-                )
-                odd.update(group)
-    return Seen("\n".join(said), ranks=tuple(sorted(odd))) if said else None
+                text = f"{each.operation} {bandwidth / 1e9:.3g} GB/s, others {usual / 1e9:.3g}"
+                slow.setdefault((each.axis, group), []).append(text)
+    odd = {key: said for key, said in slow.items() if len(said) > 1}  # one alone is noise
+    if not odd:
+        return None
+    lines = (
+        f"{axis}, {name_ranks(group)} on {_hosts(found, group)}: {'; '.join(said)}"
+        for (axis, group), said in odd.items()
+    )
+    return Seen("\n".join(lines), ranks=tuple(sorted({rank for _, g in odd for rank in g})))
+
+
+def _hosts(found: Measurement, group: tuple[int, ...]) -> str:
+    return ", ".join(dict.fromkeys(found.hosts[rank] for rank in group))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 from parallel3d.doctor.facts import Facts
-from parallel3d.doctor.finding import Result, Seen, Severity, across
+from parallel3d.doctor.finding import Result, Seen, Severity, across, check
 from parallel3d.mesh.naming import name_ranks
 
 __all__ = ["odd_ones"]
@@ -57,6 +57,30 @@ def _places(facts: Mapping[int, Facts], ranks: list[int]) -> str:
         return name_ranks(ranks)
     shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     return f"{shown} ({name_ranks(ranks)})"
+
+
+@check(
+    "ranks-missing",
+    AREA,
+    Severity.error,
+    why="A job of theirs would wait for them as long as its timeouts say.",
+    do="Look at these ranks' output: did they start, and reach MASTER_ADDR? Are all nodes up?",
+)
+def missing(facts: Facts) -> Result:
+    """Found where ranks meet."""
+    return None
+
+
+@check(
+    "mesh-does-not-fit",
+    AREA,
+    Severity.error,
+    why="build_mesh would refuse it.",
+    do="Choose sizes whose product is the number of ranks; one may be -1.",
+)
+def does_not_fit(facts: Facts) -> Result:
+    """Found where collectives are measured."""
+    return None
 
 
 @across(

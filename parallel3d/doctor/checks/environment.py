@@ -180,12 +180,15 @@ def not_handled(facts: Facts) -> Result:
     "no-flight-record",
     AREA,
     Severity.note,
-    why="With 1 communicators are aborted before torch's flight recorder is written: hangs leave no trace.",
-    do="unset TORCH_NCCL_ASYNC_ERROR_HANDLING (torch's own value is 3)",
+    why="With 1, which torchrun sets where nothing is set, communicators are aborted before torch's flight "
+    "recorder is written: the hang that it is meant for leaves no trace.",
+    do="export TORCH_NCCL_ASYNC_ERROR_HANDLING=3 before torchrun",
 )
 def no_record(facts: Facts) -> Result:
-    value = facts.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    return "TORCH_NCCL_ASYNC_ERROR_HANDLING=1" if value == "1" else None
+    wanted = [n for n in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE") if facts.is_set(n)]
+    if not wanted or facts.environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "1":
+        return None
+    return f"{', '.join(wanted)} set, but TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
 
 
 @check(

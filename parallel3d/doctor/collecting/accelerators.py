@@ -14,7 +14,7 @@ from parallel3d.doctor.facts import Device
 __all__ = ["parse_health", "read_devices"]
 
 _QUERY = (
-    "uuid,persistence_mode,ecc.errors.uncorrected.volatile.total,driver_version,"
+    "uuid,persistence_mode,ecc.errors.uncorrected.volatile.total,memory.total,memory.used,"
     "clocks_event_reasons.hw_thermal_slowdown,clocks_event_reasons.sw_thermal_slowdown,"
     "clocks_event_reasons.hw_power_brake_slowdown"
 )
@@ -53,10 +53,9 @@ def _device(index: int, health: Mapping[str, Device]) -> Device:
     properties = torch.cuda.get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     known = health.get(uuid.removeprefix("GPU-"), Device(""))
-    try:
-        free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError:  # in exclusive mode, and taken
-        free, total = 0, properties.total_memory
+    # Not torch.cuda.mem_get_info: on every device it would leave a context of every rank.
+    total = properties.total_memory
+    free = total - (known.total - known.free)
     is_mig = "MIG" in properties.name or uuid.startswith("MIG")
     return replace(known, name=properties.name, uuid=uuid, total=total, free=free, mig=is_mig)
 
@@ -100,14 +99,20 @@ def parse_health(text: str) -> dict[str, Device]:
     found = {}
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
-        if len(words) != 7:
+        if len(words) != 8:
             continue
-        uuid, persistence, errors, _, *slowed = words
+        uuid, persistence, errors, total, used, *slowed = words
         reasons = [why for why, word in zip(_SLOWED, slowed, strict=True) if word == "Active"]
         found[uuid.removeprefix("GPU-")] = Device(
             "",
+            total=_mib(total),
+            free=_mib(total) - _mib(used),
             persistence=persistence != "Disabled",
             errors=int(errors) if errors.isdigit() else 0,
             slowed=", ".join(reasons),
         )
     return found
+
+
+def _mib(word: str) -> int:
+    return int(word) * 2**20 if word.isdigit() else 0
