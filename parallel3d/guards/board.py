@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,6 +74,15 @@ class Board:
         if self._gap is None:
             self._gap = time.monotonic()
         return time.monotonic() - self._gap > _GAP
+
+    def settle(self, rank: int, host: str) -> None:
+        """This rank is on machine ``host``."""
+        self._table.set(f"host/{rank}", host)
+
+    def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The machines of those of ``ranks`` that have said where they are."""
+        known = [rank for rank in ranks if self._table.check([f"host/{rank}"])]
+        return {rank: self._table.get(f"host/{rank}").decode() for rank in known}
 
     def answer(self, rank: int, state: dict[str, Any]) -> None:
         """To a roll call: this rank's process lives, and this is what it does."""

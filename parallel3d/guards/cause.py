@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 
 from torch import distributed as dist
 
@@ -82,6 +84,13 @@ def find_cause(
     late = _others_gave_up(monitor)
     if monitor.store_lost and late:
         return PeerFailureError(f"{late}. {own}")
+    if monitor.store_silent:
+        limit = seconds(timedelta(seconds=monitor.silence or 0))
+        where = os.environ.get("MASTER_ADDR", "another machine")
+        return PeerFailureError(
+            f"the store, on {where}, has not answered for {limit}: this machine, {monitor.host}, has lost "
+            f"the network, or that one has, or is frozen. Look at the network between the two. {own}"
+        )
     if monitor.store_lost:
         return PeerFailureError(
             "the process that hosts the store has ended: rank 0, or the launcher (torchrun's agent) on its "
@@ -106,10 +115,11 @@ def _blame_the_silent(
     limit = f"did not come within {seconds(group_timeout())}"
     waited = limit if _timed_out(error) else "is not in this collective"
     lines: list[str] = []
-    for each in lost:
-        known = last_known(each)
-        lines.append(f"rank {each} is lost: killed or hung; it posted no error and does not answer")
-        lines[-1] += f". Last known: {known}" if known else ""
+    hosts = monitor.hosts(lost)
+    for host in dict.fromkeys(hosts.get(each, "") for each in lost):
+        lines.append(
+            _lost(monitor, host, [r for r in lost if hosts.get(r, "") == host], last_known)
+        )
     for each, state in answers.items():
         lines.append(
             f"rank {each} {waited}: its process lives, at {state['where']}, and is in {state['stack']}"
@@ -119,8 +129,22 @@ def _blame_the_silent(
     if not lines:
         lines.append(_others_gave_up(monitor))
     blamed = lost or list(answers) or [note.rank for note in left]
-    head = _head(lost, list(answers))
+    head = _head(lost, list(answers)) if len(lines) > 1 else ""
     return PeerFailureError(f"{head}{'; '.join(lines)}.\n{own}", tuple(blamed))
+
+
+def _lost(
+    monitor: Monitor, host: str, ranks: Sequence[int], last_known: Callable[[int], str]
+) -> str:
+    """What is said of ``ranks``, all on ``host``, of which nothing is heard."""
+    elsewhere = f" on {host}" if host and host != monitor.host else ""
+    one = len(ranks) == 1
+    text = f"{name_ranks(ranks)}{elsewhere} {'is' if one else 'are'} lost: killed or hung"
+    text += ", or the network to there is down" if elsewhere else ""
+    text += f"; {'it' if one else 'they'} posted no error and {'does' if one else 'do'} not answer"
+    known = {rank: last_known(rank) for rank in ranks}
+    found = [text if one else f"rank {rank}: {text}" for rank, text in known.items() if text]
+    return f"{text}. Last known: {'; '.join(found)}" if found else text
 
 
 def _others_gave_up(monitor: Monitor) -> str:

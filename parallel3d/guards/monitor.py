@@ -1,16 +1,19 @@
 """Monitor: a thread that reads the board while the main thread computes or waits.
 
 It answers roll calls, so that a rank that hangs is told from one that was killed; it remembers what was
-posted, also when the store's host is gone; and where the main thread still waits for a collective that can't
-end any more, it lets the wait fail (gloo only, see ``wake_waiting``).
+posted, also when the store's host is gone; and where the main thread still waits for a collective that
+can't end any more, it lets the wait fail (gloo only, see ``wake_waiting``). It also notices ranks, and a
+store, that have fallen silent.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
@@ -18,6 +21,8 @@ from torch import distributed as dist
 from parallel3d._compat_groups import all_groups, clone_store, wake_waiting
 from parallel3d.guards.board import Board, Note
 from parallel3d.guards.progress import here, stack_of
+from parallel3d.guards.silence import Pulse, Sentinel
+from parallel3d.mesh.naming import seconds as in_words
 
 __all__ = ["Monitor"]
 
@@ -28,16 +33,31 @@ class Monitor(threading.Thread):
     Attributes:
         rank, world_size: of the default process group.
         grace: seconds that ranks are given to post what they have to say.
-        store_lost: whether the process that hosts the store has ended.
+        host: name of this rank's machine.
+        silence: seconds after which who says nothing is given up; None: never.
+        store_lost: whether the process that hosts the store has ended, or
+        store_silent: has not answered for ``silence`` seconds, which means ``store_lost`` too.
     """
 
-    def __init__(self, table: dist.Store, rank: int, world_size: int, grace: float) -> None:
+    def __init__(
+        self,
+        table: dist.Store,
+        rank: int,
+        world_size: int,
+        grace: float,
+        silence: float | None = None,
+    ) -> None:
         super().__init__(name="parallel3d-guards", daemon=True)
         self.rank = rank
         self.world_size = world_size
         self.grace = grace
-        self.store_lost = False
-        self._board = Board(clone_store(table))  # a connection of its own
+        self.host = socket.gethostname()
+        self.silence = silence
+        self.store_lost = self.store_silent = False
+        own = clone_store(table)  # a connection of its own
+        self._board = Board(own)
+        self._pulse = None if silence is None else Pulse(own, rank, world_size, silence)
+        self._waits_since: float | None = None
         self._main = threading.get_ident()
         self._notes: list[Note] = []
         self._lock = threading.Lock()
@@ -45,13 +65,15 @@ class Monitor(threading.Thread):
         self._ended = threading.Event()
         self._seen: float | None = None  # when the first failure was
         self._woken = False
+        self._do(lambda: self._board.settle(rank, self.host))
+        if silence is not None:
+            Sentinel(self, silence, self._ended).start()
 
     # -- for the main thread -------------------------------------------------------------------------
 
     def notes(self) -> list[Note]:
         """What was posted so far, by others and this rank."""
-        with self._lock:
-            return list(self._notes)
+        return list(self._notes)  # one that grows: the thread only adds to it
 
     def failure(self) -> Note | None:
         """The first error that another rank has had of its own, if there is one."""
@@ -65,6 +87,10 @@ class Monitor(threading.Thread):
     def answers(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         """Those of ``ranks`` that have answered the roll call."""
         return self._do(lambda: self._board.answers(ranks)) or {}
+
+    def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
+        """On which machines those of ``ranks`` are, or were, that have come into the watched part."""
+        return self._do(lambda: self._board.hosts(ranks)) or {}
 
     def look(self) -> None:
         """Reads what there is now, without waiting for the thread to do so."""
@@ -84,6 +110,8 @@ class Monitor(threading.Thread):
         """Stops the thread; nothing is woken any more."""
         with self._waking:
             self._ended.set()
+        if self._pulse is not None:
+            self._do(self._pulse.end)
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -91,7 +119,18 @@ class Monitor(threading.Thread):
         """Until ``end``."""
         while not self._ended.wait(self.grace / 10) and not self.store_lost:
             self.look()
+            self._do(self._feel)
             self._wake()
+
+    def _feel(self) -> None:
+        """Gives a sign of life; one that has none of the next rank's any more tells all."""
+        if self._ended.is_set() or self._pulse is None or not self._pulse.beat():
+            return
+        if self._seen is None:
+            limit = in_words(timedelta(seconds=self._pulse.silence))
+            what = f"no sign of life from rank {self._pulse.next} for {limit}"
+            self._board.post(Note("lost", self.rank, what, str(here), here.step))
+            self._seen = time.monotonic()
 
     def _read(self) -> None:
         notes = self._board.read()
@@ -115,10 +154,30 @@ class Monitor(threading.Thread):
                 with suppress(Exception):  # destroyed meanwhile, or of a backend we don't know
                     wake_waiting(group)
 
+    # -- for the thread that looks after this one ------------------------------------------------------
+
+    def waits_since(self) -> float | None:
+        """Since when the store is asked something; None: it has answered."""
+        return self._waits_since
+
+    def store_is_silent(self, seconds: float) -> None:
+        """It is not asked again; what waits for others does so in vain."""
+        self.store_silent = self.store_lost = True
+        self._seen = time.monotonic() - self.grace
+        self._wake()
+
     def _do(self, what: Callable[[], Any]) -> Any:
-        with self._lock:
-            try:
-                return what()
-            except RuntimeError:  # a DistNetworkError, or what the store says after one
-                self.store_lost = True
+        while not self._lock.acquire(timeout=0.1):
+            if self.store_silent:  # who holds the lock waits in the kernel
                 return None
+        try:
+            if self.store_lost:
+                return None
+            self._waits_since = time.monotonic()
+            return what()
+        except RuntimeError:  # a DistNetworkError, or what the store says after one
+            self.store_lost = True
+            return None
+        finally:
+            self._waits_since = None
+            self._lock.release()

@@ -18,13 +18,20 @@ from parallel3d.guards.progress import counting_steps, here
 from parallel3d.guards.timeouts import Schedule, Timeouts
 from parallel3d.mesh.store import next_table, others, while_waiting
 
-__all__ = ["GRACE", "Session", "current_session", "watch"]
+__all__ = ["GRACE", "SILENCE", "Session", "current_session", "watch"]
 
 GRACE = timedelta(seconds=5)
 """How long ranks are given to post what they have to say, unless told otherwise."""
+SILENCE = timedelta(minutes=1)
+"""How long nothing may be heard of a rank, unless told otherwise."""
 
 
-def watch(*, timeouts: Timeouts | None = None, grace: timedelta = GRACE) -> Watch:
+def watch(
+    *,
+    timeouts: Timeouts | None = None,
+    grace: timedelta = GRACE,
+    silence: timedelta | None = SILENCE,
+) -> Watch:
     """Around a training loop, or ``main``, on every rank: failures are told to the other ranks.
 
     ::
@@ -37,17 +44,24 @@ def watch(*, timeouts: Timeouts | None = None, grace: timedelta = GRACE) -> Watc
     ``PeerFailureError`` that names the rank that failed first and what it said. A rank that was killed, or
     hangs, posts nothing: after ``grace`` it is named as lost, or with the line of code that it is in.
 
+    A host that loses its network closes no connection: each rank's watching thread gives signs of life, and
+    ranks that have not for ``silence`` are given up like those that were killed (on NCCL, which can't be
+    woken, when their collective's own timeout ends).
+
     It can be used as a decorator too. Within another watch it only sets timeouts. It costs a thread that
-    looks into the store every ``grace / 10``, nothing per collective. With the environment variable
+    looks into the store every ``grace / 10``, and gives a sign of life every ``silence / 6``; nothing per
+    collective. With the environment variable
     ``PARALLEL3D_DEBUG=1`` it switches ``guards.debug`` on, which writes into the folder
     ``PARALLEL3D_DEBUG_DIR`` if that is set.
 
     Args:
         timeouts: of collectives, by phase. They hold for all process groups of this process.
         grace: how long a rank is given to post its error. On all ranks alike.
+        silence: how long a rank may give no sign of life, and the store no answer; None: for ever. Longer
+            than any call that keeps Python's lock. On all ranks alike.
 
     Raises:
-        PeerFailureError: another rank failed, was killed or hangs.
+        PeerFailureError: another rank failed, was killed, hangs or can't be reached.
     """
     if timeouts is not None and not isinstance(timeouts, Timeouts):
         raise Parallel3dError(
@@ -57,14 +71,19 @@ def watch(*, timeouts: Timeouts | None = None, grace: timedelta = GRACE) -> Watc
         raise Parallel3dError(
             f"watch: grace is {grace!r}; it must be a positive datetime.timedelta"
         )
-    return Watch(timeouts, grace)
+    if silence is not None and not (isinstance(silence, timedelta) and silence > timedelta(0)):
+        raise Parallel3dError(
+            f"watch: silence is {silence!r}; it must be a positive datetime.timedelta, or None"
+        )
+    return Watch(timeouts, grace, silence)
 
 
 class Session:
     """One outermost watch, from the moment that there is a process group."""
 
-    def __init__(self, grace: timedelta) -> None:
+    def __init__(self, grace: timedelta, silence: timedelta | None) -> None:
         self._grace = grace.total_seconds()
+        self._silence = None if silence is None else silence.total_seconds()
         self._monitor: Monitor | None = None
         self.last_known: Callable[[int], str] = lambda rank: ""
 
@@ -73,7 +92,7 @@ class Session:
         if self._monitor is None and (found := others()) is not None:
             store, rank, world_size = found
             table = next_table(store, "guards/watch", rank)
-            self._monitor = Monitor(table, rank, world_size, self._grace)
+            self._monitor = Monitor(table, rank, world_size, self._grace, self._silence)
             self._monitor.start()
             for schedule in _timeouts.active:
                 schedule.begin()
@@ -135,14 +154,16 @@ def current_session() -> Session | None:
 class Watch(ContextDecorator):
     """What ``watch`` returns."""
 
-    def __init__(self, timeouts: Timeouts | None, grace: timedelta) -> None:
+    def __init__(
+        self, timeouts: Timeouts | None, grace: timedelta, silence: timedelta | None
+    ) -> None:
         self._timeouts = timeouts
-        self._grace = grace
+        self._grace, self._silence = grace, silence
         self._session: Session | None = None
         self._stack: ExitStack | None = None
 
     def _recreate_cm(self) -> Watch:
-        return Watch(self._timeouts, self._grace)
+        return Watch(self._timeouts, self._grace, self._silence)
 
     def __enter__(self) -> Watch:
         """Raises StateError if it is entered already."""
@@ -153,7 +174,7 @@ class Watch(ContextDecorator):
         with ExitStack() as stack:
             if current_session() is None:
                 here.reset()
-                self._session = Session(self._grace)
+                self._session = Session(self._grace, self._silence)
                 _sessions.append(self._session)
                 stack.callback(_sessions.pop)
                 while_waiting.append(self._session.check)

@@ -153,6 +153,18 @@ CASES = [
         dying=0,
     ),
     _watch(
+        "a rank is frozen, or its machine has lost the network: nothing is closed",
+        jobs.one_freezes,
+        "rank 2 is lost: killed or hung; it posted no error and does not answer",
+        dying=2,
+    ),
+    _watch(
+        "the same of rank 0, which hosts the store",
+        jobs.host_freezes,
+        "the store, on 127.0.0.1, has not answered for 3 s",
+        dying=0,
+    ),
+    _watch(
         "a rank hangs",
         jobs.one_hangs,
         "rank 2 did not come within 2 s: its process lives, at step 3, phase step, and is in jobs.py:",

@@ -242,6 +242,33 @@ def one_is_killed() -> None:
     watched(odd_at_3(lambda step, model: kill()))
 
 
+def freeze() -> None:
+    """As a machine without network: no connection is closed. Ended later by a process of its own."""
+    frozen = os.getpid()
+    if os.fork() == 0:
+        time.sleep(9)
+        os.kill(frozen, signal.SIGKILL)
+        os._exit(0)
+    os.kill(frozen, signal.SIGSTOP)
+
+
+def freezing(rank: int) -> None:
+    def at_3(step: int, model: Any) -> None:
+        if step == 3 and dist.get_rank() == rank:
+            freeze()
+
+    with guards.watch(grace=GRACE, silence=GRACE):
+        train(a_model(), each=at_3)
+
+
+def one_freezes() -> None:
+    freezing(ODD)
+
+
+def host_freezes() -> None:
+    freezing(0)
+
+
 def host_is_killed() -> None:
     watched(lambda step, model: kill() if step == 3 and dist.get_rank() == 0 else None)
 
