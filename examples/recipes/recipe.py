@@ -70,15 +70,15 @@ class Recipe:
                 found += [option, str(value)]
         return found
 
-    def job(self, image: str | None = None) -> LaunchJob:
-        """What ``parallel3d launch`` starts; ``image``: the container's, where there are containers."""
+    def job(self, **more: Any) -> LaunchJob:
+        """What ``parallel3d launch`` starts; ``more``: of LaunchJob, such as a container's ``image``."""
         return LaunchJob(
             command=("examples/train.py", *self.arguments()),
             nodes=self.cluster["nodes"],
             gpus_per_node=self.cluster["gpus_per_node"],
             layout=self.layout,
             name=self.name,
-            image=image,
+            **more,
         )
 
     def prediction(self) -> Prediction:
@@ -138,6 +138,7 @@ def main(
     image: Annotated[
         str | None, typer.Option(help="The container's image, for kubeflow and jobset.")
     ] = None,
+    gpu: Annotated[str | None, typer.Option(help="The GPU's name, for skypilot: H100.")] = None,
     expect: Annotated[
         bool, typer.Option("--expect", help="Writes what the planner expects into the recipe.")
     ] = False,
@@ -150,7 +151,7 @@ def main(
     if expect:
         write_expectation(name)
     elif to is not None:
-        sys.stdout.write(launch_file(to, recipe.job(image)))
+        sys.stdout.write(launch_file(to, recipe.job(image=image, gpu=gpu)))
     else:
         _show(recipe)
 

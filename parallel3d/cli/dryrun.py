@@ -150,10 +150,12 @@ def _show(
     if trace is not None:
         write_trace(run, trace, times)
     if html is not None:
-        write_report(run, html, times, other)
+        write_report(run, html, times, divergence, other)
     if json:
         typer.echo(to_json(run))
     else:
         print_summary(run, times, divergence, console=tables.output())
+        if other is not None and divergence is None:
+            typer.echo(f"ranks {run.rank} and {other.rank} communicate alike")
     if divergence is not None:
         raise typer.Exit(1)

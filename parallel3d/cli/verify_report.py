@@ -33,8 +33,12 @@ def show(found: Verification, model: str, parallelize: str) -> None:
         console.print(_difference(found.difference))
         return
     console.print(Text("equal to the plain model", style="bold green"))
-    if found.parity.loss:
-        console.print(_largest(found))
+    parity = found.parity
+    for dtype, loss in parity.loss.items():
+        console.print(
+            f"largest relative differences in {dtype}: loss {loss:.1e}, gradients "
+            f"{parity.grads[dtype]:.1e}, weights {parity.weights[dtype]:.1e}"
+        )
     if found.dropouts:
         console.print(f"{found.dropouts} calls of dropout draw as they must")
 
@@ -59,16 +63,3 @@ def _difference(found: Difference) -> Panel:
         border_style="red",
         expand=False,
     )
-
-
-def _largest(found: Verification) -> Table:
-    table = Table(title="largest differences (relative)", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    dtypes = list(found.parity.loss)
-    for dtype in dtypes:
-        table.add_column(dtype, justify="right")
-    for name in ("loss", "grads", "weights"):
-        values = getattr(found.parity, name)
-        shown = {"grads": "gradients"}.get(name, name)
-        table.add_row(shown, *(f"{values[dtype]:.1e}" for dtype in dtypes))
-    return table

@@ -49,24 +49,29 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of the calling thread: for collectives on a CPU, which it waits for."""
+    """Of the calling thread: for collectives on a CPU, which it waits for.
 
-    def __init__(self) -> None:
+    Args:
+        now: seconds, by any clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
         self.seconds: dict[str, float] = defaultdict(float)
         self.began = 0.0
 
     def begin(self) -> None:
         """See ``Clock``."""
         self.seconds.clear()
-        self.began = time.perf_counter()
+        self.began = self.now()
 
     def start(self) -> float:
         """See ``Clock``."""
-        return time.perf_counter()
+        return self.now()
 
     def stop(self, started: float, axis: str) -> None:
         """See ``Clock``."""
-        self.seconds[axis] += time.perf_counter() - started
+        self.seconds[axis] += self.now() - started
 
     def issued(self, axis: str) -> None:
         """See ``Clock``."""
@@ -76,7 +81,7 @@ class HostClock:
 
     def take(self) -> tuple[float, dict[str, float]]:
         """See ``Clock``."""
-        return time.perf_counter() - self.began, dict(self.seconds)
+        return self.now() - self.began, dict(self.seconds)
 
 
 class Patch:

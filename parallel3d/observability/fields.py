@@ -18,6 +18,7 @@ FIELDS = {
     "alloc_retries": "times so far that the allocator freed its caches to go on (CUDA)",
     "ooms": "times so far that it had no memory (CUDA)",
     "exposed_seconds": "sampled: axis -> seconds that this rank waited for communication over it",
+    "exposed_seconds_mean": "sampled: the same, mean over all ranks",
     "own_seconds": "sampled: the step's seconds on this rank without these waits",
     "memory_peak_max": "sampled: largest `memory_peak` of all ranks, bytes",
     "memory_peak_max_rank": "sampled: the rank that has it",

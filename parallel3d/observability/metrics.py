@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median_low
+from statistics import fmean, median_low
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch.distributed import DeviceMesh
 from parallel3d._dry_run import active
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh.agreement import check_agreement
-from parallel3d.observability.exposed import ExposedTime
+from parallel3d.observability.exposed import WORLD, ExposedTime
 from parallel3d.observability.flops import CONVENTION, ModelFlops, peak_of_device
 from parallel3d.observability.gathering import Gathering
 from parallel3d.observability.memory import OomSnapshots, read_memory, total_memory
@@ -57,7 +57,7 @@ class Metrics:
                     metrics.log(loss=loss.item(), grad_norm=norm.item())
 
     Every ``every`` steps it measures where this rank waits for communication (``ExposedTime``), and the ranks
-    exchange four numbers each in one small all-gather, from which it knows who is slow. Other steps cost a
+    exchange a few numbers each in one small all-gather, from which it knows who is slow. Other steps cost a
     few microseconds; nothing in the engine changes. Let a step end in something that waits for the device, as
     ``item()`` does, or its time is that of the host.
 
@@ -111,7 +111,7 @@ class Metrics:
         self.peak_flops = peak
         self.record: dict[str, Any] = {}
         self._exposed = self._meter() if every else None
-        self._own: deque[float] = deque(maxlen=samples)
+        self._own: deque[tuple[float, float]] = deque(maxlen=samples)  # (own, loading data)
         self._logged: dict[str, Any] = {}
         self._number, self._began, self._loading = -1, 0.0, 0.0
         self._in_step = self._sampling = False
@@ -252,19 +252,23 @@ class Metrics:
         """What is measured now and then. Collective."""
         meter = self._exposed
         assert meter is not None
-        self._own.append(meter.own)
-        table = self.gathering([min(self._own), self._loading, memory])
+        self._own.append((meter.own, self._loading))
+        axes = [axis for axis, size in self.axes.items() if size > 1] + [WORLD]
+        waits = [meter.seconds.get(axis, 0.0) for axis in axes]
+        table = self.gathering([*min(self._own), memory, *waits])
         if table is None:  # a dry run, where nobody waits
             return {}
         found: dict[str, Any] = {"exposed_seconds": meter.seconds, "own_seconds": meter.own}
         if not self.is_first:
             return found
-        own, loading, peaks = ([row[i] for row in table] for i in range(3))
+        own, loading, peaks, *waited = (list(column) for column in zip(*table, strict=True))
+        means = {axis: fmean(each) for axis, each in zip(axes, waited, strict=True)}
         largest = max(range(len(peaks)), key=peaks.__getitem__)
         stragglers = []
         if len(self._own) == self.samples:
             stragglers = find_stragglers(own, self.axes, loading=loading, slow=self.slow)
         return found | {
+            "exposed_seconds_mean": {axis: mean for axis, mean in means.items() if mean > 0},
             "memory_peak_max": int(peaks[largest]),
             "memory_peak_max_rank": self.gathering.ranks[largest],
             "own_seconds_max": max(own),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from parallel3d.observability.exposed import Patch
@@ -76,7 +77,8 @@ class StreamClock:
     def _record_event(self, original: Any) -> Callable[..., Any]:
         def record_event(stream: Any, event: Any = None) -> Any:
             made = original(stream, event) if event is not None else original(stream)
-            setattr(made, _AXIS, self._last.get(stream))
+            with suppress(AttributeError):  # an event that is not torch.cuda's own
+                setattr(made, _AXIS, self._last.get(stream))
             return made
 
         return record_event

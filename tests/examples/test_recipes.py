@@ -38,7 +38,10 @@ def test_it_says_what_the_planner_expects(name):
 def test_each_launcher_starts_it(name):
     recipe = read(name)
     for target in TARGETS:
-        text = launch_file(target, recipe.job("registry/train:1"))
+        image = "registry/train:1" if target in ("kubeflow", "jobset") else None
+        text = launch_file(
+            target, recipe.job(image=image, gpu="H100" if target == "skypilot" else None)
+        )
         assert "examples/train.py" in text and recipe.train["checkpoint"] in text
         assert str(recipe.cluster["nodes"]) in text
 

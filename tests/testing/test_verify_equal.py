@@ -114,7 +114,9 @@ def torchs_own(model: nn.Module, mesh: Any) -> nn.Module:
     )
 
     for layer in model.layers:
-        parallelize_module(layer.mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            layer.mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
     return model
 
 

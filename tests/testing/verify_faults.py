@@ -20,7 +20,6 @@ from verify_models import (
     ColumnLinear,
     Decoder,
     Loss,
-    Rope,
     RowEmbedding,
     RowLinear,
     average_over,
@@ -285,7 +284,12 @@ def _(model, mesh):
         layer.attn.__class__ = WholeHeadCount
 
 
-@planted("rotary positions of a part of the sequence without its offset", "layers.0.attn.rope", "output", (1, 1, 2))
+@planted(
+    "rotary positions of a part of the sequence without its offset",
+    "layers.0.attn.rope",
+    "output",
+    (1, 1, 2),
+)
 def _(model, mesh):
     by_hand(model, mesh, whole="layers.0.attn.")
     model.layers[0].attn.__class__ = QueriesByRows
@@ -300,7 +304,12 @@ def _(model, mesh):
     up.weight = part(whole.requires_grad_(), 0, tp, tp.size() - 1 - tp.get_local_rank())
 
 
-@planted("a gradient averaged over tp instead of the data ranks", "layers.0.mlp.down", "gradient", (2, 1, 2))
+@planted(
+    "a gradient averaged over tp instead of the data ranks",
+    "layers.0.mlp.down",
+    "gradient",
+    (2, 1, 2),
+)
 def _(model, mesh):
     whole = model.layers[0].mlp.down.weight
     by_hand(model, mesh)
@@ -312,13 +321,24 @@ def _(model, mesh):
 # ---- around parallelize ----
 
 
-@planted("the mean over the data ranks divided once too often", "layers.1.mlp.down", "gradient", (2, 2, 1))
+@planted(
+    "the mean over the data ranks divided once too often",
+    "layers.1.mlp.down",
+    "gradient",
+    (2, 2, 1),
+)
 def _(model, mesh):
     parallelize(model, mesh)
     model.layers[1].set_gradient_divide_factor(8.0)
 
 
-@planted("a tied head given a weight of its own", "head", "structure", (1, 2, 2), functools.partial(Decoder, tied=True))
+@planted(
+    "a tied head given a weight of its own",
+    "head",
+    "structure",
+    (1, 2, 2),
+    functools.partial(Decoder, tied=True),
+)
 def _(model, mesh):
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     parallelize(model, mesh, PLAN)
@@ -386,7 +406,13 @@ def watching() -> nn.Module:
     return model
 
 
-@planted("a running statistic not synchronised over the data ranks", "layers.0.drop", "buffer", (2, 1, 1), watching)
+@planted(
+    "a running statistic not synchronised over the data ranks",
+    "layers.0.drop",
+    "buffer",
+    (2, 1, 1),
+    watching,
+)
 def _(model, mesh):
     parallelize(model, mesh)
 

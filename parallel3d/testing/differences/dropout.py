@@ -8,7 +8,7 @@ group where they hold the same tensor, and only there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

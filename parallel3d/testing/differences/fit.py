@@ -147,15 +147,23 @@ def hint_of(
         return "as small as float32 rounds: is something computed in it?"
     factor = _factor(want, got)
     if factor is not None and distance(got, want * factor) <= bound * scale * max(1.0, abs(factor)):
-        size = len(first.ranks)
-        ratio = f"{factor:.4g} times the plain model's"
-        return ratio + (f" (tp is {size})" if abs(factor - size) < 1e-6 and size > 1 else "")
+        return f"{factor:.4g} times the plain model's{_axes(factor, len(first.ranks), len(groups))}"
     if len(first.ranks) > 1:
         if _gap(plain, groups, floor, _sums(Fit("whole"), plain, parallel)).difference <= bound:
             return "the sum over the tp ranks is the plain model's: a reduction is missing"
         others = [distance(parallel[r], got) for r in first.ranks[1:]]
         if max(others) > bound * scale:
             return "the ranks of one tp group have different values"
+    return ""
+
+
+def _axes(factor: float, tp: int, data: int) -> str:
+    """Which axis of the mesh has that many ranks."""
+    for name, size in (("tp", tp), ("the number of data ranks", data)):
+        if size > 1 and abs(factor - size) < 1e-6:
+            return f" ({name} is {size})"
+        if size > 1 and abs(factor - 1 / size) < 1e-6:
+            return f" (1 / {name})"
     return ""
 
 

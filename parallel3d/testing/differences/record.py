@@ -17,12 +17,24 @@ from parallel3d._compat_simulated import tensors_by_rank
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.testing.differences.fit import ALL
 
-__all__ = ["FUNCTION", "Call", "Key", "Place", "Recorder", "Trace", "Values", "merged", "plain_name"]
+__all__ = [
+    "FUNCTION",
+    "Call",
+    "Key",
+    "Place",
+    "Recorder",
+    "Trace",
+    "Values",
+    "merged",
+    "plain_name",
+]
 
 Values = dict[int, Tensor]
 Key = tuple[str, int]  # of a call: the module's name, and which call of it
 Place = tuple[str, Key, int]  # what a call's "enter" or "exit" brought: which tensor
-FUNCTION = "::"  # between a module's name and that of a function its code calls, which counts as one too
+FUNCTION = (
+    "::"  # between a module's name and that of a function its code calls, which counts as one too
+)
 
 # The wrappers that people put around modules, which names of the plain model don't have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -188,7 +200,9 @@ class Recorder:
 
         return note
 
-    def function(self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Tensor | None) -> None:
+    def function(
+        self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Tensor | None
+    ) -> None:
         """Records that the code that runs calls a function that may drop out."""
         if self.trace is None or not self.stack:
             return

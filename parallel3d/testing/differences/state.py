@@ -262,8 +262,10 @@ class State:
         mine = next((p for p in pairs if p[0] == rank), None)
         if mine is None or mine[2].shape != mine[3].shape or not mine[2].numel():
             return ""
-        one = [Group(0, (0,))]
-        hint = hint_of({0: mine[3]}, {0: mine[2]}, one, bound, scale)
+        # As if every rank had what this one has: only a factor, or rounding, can then be seen.
+        wants = {group.data_rank: mine[3] for group in self.groups}
+        gots = {rank: mine[2] for group in self.groups for rank in group.ranks}
+        hint = hint_of(wants, gots, self.groups, bound, scale)
         if hint:
             return hint
         same = {r: got for r, part, got, _ in pairs if part == mine[1]}
