@@ -8,9 +8,9 @@ import typer
 from typer.core import TyperGroup
 
 from parallel3d.cli.calibrate import calibrate_command
+from parallel3d.cli.doctor import doctor_command
 from parallel3d.cli.dryrun import dryrun_command
 from parallel3d.cli.launch import launch_command
-from parallel3d.cli.doctor import doctor_command
 from parallel3d.cli.plan import plan_command
 from parallel3d.cli.predict import predict_command
 from parallel3d.cli.verify import verify_command
