@@ -32,29 +32,29 @@ def write_report(
     run: DryRun,
     path: str | PathLike[str],
     predicted: Timeline | None = None,
-    other: DryRun | None = None,
     divergence: Divergence | None = None,
+    other: DryRun | None = None,
 ) -> None:
     """Writes the page.
 
     Args:
         predicted: ``timeline(run)``, or one with other machines.
-        other: another rank's dry run of the same program, to be compared with.
-        divergence: what ``compare`` has found, where ``other`` isn't at hand.
+        divergence: what ``compare`` with another rank has found.
+        other: that rank's dry run: it is compared with, and the page says so too if nothing is found.
 
     Raises:
         PlanningError: plotly isn't installed.
         DryRunError: ``other`` is of another world.
         OSError: the file can't be written.
     """
-    Path(path).write_text(report_html(run, predicted, other, divergence), encoding="utf-8")
+    Path(path).write_text(report_html(run, predicted, divergence, other), encoding="utf-8")
 
 
 def report_html(
     run: DryRun,
     predicted: Timeline | None = None,
-    other: DryRun | None = None,
     divergence: Divergence | None = None,
+    other: DryRun | None = None,
 ) -> str:
     """The page, with plotly's JavaScript in it: 5 MB and more; see ``write_report``."""
     times = predicted or timeline(run)
