@@ -10,7 +10,7 @@ from typing import Any
 
 import parallel3d.doctor.checks  # noqa: F401 - registers them
 from parallel3d.doctor.collecting.collect import collect
-from parallel3d.doctor.facts import Facts
+from parallel3d.doctor.facts import GIB, Facts
 from parallel3d.doctor.finding import (
     CHECKS,
     Finding,
@@ -23,6 +23,7 @@ from parallel3d.doctor.finding import (
 from parallel3d.doctor.measurement import Line, Measurement, lines_of
 from parallel3d.doctor.meeting import Meeting, clock_offset, meet
 from parallel3d.doctor.place import adopt_slurm, place_of
+from parallel3d.doctor.profiles import profile_of
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
@@ -238,11 +239,11 @@ def cluster_of(options: Options, nodes: int, per_node: int) -> Cluster | None:
             raise PlanningError("which GPU of the profile? Give --gpu its name")
         import torch
 
-        from parallel3d.planner.calibrate import nearest_gpu
-
-        if not torch.cuda.is_available():
-            return None
-        name = nearest_gpu("cuda")
+        if torch.cuda.is_available():
+            known = torch.cuda.get_device_properties(0)
+            name = profile_of(known.name, known.total_memory / GIB)
+    if name is None:
+        return None
     return Cluster.of(name, nodes, per_node, options.nic, options.profile)
 
 

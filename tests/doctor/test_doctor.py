@@ -126,7 +126,8 @@ def test_variables_that_steer() -> None:
 
 
 def test_place_by_torchrun() -> None:
-    given = dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8", GROUP_RANK="1")
+    given = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    given["GROUP_RANK"] = "1"
     assert place_of(given) == Place(9, 16, 1, 8, 1, socket.gethostname())
     assert place_of(given).nodes == 2
     with pytest.raises(MeshError, match="RANK is 'nine'"):
@@ -217,9 +218,8 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
-    job = dict(
-        RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    job["MASTER_PORT"] = str(port)
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     found = doctor(Options(timeout=0.5))
