@@ -60,9 +60,11 @@ def run_plain(steps: int) -> Result:
     """The same training of the plain model, with nothing of the library but its initial weights."""
     sys.path.insert(0, str(EXAMPLES))
     from llama import Llama, LlamaConfig
-    from report import WINDOW
     from text import Samples
-    from train import Trainer, read_text_for
+    from train import read_text_for
+    from trainer import Schedule, Trainer
+
+    from parallel3d.observability.progress import WINDOW
 
     start = time.perf_counter()
     config = LlamaConfig.named("tiny")
@@ -71,8 +73,8 @@ def run_plain(steps: int) -> Result:
     with torch.device("meta"):
         model = Llama(config)
     p3d.materialize(model, device=device, seed=SEED)
-    trainer = Trainer(model, nn.utils.clip_grad_norm_, lr=LEARNING_RATE, steps=steps)
-    samples = Samples(read_text_for(config, None), config.max_seq_len, seed=SEED)
+    trainer = Trainer(model, nn.utils.clip_grad_norm_, Schedule(LEARNING_RATE, steps))
+    samples = Samples(read_text_for(config.max_seq_len, None), config.max_seq_len, seed=SEED)
     losses = []
     for step in range(steps):
         loss, _ = trainer.step(samples.batch(step * BATCH, BATCH).to(device))

@@ -85,7 +85,8 @@ class MemoryOverTime(TorchDispatchMode):
     def __init__(self, clock: Any, outside: list[torch.Tensor]) -> None:
         super().__init__()
         self.clock = clock
-        self.outside = {StorageWeakRef(t.untyped_storage()).cdata for t in outside}
+        # By address: a bucket's shards are storages of their own in memory of the bucket's.
+        self.outside = {t.untyped_storage().data_ptr() for t in outside}
         self.known: dict[int, StorageWeakRef] = {}
         self.samples: list[tuple[float, int]] = []
 
@@ -96,9 +97,10 @@ class MemoryOverTime(TorchDispatchMode):
         now = self.clock.now()
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                storage = StorageWeakRef(tensor.untyped_storage())
-                if storage.cdata not in self.outside:
-                    self.known[storage.cdata] = storage
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.outside:
+                    known = StorageWeakRef(storage)
+                    self.known[known.cdata] = known
         self.known = {key: ref for key, ref in self.known.items() if not ref.expired()}
         make = torch.UntypedStorage._new_with_weak_ptr
         self.samples.append((now, sum(make(ref.cdata).nbytes() for ref in self.known.values())))

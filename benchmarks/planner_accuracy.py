@@ -158,7 +158,7 @@ def fit(runs: Sequence[Row], models: Models) -> dict[str, float]:
 def forget() -> None:
     """What was computed with other constants."""
     kernels.kernels_of.cache_clear()
-    kernels._gemm.cache_clear()
+    kernels.gemm_time.cache_clear()
 
 
 def speed_errors(runs: Sequence[Row], models: Models) -> list[float]:

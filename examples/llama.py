@@ -6,6 +6,7 @@ is all a model has to do to run unchanged when tensor parallelism leaves it a pa
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -17,7 +18,10 @@ __all__ = ["SIZES", "Llama", "LlamaConfig"]
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a :class:`Llama`; ``LlamaConfig.named("tiny")`` gives a ready-made one."""
+    """The sizes of a :class:`Llama`; ``LlamaConfig.named("tiny")`` gives a ready-made one.
+
+    ``tied``: the embedding's table is the output head's weight as well.
+    """
 
     dim: int = 128
     n_layers: int = 2
@@ -28,6 +32,7 @@ class LlamaConfig:
     max_seq_len: int = 128
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    tied: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -35,11 +40,18 @@ class LlamaConfig:
 
     @classmethod
     def named(cls, size: str) -> "LlamaConfig":
-        """The configuration called ``size``: ``tiny`` (0.4 M parameters), ``small`` (24 M), ``nano``."""
+        """The configuration called ``size``.
+
+        ``nano`` (0.1 M parameters), ``tiny`` (0.4 M) and ``small`` (24 M) are for tests; ``1b``, ``8b``,
+        ``70b`` and ``405b`` are the shapes of Llama 3.2 1B and Llama 3.1, with sequences of 8,192 tokens and
+        plain rotary positions (Llama 3.1 stretches them for 131,072).
+        """
         if size not in SIZES:
             raise ValueError(f"size {size!r} is unknown: choose from {', '.join(SIZES)}")
         return SIZES[size]
 
+
+_LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "max_seq_len": 8192, "rope_theta": 500_000.0}
 
 SIZES = {
     "nano": LlamaConfig(dim=64, hidden_dim=176, max_seq_len=32),
@@ -47,6 +59,10 @@ SIZES = {
     "small": LlamaConfig(
         dim=512, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=1408, max_seq_len=512
     ),
+    "1b": LlamaConfig(2048, 16, 32, 8, 8192, **_LLAMA_3, tied=True),
+    "8b": LlamaConfig(4096, 32, 32, 8, 14336, **_LLAMA_3),
+    "70b": LlamaConfig(8192, 80, 64, 8, 28672, **_LLAMA_3),
+    "405b": LlamaConfig(16384, 126, 128, 8, 53248, **_LLAMA_3),
 }
 
 
@@ -160,6 +176,8 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Linear(config.dim, config.vocab_size)
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
         if not self.output.weight.is_meta:
             self.apply(self._init_weights)
 

@@ -3,7 +3,6 @@
 import os
 import sysconfig
 from collections.abc import Collection, Iterator
-from ctypes import string_at
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,12 +14,13 @@ __all__ = ["Samples", "read_text", "shuffled"]
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
-def read_text(path: Path | None = None) -> Tensor:
+def read_text(path: Path | None = None) -> bytes:
     """Reads a file, or all files of a folder one after the other; without a path, the source of the
     Python standard library that runs this (without its tests).
 
     Returns:
-        uint8, (bytes,): the same on every machine that has the same files, as they are sorted.
+        The same on every machine that has the same files, as they are sorted. No tensor: whoever runs the
+        program on fake ones has the real text.
 
     Raises:
         FileNotFoundError: if ``path`` does not exist.
@@ -34,8 +34,7 @@ def read_text(path: Path | None = None) -> Tensor:
         files = [path]
     else:
         raise FileNotFoundError(f"no file or folder at {path}")
-    text = bytearray(b"".join(file.read_bytes() for file in sorted(files)))
-    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return b"".join(file.read_bytes() for file in sorted(files))
 
 
 class Samples:
@@ -46,16 +45,16 @@ class Samples:
     the batches were and the ranks that shared them.
 
     Args:
-        text: uint8, (bytes,).
+        text: the bytes.
         seq_len: inputs of a sequence; the targets are these moved by one.
     """
 
-    def __init__(self, text: Tensor, seq_len: int, *, seed: int) -> None:
+    def __init__(self, text: bytes, seq_len: int, *, seed: int) -> None:
         self.text, self.seq_len, self.seed = text, seq_len, seed
         self.count = (len(text) - 1) // seq_len
         if self.count < 1:
             raise ValueError(f"{len(text)} bytes are no sequence of {seq_len + 1}")
-        self.digest = blake2b(string_at(text.data_ptr(), len(text)), digest_size=8).hexdigest()
+        self.digest = blake2b(text, digest_size=8).hexdigest()
 
     def __len__(self) -> int:
         """Sequences in an epoch."""
@@ -64,7 +63,7 @@ class Samples:
     def batch(self, first: int, size: int) -> Tensor:
         """The samples ``first`` to ``first + size - 1``: int64, (size, seq_len + 1)."""
         starts = [self.sequence_of(n) * self.seq_len for n in range(first, first + size)]
-        return self.text[torch.tensor(starts)[:, None] + torch.arange(self.seq_len + 1)].long()
+        return torch.tensor([list(self.text[s : s + self.seq_len + 1]) for s in starts])
 
     def sequence_of(self, sample: int) -> int:
         """Which sequence the sample is."""

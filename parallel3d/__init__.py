@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from parallel3d._lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d import checkpoint, dryrun, fsdp, guards, optim, planner, tp
+    from parallel3d import checkpoint, dryrun, fsdp, guards, observability, optim, planner, tp
     from parallel3d.errors import (
         AgreementError,
         CheckpointError,
@@ -49,6 +49,7 @@ __all__ = [
     "fully_shard",
     "guards",
     "materialize",
+    "observability",
     "optim",
     "parallelize",
     "planner",

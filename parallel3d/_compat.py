@@ -138,9 +138,13 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+pretended_backend: str | None = None
+"""What ``backend_name`` says whatever the group is: a dry run's."""
+
+
 def backend_name(group: ProcessGroup, device_type: str) -> str:
     """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``."""
-    return group._get_backend(torch.device(device_type)).name()
+    return pretended_backend or group._get_backend(torch.device(device_type)).name()
 
 
 def dtensor_shard_box(

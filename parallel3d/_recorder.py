@@ -12,7 +12,14 @@ from parallel3d._compat import TorchDispatchMode, inner_tensors, process_group_o
 from parallel3d._compat_simulated import LocalTensor
 from parallel3d._trace import issuing
 
-__all__ = ["Collective", "Recorder", "record_collectives"]
+__all__ = [
+    "Collective",
+    "Recorder",
+    "RecordingMode",
+    "Signature",
+    "collective_signature",
+    "record_collectives",
+]
 
 active_recorders: list["Recorder"] = []  # innermost last
 
@@ -113,7 +120,7 @@ def record_collectives(*meshes: DeviceMesh, before: Before | None = None) -> Ite
 
     Works on any backend and under simulated ranks, where a collective counts once, not once per
     rank; enter it inside ``local_world``. A coalesced call counts once, also where the engine has issued its
-    members one by one, for a backend that has none. ``torch.compile``d code
+    members one by one, for a backend that has none. Code compiled by ``torch.compile``
     runs eagerly while recording.
 
     Args:
@@ -125,7 +132,7 @@ def record_collectives(*meshes: DeviceMesh, before: Before | None = None) -> Ite
     recorder = Recorder()
     active_recorders.append(recorder)
     try:
-        with _RecordingMode(recorder, _axes_by_group(meshes), before):
+        with RecordingMode(recorder, _axes_by_group(meshes), before):
             yield recorder
     finally:
         active_recorders.remove(recorder)
@@ -169,7 +176,7 @@ _GROUP_ARGUMENTS = ("process_group", "group_name")
 
 
 @dataclass(frozen=True)
-class _Signature:
+class Signature:
     """How to read a call of one torch op."""
 
     op: str
@@ -178,10 +185,10 @@ class _Signature:
     asynchronous: bool | None  # None: an argument says so
 
 
-_signatures: dict[Any, _Signature | None] = {}
+_signatures: dict[Any, Signature | None] = {}
 
 
-def collective_signature(func: Any) -> _Signature | None:
+def collective_signature(func: Any) -> Signature | None:
     """How to read a call of ``func``; None if it is no collective, as most ops are not."""
     try:
         return _signatures[func]
@@ -195,12 +202,12 @@ def collective_signature(func: Any) -> _Signature | None:
             # An op of a later torch that the table does not know is recorded under torch's name.
             name = func.overloadpacket.__name__.strip("_")
             asynchronous = None if "async_op" in arguments else func.namespace != "c10d"
-            signature = _Signature(_OPS.get(name, name), arguments, groups[0], asynchronous)
+            signature = Signature(_OPS.get(name, name), arguments, groups[0], asynchronous)
     _signatures[func] = signature
     return signature
 
 
-class _RecordingMode(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """Sees every op of this thread, and those of the backward passes it starts."""
 
     def __init__(
@@ -227,20 +234,34 @@ class _RecordingMode(TorchDispatchMode):
             for kind in types:
                 if kind is not LocalTensor and hasattr(kind, "__tensor_flatten__"):
                     return NotImplemented
-            return func(*args, **kwargs)
+            return self.other(func, args, kwargs)
+        values = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
+        return self.collective(func, signature, values, args, kwargs)
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls ``func``, which is no collective."""
+        return func(*args, **kwargs)
+
+    def collective(
+        self,
+        func: Any,
+        signature: Signature,
+        values: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls ``func``, a collective, and records it; ``values``: its arguments by name."""
         # Read before the call; counted after it, so that a call that raises is not.
         unit = issuing.unit
-        values = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
         if self._before is not None and not (issuing.made_of and issuing.noted):
             call, group = self._describe(signature, unit, values, None)
             self._before(call, group, _is_uneven(call.op, values))
         result = func(*args, **kwargs)
-        self._record(signature, unit, values, result)
+        self.record(signature, unit, values, result)
         return result
 
-    def _record(
-        self, signature: _Signature, unit: str, values: dict[str, Any], result: Any
-    ) -> None:
+    def record(self, signature: Signature, unit: str, values: dict[str, Any], result: Any) -> None:
+        """Adds a call that has been made, or adds it to the last one, whose member it is."""
         if issuing.made_of is not None:
             if issuing.noted:
                 return
@@ -255,7 +276,7 @@ class _RecordingMode(TorchDispatchMode):
         calls.append(call)
 
     def _describe(
-        self, signature: _Signature, unit: str, values: dict[str, Any], result: Any
+        self, signature: Signature, unit: str, values: dict[str, Any], result: Any
     ) -> tuple[Collective, ProcessGroup]:
         group = process_group_of(values[signature.group])
         op, size = signature.op, max(_bytes(value) for value in [*values.values(), result])

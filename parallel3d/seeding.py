@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 from parallel3d._arguments import as_count
 from parallel3d.mesh.build import read_layout
 
-__all__ = ["StepSeed", "last_step_seed", "number_of", "seed_step", "set_step_seed"]
+__all__ = ["StepSeed", "last_step_seed", "number_at", "number_of", "seed_step", "set_step_seed"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ def number_of(given: StepSeed, mesh: DeviceMesh | None) -> int:
         at = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
         replicate = at.get("replicate", at.get("dp_replicate", 0))
         data_rank = replicate * layout.shard + at.get("shard", at.get("dp_shard", 0))
+    return number_at(given, data_rank)
+
+
+def number_at(given: StepSeed, data_rank: int) -> int:
+    """The seed that these integers make on a data rank."""
     text = f"{given.seed} {given.step} {given.micro_batch} {data_rank}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

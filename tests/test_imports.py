@@ -14,7 +14,8 @@ MAY = {
     "fsdp": {"mesh", "guards"},
     "tp": {"mesh"},
     "optim": {"mesh", "fsdp"},
-    "testing": {"mesh", "fsdp", "optim", "parallelize"},
+    "testing": {"mesh", "fsdp", "optim", "parallelize", "seeding"},
+    "launch": {"mesh"},
 }
 ANYWHERE = {"errors", "__version__"}
 

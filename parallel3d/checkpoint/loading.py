@@ -17,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d.checkpoint.contents import read_contents
 from parallel3d.checkpoint.dcp_errors import dcp_errors
@@ -33,7 +34,7 @@ from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
-from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
 __all__ = ["Info", "latest", "load"]
 
@@ -84,7 +85,13 @@ def load(
     Raises:
         CorruptCheckpointError: on all ranks: torn, changed, or no checkpoint of this package.
         CheckpointError: on all ranks: it is another model's, by names, shapes or dtypes.
+        DryRunError: in a dry run.
     """
+    if _dry_run.active():
+        raise DryRunError(
+            "checkpoint.load in a dry run: there are no values to read into; ask checkpoint.latest first, "
+            "which finds none there, or skip it with parallel3d.dryrun.active()"
+        )
     # What is made here must not be inference tensors, and what is there may not be one.
     with torch.inference_mode(False), torch.no_grad():
         return _load(path, model, optimizer, extra)
@@ -125,7 +132,9 @@ def _load(
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The checkpoint of a run that was saved last, if there is one; absolute, and by the first rank's
-    working directory. All ranks must call it."""
+    working directory. All ranks must call it. In a dry run there is none: it begins at the beginning."""
+    if _dry_run.active():
+        return None
 
     def find() -> Path | None:
         run = folders.as_path(path).absolute()

@@ -16,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallel3d import _dry_run
 from parallel3d._arguments import as_bool, as_count
 from parallel3d.checkpoint.background import run_in_background
 from parallel3d.checkpoint.dcp_errors import dcp_errors
@@ -67,7 +68,8 @@ def save(
         only: ``"trainable"``: parameters with ``requires_grad`` alone, as for LoRA's, and no buffers.
 
     Returns:
-        The checkpoint's folder; with ``async_`` a future of it, whose ``result()`` raises what went wrong.
+        The checkpoint's folder, in which a dry run writes nothing; with ``async_`` a future of it, whose
+        ``result()`` raises what went wrong.
 
     Raises:
         CheckpointError: on all ranks, if one can't write (no space, no rights), or something can't be kept;
@@ -81,6 +83,8 @@ def save(
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
     run_folder = folders.as_path(path).absolute()
+    if _dry_run.active():  # there are no values, and nobody to meet
+        return _not_written(folders.step_folder(run_folder, step), async_)
     state: ModelState | None = None
     problem: Exception | None = None
     try:
@@ -93,6 +97,14 @@ def save(
     if state is not None:
         work.collect(state, optimizer, extra, async_=async_)
     return run_in_background(work.run) if async_ else work.run()
+
+
+def _not_written(folder: Path, async_: bool) -> Path | Future[Path]:
+    if not async_:
+        return folder
+    future: Future[Path] = Future()
+    future.set_result(folder)
+    return future
 
 
 @dataclass

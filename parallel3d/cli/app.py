@@ -9,8 +9,11 @@ from typer.core import TyperGroup
 
 from parallel3d.cli.calibrate import calibrate_command
 from parallel3d.cli.doctor import doctor_command
+from parallel3d.cli.dryrun import dryrun_command
+from parallel3d.cli.launch import launch_command
 from parallel3d.cli.plan import plan_command
 from parallel3d.cli.predict import predict_command
+from parallel3d.cli.verify import verify_command
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["app"]
@@ -40,6 +43,9 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("predict")(predict_command)
 app.command("calibrate")(calibrate_command)
+app.command("dryrun", context_settings={"allow_interspersed_args": False})(dryrun_command)
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch_command)
+app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
 
 

@@ -18,7 +18,7 @@ from parallel3d.planner.prediction import Prediction
 from parallel3d.planner.terms import Term
 from parallel3d.planner.workload import Workload
 
-__all__ = ["show_plan", "show_prediction"]
+__all__ = ["output", "show_plan", "show_prediction"]
 
 _GIB = 2**30
 _BAR = 24
@@ -26,7 +26,7 @@ _BAR = 24
 
 def show_plan(plan: MeshPlan, top: int, explain: bool) -> None:
     """Prints the ranked layouts, the refused ones, the best in detail, and what would change it."""
-    console = _console()
+    console = output()
     console.print(_heading(plan.model, plan.cluster, plan.workload))
     if plan.candidates:
         console.print(_ranked(plan, top, console.width >= 112))
@@ -46,7 +46,7 @@ def show_plan(plan: MeshPlan, top: int, explain: bool) -> None:
 
 def show_prediction(prediction: Prediction, refused: str | None, explain: bool) -> None:
     """Prints one layout's memory and time; ``refused``: why ``plan`` would not propose it."""
-    console = _console()
+    console = output()
     console.print(_heading(prediction.model, prediction.cluster, prediction.workload))
     _details(console, prediction, "")
     if refused:
@@ -55,7 +55,7 @@ def show_prediction(prediction: Prediction, refused: str | None, explain: bool) 
         _explanation(console, prediction)
 
 
-def _console() -> Console:
+def output() -> Console:
     """As wide as the terminal; in a pipe or a file as wide as the tables need."""
     found = Console()
     return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=120)

@@ -169,6 +169,8 @@ class DryRun:
         gpus_per_node: ranks of a node, for what crosses nodes.
         steps: optimizer steps done.
         collectives: in order. operations: all, in order. memory: over time; samples where it changes.
+        peak: of the whole run. step_peak: from the first forward on, without what initialisation takes; None
+            if there was no forward.
         seconds: that the dry run took.
     """
 
@@ -186,3 +188,4 @@ class DryRun:
     unknown: tuple[UnknownRead, ...] = ()
     warnings: tuple[DryRunWarning, ...] = field(default=())
     seconds: float = 0.0
+    step_peak: Peak | None = None

@@ -7,21 +7,9 @@ from typing import Any, NoReturn, TypeVar
 
 from parallel3d.errors import DryRunError
 
-__all__ = ["Unknown", "active", "assume", "set_active"]
+__all__ = ["Unknown", "assume", "caller", "raised_at"]
 
 _T = TypeVar("_T")
-_active = 0
-
-
-def active() -> bool:
-    """Whether this process is in a dry run now."""
-    return _active > 0
-
-
-def set_active(more: int) -> None:
-    """One dry run more (1) or less (-1)."""
-    global _active
-    _active += more
 
 
 class Unknown(float):
@@ -80,6 +68,18 @@ def caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
+def raised_at(error: BaseException) -> str:
+    """``file:line, in function`` of the user's innermost line that ``error`` went through."""
+    where = "?"
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if not _is_ours(frame.f_globals.get("__name__", "")):
+            where = f"{frame.f_code.co_filename}:{traceback.tb_lineno}, in {frame.f_code.co_name}"
+        traceback = traceback.tb_next
+    return where
+
+
 def _is_ours(module: str) -> bool:
     return module.partition(".")[0] in ("parallel3d", "torch")
 
@@ -89,9 +89,8 @@ for _name in (
     *("floordiv", "rfloordiv", "mod", "rmod", "neg", "pos", "abs"),
 ):
     setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides"))
-Unknown.__bool__ = _decided("__bool__", "the program decides")  # type: ignore[attr-defined]
 for _name in ("int", "index", "trunc", "floor", "ceil", "round"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
 Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]

@@ -14,8 +14,11 @@ from parallel3d.planner.workload import Workload
 __all__ = [
     "Kernels",
     "attention_kernel",
+    "attention_rate",
     "attention_time",
+    "best_attention",
     "elements",
+    "gemm_time",
     "gemms_of",
     "kernels_of",
     "local_heads",
@@ -121,25 +124,33 @@ def gemms_of(
         if each.input_gradient:
             found.append((each.name, "input gradient", (tokens, k, n)))
         found.append((each.name, "weight gradient", (n, k, tokens)))
-    return [(name, way, sizes, _gemm(*sizes, gpu, work)) for name, way, sizes in found]
+    itemsize = work.compute_itemsize
+    return [(name, way, sizes, gemm_time(*sizes, gpu, itemsize)) for name, way, sizes in found]
 
 
 @lru_cache(maxsize=65536)
-def _gemm(m: int, n: int, k: int, gpu: Gpu, work: Workload) -> float:
-    """start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate."""
-    wide = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
+def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int) -> float:
+    """start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
+
+    Args:
+        itemsize: bytes of an element of what is multiplied.
+    """
+    wide = gpu.fp32_slowdown if itemsize > 2 else 1
     flops = 2.0 * m * n * k
     growth = (flops / 1e12) ** constant("gemm_growth").value
     compute = flops * wide / (matmul_rate(gpu) * growth)
-    memory = (m * k + k * n + m * n) * work.compute_itemsize / memory_rate(gpu)
+    memory = (m * k + k * n + m * n) * itemsize / memory_rate(gpu)
     p = constant("roofline_power").value
     return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p)
 
 
 def attention_kernel(gpu: Gpu, work: Workload) -> str:
     """The kernel that the workload names, or the best that there is for this GPU."""
-    if work.attention is not None:
-        return work.attention
+    return best_attention(gpu) if work.attention is None else work.attention
+
+
+def best_attention(gpu: Gpu) -> str:
+    """The fastest kernel that torch has for this GPU."""
     return "cudnn" if gpu.family in ("h100", "h200", "b200", "gb200") else "flash2"
 
 
@@ -161,15 +172,20 @@ def attention_time(
         backward = constant("naive_backward").value * memory
         return whole / rate + forward, 2 * whole / rate + backward
     flops = whole / 2 if attention.causal else whole
+    forward = flops / attention_rate(gpu, kernel, seq, attention.head_dim, work.compute_itemsize)
+    return forward, forward * constant("attention_backward").value
+
+
+def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int) -> float:
+    """FLOP/s of a fused attention ``kernel`` (not ``naive``)."""
     efficiency = constant(f"attention_{kernel}").value
     if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
         efficiency *= constant("flash2_after_ampere").value
-    if attention.head_dim <= 64:
+    if head_dim <= 64:
         efficiency *= constant("head_dim_64").value
     efficiency *= seq / (seq + constant("attention_ramp").value)
-    wide = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
-    forward = flops * wide / (efficiency * gpu.peak * 1e12 * gpu.power)
-    return forward, forward * constant("attention_backward").value
+    wide = gpu.fp32_slowdown if itemsize > 2 else 1
+    return efficiency * gpu.peak * 1e12 * gpu.power / wide
 
 
 def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from parallel3d.errors import PlanningError
+from parallel3d._report import embedded, filled, table
 from parallel3d.planner.groups import reasons, setting, short
 from parallel3d.planner.mesh_plan import MeshPlan
 from parallel3d.planner.prediction import Prediction
@@ -39,21 +36,8 @@ def report_html(plan: MeshPlan) -> str:
     Raises:
         PlanningError: plotly isn't installed.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError:
-        raise PlanningError(
-            "the report needs plotly, which isn't installed: pip install 'parallel3d[report]'"
-        ) from None
-    parts = {**_words(plan), "figures": _embedded(_figures(plan)), "plotly": get_plotlyjs()}
-    page = files("parallel3d.planner").joinpath("report_page.html").read_text(encoding="utf-8")
-    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], page)
-
-
-def _embedded(data: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends one."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    parts = {**_words(plan), "figures": embedded(_figures(plan))}
+    return filled("parallel3d.planner", "report_page.html", parts)
 
 
 def _shown(plan: MeshPlan) -> Sequence[Prediction]:
@@ -126,24 +110,6 @@ def _cards(plan: MeshPlan) -> str:
     return f'{verdict}<dl class="cards">{shown}</dl>'
 
 
-def _table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], words: int, *, wrap: bool = True
-) -> str:
-    """The first ``words`` columns are to the left; without ``wrap`` a row is a line. All is escaped."""
-
-    def cells(tag: str, row: Iterable[str]) -> str:
-        return "".join(
-            f"<{tag}>{escape(cell)}</{tag}>"
-            if i < words
-            else f'<{tag} class="n">{escape(cell)}</{tag}>'
-            for i, cell in enumerate(row)
-        )
-
-    kind = "wide" if wrap else "wide lines"
-    head, body = cells("th", columns), "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="{kind}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
 def _layouts(plan: MeshPlan) -> str:
     rows = [
         (
@@ -172,7 +138,7 @@ def _layouts(plan: MeshPlan) -> str:
         "HFU",
         "step, s",
     )
-    return _table(columns, rows, 3, wrap=False) + (f"<p>{left} more.</p>" if left else "")
+    return table(columns, rows, 3, wrap=False) + (f"<p>{left} more.</p>" if left else "")
 
 
 def _refusals(plan: MeshPlan) -> str:
@@ -183,8 +149,8 @@ def _refusals(plan: MeshPlan) -> str:
         (" \N{MULTIPLICATION SIGN} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused
     ]
     return (
-        _table(("why (the mildest)", "how many", "layouts"), kinds, 1)
-        + f"<details><summary>All {len(each)}</summary>{_table(('layout', 'why'), each, 2)}</details>"
+        table(("why (the mildest)", "how many", "layouts"), kinds, 1)
+        + f"<details><summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}</details>"
     )
 
 
@@ -201,7 +167,7 @@ def _sensitivity(plan: MeshPlan) -> str:
             for value, speed, fits in tried
         ]
         rows.append((name.replace("_", " "), *cells))
-    return _table(("", "half", "as it is", "twice"), rows, 1, wrap=False)
+    return table(("", "half", "as it is", "twice"), rows, 1, wrap=False)
 
 
 def _explanation(plan: MeshPlan) -> str:

@@ -5,6 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from parallel3d._report import (
+    AMBER,
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    PINK,
+    RED,
+    SKY,
+    TEAL,
+    VIOLET,
+    Figure,
+    as_figure,
+    chart_layout,
+    mark,
+)
 from parallel3d.planner.groups import memory_groups, setting, short, time_groups
 from parallel3d.planner.mesh_plan import MeshPlan
 from parallel3d.planner.prediction import Prediction
@@ -14,35 +30,31 @@ __all__ = ["memory_chart", "pareto_chart", "time_chart", "timeline_chart"]
 
 _GIB = 2**30
 _MOST_POINTS = 1500
-_BLUE, _SKY, _TEAL, _GREEN, _AMBER = "#4269d0", "#8ab0f0", "#5bb8a4", "#3ca951", "#efb118"
-_RED, _PINK, _VIOLET, _BROWN, _GREY = "#f0614d", "#ff8ab7", "#a463f2", "#9c6b4e", "#9498a0"
 _COLOURS = {
     # memory
-    "parameters": _BLUE,
-    "gradients": _SKY,
-    "optimizer": _GREEN,
-    "unsharded, buffers": _AMBER,
-    "activations": _VIOLET,
-    "logits, loss": _PINK,
-    "framework": _GREY,
+    "parameters": BLUE,
+    "gradients": SKY,
+    "optimizer": GREEN,
+    "unsharded, buffers": AMBER,
+    "activations": VIOLET,
+    "logits, loss": PINK,
+    "framework": GREY,
     # time
-    "matmul": _BLUE,
-    "attention": _SKY,
-    "elementwise": _TEAL,
-    "recompute": _GREY,
-    "tensor parallel": _AMBER,
-    "exposed gather, reduce": _RED,
-    "exposed all-reduce": _PINK,
-    "slowdown": _BROWN,
-    "copies, launch": _VIOLET,
+    "matmul": BLUE,
+    "attention": SKY,
+    "elementwise": TEAL,
+    "recompute": GREY,
+    "tensor parallel": AMBER,
+    "exposed gather, reduce": RED,
+    "exposed all-reduce": PINK,
+    "slowdown": BROWN,
+    "copies, launch": VIOLET,
     # timeline
-    "compute": _BLUE,
-    "hidden": _TEAL,
-    "exposed": _RED,
+    "compute": BLUE,
+    "hidden": TEAL,
+    "exposed": RED,
 }
-_BY_TP = (_BLUE, _AMBER, _GREEN, _PINK, _VIOLET, _TEAL, _BROWN, _SKY)
-
-Figure = dict[str, Any]
+_BY_TP = (BLUE, AMBER, GREEN, PINK, VIOLET, TEAL, BROWN, SKY)
 
 
 def pareto_chart(plan: MeshPlan) -> Figure:
@@ -58,26 +70,26 @@ def pareto_chart(plan: MeshPlan) -> Figure:
     beyond = [r.prediction for r in plan.refused if r.prediction is not None]
     close = [p for p in beyond if not shown or p.memory.needed < 1.5 * capacity * _GIB]
     if close:
-        traces.append(_points(close, "does not fit", _GREY, symbol="x"))
+        traces.append(_points(close, "does not fit", GREY, symbol="x"))
     if front:
-        line = _points(front, "Pareto front", _GREY)
+        line = _points(front, "Pareto front", GREY)
         traces.insert(
             0,
             {
                 **line,
                 "mode": "lines",
-                "line": {"color": _GREY, "width": 2, "shape": "hv"},
+                "line": {"color": GREY, "width": 2, "shape": "hv"},
                 "hoverinfo": "skip",
             },
         )
         traces[0].pop("hovertemplate")
-        traces.append(_points(front[-1:], "fastest", _RED, symbol="star", size=16))
+        traces.append(_points(front[-1:], "fastest", RED, symbol="star", size=16))
     most = max([capacity, *(p.memory.needed / _GIB for p in [*shown, *close])])
-    layout = _layout(440, "GiB needed", "tokens/s/GPU")
+    layout = chart_layout(440, "GiB needed", "tokens/s/GPU")
     layout["xaxis"]["range"] = [0, 1.04 * most]
     layout["yaxis"]["rangemode"] = "tozero"
     _mark_capacity(layout, capacity, most)
-    return _figure(traces, layout)
+    return as_figure(traces, layout)
 
 
 def _points(
@@ -115,14 +127,14 @@ def memory_chart(each: Sequence[Prediction]) -> Figure:
             "name": "upper bound",
             "x": [round(value, 3) for value in beside],
             "y": _labels(each),
-            "marker": {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": _RED}},
+            "marker": {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": RED}},
             "hovertemplate": "upper bound: %{x:.2f} GiB<extra>%{y}</extra>",
         }
     )
     if each:
         capacity = each[0].cluster.gpu.capacity_gib
         _mark_capacity(figure["layout"], capacity, max([capacity, *beside]))
-    return _figure(figure["data"], figure["layout"])
+    return as_figure(figure["data"], figure["layout"])
 
 
 def time_chart(each: Sequence[Prediction]) -> Figure:
@@ -156,15 +168,15 @@ def _stacked(
                     "name": name,
                     "x": values,
                     "y": _labels(each),
-                    "marker": {"color": _COLOURS.get(name, _GREY)},
+                    "marker": {"color": _COLOURS.get(name, GREY)},
                     "hovertemplate": f"{name}: {shown}<extra>%{{y}}</extra>",
                 }
             )
-    layout = _layout(170 + 34 * len(each), unit, "")
+    layout = chart_layout(170 + 34 * len(each), unit, "")
     layout["barmode"] = "stack"
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
     layout["meta"]["labels"] = _labels(each)
-    return _figure(traces, layout)
+    return as_figure(traces, layout)
 
 
 def _labels(each: Sequence[Prediction]) -> list[str]:
@@ -208,7 +220,7 @@ def timeline_chart(prediction: Prediction) -> Figure:
                 }
             )
     used = [lane for lane in LANES if any(span.lane == lane for span in spans)]
-    layout = _layout(170 + 40 * len(used), "milliseconds", "")
+    layout = chart_layout(170 + 40 * len(used), "milliseconds", "")
     layout["barmode"] = "overlay"
     layout["yaxis"] |= {
         "type": "category",
@@ -219,57 +231,11 @@ def timeline_chart(prediction: Prediction) -> Figure:
     layout["annotations"] = []
     for phase in ("forward", "backward"):
         start = min((s.start for s in spans if s.phase == phase), default=0.0)
-        _mark(layout, start * 1e3, phase, dash="solid", width=1, anchor="left")
-    return _figure(traces, layout)
-
-
-def _layout(height: int, x: str, y: str) -> dict[str, Any]:
-    """``meta`` is for the page's script: entries of the legend, labels that may be shortened."""
-    return {
-        "height": height,
-        "margin": {"l": 8, "r": 12, "t": 28, "b": 8},
-        "xaxis": {"title": {"text": x}, "automargin": True, "fixedrange": False},
-        "yaxis": {"title": {"text": y}, "automargin": True},
-        "legend": {
-            "orientation": "h",
-            "yanchor": "bottom",
-            "y": 1.04,
-            "x": 0,
-            "traceorder": "normal",
-        },
-        "hoverlabel": {"align": "left"},
-        "bargap": 0.3,
-        "shapes": [],
-        "annotations": [],
-        "meta": {},
-    }
-
-
-def _figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:
-    layout["meta"]["entries"] = len(traces)
-    return {"data": traces, "layout": layout}
+        mark(layout, start * 1e3, phase, dash="solid", width=1, anchor="left")
+    return as_figure(traces, layout)
 
 
 def _mark_capacity(layout: dict[str, Any], capacity: float, most: float) -> None:
     """With its words on the side that has room, in a chart that ends at ``most``."""
     anchor = "right" if capacity > most / 2 else "left"
-    _mark(layout, capacity, f"capacity {capacity:g} GiB", anchor=anchor)
-
-
-def _mark(
-    layout: dict[str, Any],
-    x: float,
-    text: str,
-    dash: str = "dash",
-    width: int = 2,
-    anchor: str = "right",
-) -> None:
-    """A vertical line with a word at its foot."""
-    line = {"dash": dash, "width": width}
-    layout["shapes"].append(
-        {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
-    )
-    layout["annotations"].append(
-        {"x": x, "y": 0, "yref": "paper", "text": text, "showarrow": False}
-        | {"xanchor": anchor, "yanchor": "bottom", "xshift": -4 if anchor == "right" else 4}
-    )
+    mark(layout, capacity, f"capacity {capacity:g} GiB", anchor=anchor)

@@ -9,6 +9,7 @@ from parallel3d.errors import PlanningError
 __all__ = ["ATTENTION", "CHECKPOINTING", "SHARDING", "Workload"]
 
 CHECKPOINTING = ("none", "selective_op", "selective_layer", "full")
+"""What ``Workload.checkpointing`` may be: which activations are recomputed in backward."""
 ATTENTION = ("naive", "flash1", "triton", "flash2", "flash3", "cudnn")
 SHARDING = ("fsdp", "zero1", "ddp")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -7,6 +7,7 @@
 | ``EmulatedNetwork(...)`` | none; collectives take the time they would | this one, as one rank |
 | ``GlooPool(size)`` | real | one for each rank |
 
+``verify`` compares a parallel model with the plain one, and names the first module that differs.
 ``record_collectives(mesh)`` lists what was communicated in any of them.
 """
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
         Transfer,
         VirtualClock,
     )
+    from parallel3d.testing.first_difference import (
+        Difference,
+        Verification,
+        first_difference,
+        verify,
+    )
     from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
     from parallel3d.testing.parity import Parity, assert_parity, shards_of
     from parallel3d.testing.recorder import Collective, Recorder, record_collectives
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Collective",
+    "Difference",
     "EmulatedNetwork",
     "FakeWorld",
     "GlooPool",
@@ -36,20 +44,24 @@ __all__ = [
     "Parity",
     "Recorder",
     "Transfer",
+    "Verification",
     "VirtualClock",
     "WorkerError",
     "WorkerTimeout",
     "assert_parity",
     "fake_world",
+    "first_difference",
     "local_world",
     "record_collectives",
     "shards_of",
+    "verify",
 ]
 
 export_lazily(
     __name__,
     {
         "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
+        "testing.first_difference": "Difference Verification first_difference verify",
         "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
         "testing.parity": "Parity assert_parity shards_of",
         "testing.recorder": "Collective Recorder record_collectives",

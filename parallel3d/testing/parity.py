@@ -41,7 +41,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One pass of the comparison."""
 
     dtype: torch.dtype
@@ -50,10 +50,15 @@ class _Run:
     weights: float
 
 
-def _adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Fused where it can be: then DTensor decides once a step and not once an operation and parameter."""
     params = list(params)
-    return torch.optim.AdamW(params, lr=1e-2, fused=_may_be_fused(params))
+    fused = _may_be_fused(params)
+    groups: dict[int, list[torch.Tensor]] = {}  # no kernel takes DTensors beside others
+    for param in params:
+        mesh = id(param.device_mesh) if isinstance(param, DTensor) else 0
+        groups.setdefault(mesh, []).append(param)
+    return torch.optim.AdamW([{"params": each} for each in groups.values()], lr=1e-2, fused=fused)
 
 
 def _may_be_fused(params: list[torch.Tensor]) -> bool:
@@ -67,10 +72,11 @@ def _may_be_fused(params: list[torch.Tensor]) -> bool:
     return fused
 
 
-_RUNS = (
-    _Run(torch.float64, _adamw, 1e-9, 1e-8),
-    _Run(torch.float32, lambda p: torch.optim.SGD(p, lr=1e-2), 1e-5, 1e-5),
-)
+def runs_of(tolerance: float = 1e-9, fp32: bool = True) -> tuple[Run, ...]:
+    """The passes of a comparison, see ``assert_parity``."""
+    double = Run(torch.float64, adamw, tolerance, 10 * tolerance)
+    single = Run(torch.float32, lambda p: torch.optim.SGD(p, lr=1e-2), 1e-5, 1e-5)
+    return (double, single) if fp32 else (double,)
 
 
 def assert_parity(
@@ -84,6 +90,7 @@ def assert_parity(
     defer: str = "all_reduce",
     apply: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None,
     fp32: bool = True,
+    tolerance: float = 1e-9,
     seed: int = 0,
     **options: Any,
 ) -> Parity:
@@ -109,19 +116,20 @@ def assert_parity(
             ``"sync"`` (``set_requires_gradient_sync``) or ``"nothing"``.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
         fp32: whether to make the float32 run too.
+        tolerance: of loss and gradients in float64; of weights ten times that.
         options: for ``parallelize``, such as ``tp_plan``.
 
     Raises:
         AssertionError: naming the tensor, rank and difference that are out of tolerance.
     """
     result = Parity()
-    for run in _RUNS if fp32 else _RUNS[:1]:
+    for run in runs_of(tolerance, fp32):
         torch.manual_seed(seed)
         plain = build().to(run.dtype)
         parallel = copy.deepcopy(plain)
-        with _world(layout) as world, _plain(world):
-            case = _Case(run, world, layout, batch, loss or _mean_square, micro_batches, defer)
-            with _simulated(world):
+        with world_of(layout) as world, outside(world):
+            case = Case(run, world, layout, batch, loss or mean_square, micro_batches, defer)
+            with inside(world):
                 mesh = build_mesh(layout, device_type="cpu")
                 if apply is not None:
                     parallel = apply(parallel, mesh)
@@ -131,12 +139,12 @@ def assert_parity(
     return result
 
 
-def _mean_square(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+def mean_square(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     return model(*inputs).square().mean()
 
 
 @contextmanager
-def _world(layout: MeshLayout) -> Iterator[LocalWorld | None]:
+def world_of(layout: MeshLayout) -> Iterator[LocalWorld | None]:
     """Simulated ranks, unless this process is a rank already."""
     if dist.is_initialized():
         yield None
@@ -145,12 +153,12 @@ def _world(layout: MeshLayout) -> Iterator[LocalWorld | None]:
         yield world
 
 
-def _plain(world: LocalWorld | None) -> Any:
+def outside(world: LocalWorld | None) -> Any:
     return nullcontext() if world is None else world.paused()
 
 
 @contextmanager
-def _simulated(world: LocalWorld | None) -> Iterator[None]:
+def inside(world: LocalWorld | None) -> Iterator[None]:
     """Within ``paused``: the simulation on again."""
     if world is None:
         yield
@@ -159,12 +167,12 @@ def _simulated(world: LocalWorld | None) -> Iterator[None]:
         yield
 
 
-class _Case:
+class Case:
     """One comparison; its methods run outside the simulation, entering it for parallel work."""
 
     def __init__(
         self,
-        run: _Run,
+        run: Run,
         world: LocalWorld | None,
         layout: MeshLayout,
         batch: Callable[[int], Any],
@@ -191,14 +199,14 @@ class _Case:
         objects = [id(p) for p in parallel.parameters()]
         for step in range(steps):
             plain_losses = self.plain_step(plain, step)
-            with _simulated(self.world):
+            with inside(self.world):
                 parallel_losses = self.parallel_step(parallel, step)
             if step == 0:
                 result.loss[self.name] = self.compare_losses(plain_losses, parallel_losses)
                 result.grads[self.name] = self.compare_grads(plain, parallel)
             plain_optimizer.step()
             plain_optimizer.zero_grad()
-            with _simulated(self.world):
+            with inside(self.world):
                 parallel_optimizer.step()
                 parallel_optimizer.zero_grad()
         assert objects == [id(p) for p in parallel.parameters()], "parameters were replaced"

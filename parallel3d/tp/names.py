@@ -47,6 +47,7 @@ STYLE_NAMES: dict[str, Style] = {
     "mla_kv_a_proj": RopeOutput(),
     "all_reduce": PrepareOutput(),
 }
+"""The names that rules of a plan may have, Hugging Face's old and new ones, and the styles they stand for."""
 """Hugging Face's names, old and new, and the style each means."""
 
 _EXPERT_PARALLEL = ("grouped_gemm", "ep_", "moe_ep")

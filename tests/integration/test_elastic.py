@@ -18,6 +18,8 @@ from kill_supervisor import Ending, Kill, run_ranks
 from kill_test import AT_TORCHRUN, OTHERS, SAME, Job, Killer
 from kill_verify import Record, different_end, different_steps, wrong_samples
 
+from parallel3d.observability import read_json_lines
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.xdist_group("gloo")  # not beside the pool
 
@@ -31,7 +33,12 @@ class Run:
         self.data.write_bytes((EXAMPLES / "train.py").read_bytes()[:8000])
 
     def options(self, *more: str) -> list[str]:
-        files = {"--checkpoint": "run", "--step-log": "log", "--data": "text"}
+        files = {
+            "--checkpoint": "run",
+            "--step-log": "log",
+            "--data": "text",
+            "--metrics": "metrics",
+        }
         paths = [part for k, v in files.items() for part in (k, str(self.folder / v))]
         return ["--size", "nano", "--save-every", "3", *paths, *more]
 
@@ -65,6 +72,17 @@ def test_killed_on_the_same_processes(tmp_path: Path) -> None:
     assert not killer.problems and killer.kills == 2 and not killer.forced
 
 
+def metrics_of(run: Run) -> list[list[int]]:
+    """The steps in the file of metrics, from each start on."""
+    found: list[list[int]] = []
+    for line in read_json_lines(run.folder / "metrics"):
+        if line.get("event") == "start":
+            found.append([])
+        else:
+            found[-1].append(line["step"])
+    return found
+
+
 def test_goes_on_on_other_processes(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Four with tp, two, one: the samples are those of a run on one, and so are the losses."""
     whole = Run(tmp_path_factory.mktemp("whole"))
@@ -75,6 +93,7 @@ def test_goes_on_on_other_processes(run: Run, tmp_path_factory: pytest.TempPathF
             run.output
         )
     assert [start.step for start in run.record.starts] == [0, 2, 4]
+    assert metrics_of(run) == [[0, 1], [2, 3], [4, 5]]
     assert not different_steps(whole.record, run.record, 1e-12)[0]
     assert not different_end(whole.record, run.record, 1e-12)
     assert not wrong_samples(run.record, run.data, 24)

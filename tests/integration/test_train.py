@@ -1,5 +1,6 @@
 """examples/train.py as a user starts it."""
 
+import json
 import os
 import runpy
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from launch import launch
+
+from parallel3d.observability import read_json_lines
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -63,6 +66,37 @@ def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
     assert abs(a["loss"] - b["loss"]) < 1e-4
 
 
+def test_what_recipes_ask_for(tmp_path: Path) -> None:
+    """Micro-batches, sequence and loss parallel, checkpointing, another length: the plain model's numbers.
+
+    And what is written of it: a line a step, and a trace of the second.
+    """
+    sizes = ("--size", "nano", "--seq-len", "30", "--batch", "8", "--micro-batch", "1")
+    plans = ("--sequence-parallel", "--loss-parallel", "chunked", "--no-reshard")
+    more = ("--activation-checkpointing", "full", "--dtype", "float64", "--warmup-steps", "1")
+    written = (
+        "--metrics",
+        str(tmp_path / "run.jsonl"),
+        "--metrics-every",
+        "2",
+        "--peak-tflops",
+        "1",
+    )
+    profile = ("--profile-steps", "1", "--profile-ranks", "2", "--traces", str(tmp_path))
+    options = (*OPTIONS[:3], *sizes, *plans, *more, *written, *profile, *MESH)
+    (_, text), *_ = launch(as_rank, options, ranks=4)
+    values = result(text)
+    assert values["check_loss"] < 1e-13 and values["check_weights"] < 1e-12
+    start, *steps = read_json_lines(tmp_path / "run.jsonl")
+    assert start["mesh"] == {"replicate": 1, "shard": 2, "tp": 2} and start["peak_flops"] == 1e12
+    assert [line["step"] for line in steps] == [0, 1, 2] and all("mfu" in line for line in steps)
+    assert f"{steps[-1]['loss']:.6f}" in text
+    assert ["exposed_seconds" in line for line in steps] == [False, True, False]
+    assert min(steps[1]["exposed_seconds"][axis] for axis in ("shard", "tp")) > 0
+    events = json.loads((tmp_path / "steps-1-1-rank-00002.json").read_text())["traceEvents"]
+    assert "step 1" in {event.get("name") for event in events}
+
+
 @pytest.mark.full
 def test_four_ranks_by_torchrun() -> None:
     run = train(*OPTIONS, *MESH, torchrun=4)
@@ -73,3 +107,5 @@ def test_four_ranks_by_torchrun() -> None:
 def test_bad_arguments() -> None:
     run = train("--batch", "3", "--tp", "2")
     assert run.returncode != 0 and "tp" in run.stderr and "Traceback" not in run.stderr
+    run = train("--batch", "6", "--micro-batch", "4")
+    assert run.returncode != 0 and "the next below that does: 3" in run.stderr

@@ -1,0 +1,205 @@
+"""train.py's options: one dataclass that typer reads, and what is checked of them before anything starts."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import torch
+import typer
+from llama import LlamaConfig
+from trainer import WARMUP_STEPS
+from typer import Option
+
+import parallel3d as p3d
+
+__all__ = ["DTYPES", "Options", "Size", "command"]
+
+
+class Size(StrEnum):
+    nano = "nano"
+    tiny = "tiny"
+    small = "small"
+    b1 = "1b"
+    b8 = "8b"
+    b70 = "70b"
+    b405 = "405b"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+
+
+class Recompute(StrEnum):
+    none = "none"
+    full = "full"
+
+
+class LossParallel(StrEnum):
+    none = "none"
+    split_over_tp = "split"
+    chunked = "chunked"
+
+
+DTYPES = {name: getattr(torch, name) for name in Dtype}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is: the mesh, the model, the batch, and where things go."""
+
+    replicate: Annotated[int, Option(help="Copies of the sharded model (HSDP).")] = 1
+    shard: Annotated[int, Option(help="Ranks that share one copy; -1: all there are.")] = -1
+    tp: Annotated[int, Option(help="Ranks that share each layer's computation.")] = 1
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300
+    size: Annotated[Size, Option(help="Size of the model.")] = Size.tiny
+    seq_len: Annotated[
+        int | None, Option(min=1, help="Tokens of a sequence; by default the size's own.")
+    ] = None
+    batch: Annotated[int, Option(min=1, help="Sequences per step, over all ranks.")] = 16
+    micro_batch: Annotated[
+        int | None,
+        Option(min=1, help="Sequences per forward on a rank; by default all it has of the batch."),
+    ] = None
+    lr: Annotated[float, Option(help="Peak learning rate.")] = 2e-3
+    warmup_steps: Annotated[int, Option(min=0, help="Steps until that peak.")] = WARMUP_STEPS
+    dtype: Annotated[Dtype, Option(help="Of weights, gradients and optimizer.")] = Dtype.float32
+    double: Annotated[bool, Option("--double", help="The same as --dtype float64.")] = False
+    mixed_precision: Annotated[
+        bool, Option("--mixed-precision", help="Compute in bfloat16, reduce in float32.")
+    ] = False
+    activation_checkpointing: Annotated[
+        Recompute, Option(help="Which layers' activations are computed again in backward.")
+    ] = Recompute.none
+    compile: Annotated[bool, Option("--compile", help="torch.compile each layer.")] = False
+    sequence_parallel: Annotated[
+        bool, Option("--sequence-parallel", help="Split the sequence over tp between layers.")
+    ] = False
+    loss_parallel: Annotated[
+        LossParallel,
+        Option(
+            help="Logits split over tp until the loss; or made for some tokens at a time, also without tp."
+        ),
+    ] = LossParallel.none
+    no_reshard: Annotated[
+        bool, Option("--no-reshard", help="Keep gathered weights from forward to backward.")
+    ] = False
+    hfsdp: Annotated[
+        bool, Option("--hfsdp", help="Shard the optimizer's state over replicas too.")
+    ] = False
+    seed: Annotated[int, Option(min=0, help="Of weights and batches.")] = 0
+    data: Annotated[Path | None, Option(help="File or folder; by default Python's own source.")] = (
+        None
+    )
+    check: Annotated[
+        bool, Option("--check", help="Compare the first steps with the plain model.")
+    ] = False
+    checkpoint: Annotated[
+        Path | None, Option(help="Folder to save to, and to go on from if it has a checkpoint.")
+    ] = None
+    save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 100
+    keep: Annotated[int, Option(min=1, help="Checkpoints to leave there.")] = 3
+    async_save: Annotated[
+        bool, Option("--async-save", help="Write checkpoints in the background.")
+    ] = False
+    metrics: Annotated[
+        Path | None, Option(help="File to append to: a line of JSON a step: speed, memory, waits.")
+    ] = None
+    tensorboard: Annotated[Path | None, Option(help="Folder for the same as curves.")] = None
+    metrics_every: Annotated[
+        int, Option(min=0, help="Steps between two samples of waits and slow ranks; 0: none.")
+    ] = 10
+    peak_tflops: Annotated[
+        float | None, Option(help="Of one device, for MFU; by default that of a GPU known.")
+    ] = None
+    profile_steps: Annotated[
+        str | None, Option(help="FIRST:LAST, both included: write a trace of these steps.")
+    ] = None
+    profile_ranks: Annotated[str, Option(help="Ranks that do, such as 0,3 or all.")] = "0"
+    oom_snapshots: Annotated[
+        bool, Option("--oom-snapshots", help="Write what memory held when there was too little.")
+    ] = False
+    traces: Annotated[Path, Option(help="Folder for traces and snapshots.")] = Path("traces")
+    step_log: Annotated[
+        Path | None, Option(help="File to append to: what each step consumed, and its loss.")
+    ] = None
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's sizes."""
+        config = LlamaConfig.named(self.size)
+        return config if self.seq_len is None else replace(config, max_seq_len=self.seq_len)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the weights at rest."""
+        return torch.float64 if self.double else DTYPES[self.dtype]
+
+    @property
+    def window(self) -> p3d.observability.ProfilerWindow | None:
+        """The steps to profile."""
+        if self.profile_steps is None:
+            return None
+        first, last = p3d.observability.parse_steps(self.profile_steps)
+        try:
+            ranks = None if self.profile_ranks == "all" else map(int, self.profile_ranks.split(","))
+            return p3d.observability.ProfilerWindow(
+                self.traces, first, last, ranks=None if ranks is None else set(ranks)
+            )
+        except ValueError:
+            raise typer.BadParameter(
+                f"--profile-ranks {self.profile_ranks}: give ranks with commas, such as 0,3, or all"
+            ) from None
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What must be the same when a run goes on; the sequence's length where it isn't the size's own."""
+        named = {"--seed": self.seed, "--size": str(self.size), "--lr": self.lr}
+        return named if self.seq_len is None else {**named, "--seq-len": self.seq_len}
+
+    def check_sizes(self, layout: p3d.MeshLayout) -> None:
+        """Refuses what the mesh does not divide: rows of the batch by data ranks, heads by tp ranks."""
+        if self.batch % layout.data_size:
+            nearest = math.ceil(self.batch / layout.data_size) * layout.data_size
+            raise typer.BadParameter(
+                f"--batch {self.batch} is not divisible by the {layout.data_size} data ranks "
+                f"(replicate x shard) of {layout}; the next that is: {nearest}"
+            )
+        rows = self.batch // layout.data_size
+        if self.micro_batch is not None and rows % self.micro_batch:
+            fits = max(n for n in range(1, self.micro_batch) if rows % n == 0)
+            raise typer.BadParameter(
+                f"--micro-batch {self.micro_batch} does not divide the {rows} sequences that each data rank "
+                f"has of --batch {self.batch}; the next below that does: {fits}"
+            )
+        heads = self.model.n_kv_heads
+        if heads % layout.tp:
+            raise typer.BadParameter(
+                f"--tp {layout.tp}: the model's {heads} key and value heads can't be "
+                f"shared evenly; --tp must divide {heads}"
+            )
+
+
+def command(run: Callable[[Options], None]) -> Callable[..., None]:
+    """``run`` as a function of the options one by one, for typer."""
+
+    def from_command_line(**values: Any) -> None:
+        run(Options(**values))
+
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = []
+    for field in fields(Options):
+        assert field.default is not MISSING, f"{field.name} has no default"
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(
+            inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+        )
+    from_command_line.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    from_command_line.__annotations__ = {p.name: p.annotation for p in parameters}
+    from_command_line.__doc__ = run.__doc__
+    return from_command_line

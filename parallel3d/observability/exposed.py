@@ -1,0 +1,222 @@
+"""Where a step waits for communication, by mesh axis: exposed is what computation does not hide.
+
+Nothing is measured, and nothing costs anything, outside of ``with meter:``. Within it the methods of process
+groups that start a collective, and the ``wait`` of what they return, are replaced by ones that take the time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import distributed as dist
+from torch.distributed import DeviceMesh
+
+from parallel3d._compat_waits import COLLECTIVES
+
+__all__ = ["OTHER", "WORLD", "Clock", "ExposedTime", "HostClock"]
+
+WORLD = "world"
+"""What the default group is called where no axis has it."""
+OTHER = "other"
+"""Groups that are of no mesh."""
+
+
+class Clock(Protocol):
+    """What waits are measured by."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def start(self) -> Any:
+        """A wait begins: something that ``stop`` takes."""
+
+    def stop(self, started: Any, axis: str) -> None:
+        """It has ended."""
+
+    def issued(self, axis: str) -> None:
+        """A collective was issued."""
+
+    def patches(self, patch: Patch) -> None:
+        """Replaces more methods, while it measures."""
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """(seconds since ``begin``, seconds of the waits by axis)."""
+
+
+class HostClock:
+    """Of the calling thread: for collectives on a CPU, which it waits for.
+
+    Args:
+        now: seconds, by any clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.began = 0.0
+
+    def begin(self) -> None:
+        """See ``Clock``."""
+        self.seconds.clear()
+        self.began = self.now()
+
+    def start(self) -> float:
+        """See ``Clock``."""
+        return self.now()
+
+    def stop(self, started: float, axis: str) -> None:
+        """See ``Clock``."""
+        self.seconds[axis] += self.now() - started
+
+    def issued(self, axis: str) -> None:
+        """See ``Clock``."""
+
+    def patches(self, patch: Patch) -> None:
+        """See ``Clock``."""
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """See ``Clock``."""
+        return self.now() - self.began, dict(self.seconds)
+
+
+class Patch:
+    """Methods that are others for a while."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[type, str, Any]] = []
+
+    def __call__(self, kind: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        """Replaces the method that ``kind`` has, or inherits, by ``make(method)``; once."""
+        owner = next((c for c in kind.__mro__ if name in vars(c)), None)
+        if owner is None or any(o is owner and n == name for o, n, _ in self._originals):
+            return
+        original = vars(owner)[name]
+        self._originals.append((owner, name, original))
+        setattr(owner, name, make(original))
+
+    def undo(self) -> None:
+        """Puts all back."""
+        while self._originals:
+            setattr(*self._originals.pop())
+
+
+class ExposedTime:
+    """Measures what is within ``with meter:``, on the thread that enters and on autograd's.
+
+    On a CPU: how long the thread is in collectives and in waits for them. On an accelerator: for how long
+    its current stream has nothing to do but to wait for them (see ``StreamClock``). Both contain what a rank
+    waits for slower ones. Not seen are collectives in compiled code, and those of C++ (DDP's).
+
+    Args:
+        meshes: that name the groups. Of axes that share a group, the first.
+        clock: ``HostClock()`` by default.
+
+    Attributes:
+        seconds: by axis, of the last body; axes without any are absent. ``"world"``: the default group, where
+            it is no axis's; ``"other"``: groups of no mesh.
+        total: seconds of the last body.
+    """
+
+    def __init__(self, *meshes: DeviceMesh, clock: Clock | None = None) -> None:
+        self.clock: Clock = HostClock() if clock is None else clock
+        self.axes: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.total = 0.0
+        self._kinds: set[type] = set()
+        for mesh in meshes:
+            for axis in mesh.mesh_dim_names or ():
+                self._add(mesh.get_group(axis), axis)
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            self._add(dist.group.WORLD, WORLD)
+        self._works: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._patch = Patch()
+        self._thread = _Thread(threading.get_ident())
+
+    def _add(self, group: Any, axis: str) -> None:
+        self.axes.setdefault(group.group_name, axis)
+        self._kinds.add(type(group))
+
+    @property
+    def own(self) -> float:
+        """Seconds of the last body without its waits: what this rank took for itself."""
+        return max(0.0, self.total - sum(self.seconds.values()))
+
+    def __enter__(self) -> ExposedTime:
+        self._thread = _Thread(threading.get_ident())
+        for kind in self._kinds:
+            for name in COLLECTIVES:
+                self._patch(kind, name, self._collective)
+        self._patch(dist.Work, "wait", self._wait)
+        self.clock.patches(self._patch)
+        self.clock.begin()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patch.undo()
+        self.total, self.seconds = self.clock.take()
+        self._works.clear()
+
+    def _collective(self, original: Any) -> Callable[..., Any]:
+        clock = self.clock
+
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            thread = self._thread
+            if thread.inside or not thread.counts:
+                return original(group, *args, **kwargs)
+            axis = self.axes.get(group.group_name, OTHER)
+            thread.inside = True
+            started = clock.start()
+            try:
+                work = original(group, *args, **kwargs)
+            finally:
+                clock.stop(started, axis)
+                thread.inside = False
+            clock.issued(axis)
+            if isinstance(work, dist.Work):
+                self._works[work] = axis
+                self._patch(type(work), "wait", self._wait)
+            return work
+
+        return call
+
+    def _wait(self, original: Any) -> Callable[..., Any]:
+        clock = self.clock
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            thread = self._thread
+            if thread.inside or not thread.counts:
+                return original(work, *args, **kwargs)
+            axis = self._works.get(work, OTHER)
+            thread.inside = True
+            started = clock.start()
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                clock.stop(started, axis)
+                thread.inside = False
+
+        return wait
+
+
+class _Thread(threading.local):
+    """What is known of each thread.
+
+    Attributes:
+        counts: whether it is the training's: the one that enters, or one of autograd's, which Python has not
+            started. A thread that writes a checkpoint isn't.
+        inside: whether it is in a call that is measured: what that calls is part of it.
+    """
+
+    def __init__(self, entered: int) -> None:  # called once in each thread
+        here = threading.get_ident()
+        self.inside = False
+        self.counts = here == entered or here not in _python_threads()
+
+
+def _python_threads() -> Iterable[int | None]:
+    return {thread.ident for thread in threading.enumerate()}

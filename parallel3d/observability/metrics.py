@@ -1,0 +1,326 @@
+"""Metrics: a record of each step: how fast, how full, where it waits, and for whom."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean, median_low
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+from torch.distributed import DeviceMesh
+
+from parallel3d._dry_run import active
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.mesh.agreement import check_agreement
+from parallel3d.observability.exposed import WORLD, ExposedTime
+from parallel3d.observability.flops import CONVENTION, ModelFlops, peak_of_device
+from parallel3d.observability.gathering import Gathering
+from parallel3d.observability.memory import OomSnapshots, read_memory, total_memory
+from parallel3d.observability.profiling import ProfilerWindow
+from parallel3d.observability.stragglers import find_stragglers
+from parallel3d.observability.stream_clock import StreamClock
+
+__all__ = ["Metrics", "Sink"]
+
+
+class Sink(Protocol):
+    """Takes records, on one rank."""
+
+    def start(self, about: Mapping[str, Any]) -> None:
+        """The run begins: fields of ``START_FIELDS``."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """A step has ended: fields of ``FIELDS``, and what was logged."""
+
+    def close(self) -> None:
+        """The run ends."""
+
+
+class Metrics:
+    """Measures each step and gives the first rank's records to ``sinks``.
+
+    ::
+
+        metrics = Metrics(mesh, tokens_per_step=batch * seq_len, sinks=[JsonLines("run.jsonl")])
+        with metrics:
+            for number in range(steps):
+                with metrics.step(number):
+                    with metrics.loading_data():
+                        tokens = next(batches)
+                    loss, norm = train(tokens)
+                    metrics.log(loss=loss.item(), grad_norm=norm.item())
+
+    Every ``every`` steps it measures where this rank waits for communication (``ExposedTime``), and the ranks
+    exchange a few numbers each in one small all-gather, from which it knows who is slow. Other steps cost a
+    few microseconds; nothing in the engine changes. Let a step end in something that waits for the device, as
+    ``item()`` does, or its time is that of the host.
+
+    A sink that fails is left out from then on, with a warning: no other rank notices. In a dry run nothing is
+    written but what ``Progress`` shows.
+
+    Args:
+        mesh: that the model was parallelized on.
+        tokens_per_step: over all ranks.
+        sinks: ``JsonLines``, ``TensorBoard``, ``Progress``, or your own ``Sink`` s. On all ranks alike or
+            not: only the mesh's first rank uses them.
+        every: steps between two samples: the steps every - 1, 2 every - 1, and so on; 0: none.
+        flops: of the model, from ``model_flops``; without them no MFU.
+        peak_tflops: of one device; by default its dense bf16 peak by the planner's table, if it is there.
+        slow: how many times the median of the ranks' own time is called slow.
+        samples: of a rank's own time, of which the least counts: what is slow once is not slow. There is no
+            hint before there are as many.
+        profiler: a window of steps to profile.
+        snapshots: where to write a memory snapshot when a step has none left.
+
+    Raises:
+        Parallel3dError: an argument that can't be.
+        AgreementError: the ranks were given different ``every``.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        tokens_per_step: int,
+        sinks: Sequence[Sink] = (),
+        every: int = 10,
+        flops: ModelFlops | None = None,
+        peak_tflops: float | None = None,
+        slow: float = 1.2,
+        samples: int = 3,
+        profiler: ProfilerWindow | None = None,
+        snapshots: OomSnapshots | None = None,
+    ) -> None:
+        _check(tokens_per_step=tokens_per_step, samples=samples)
+        _check_rates(every=every, slow=slow, peak_tflops=peak_tflops)
+        self.mesh, self.tokens_per_step, self.every = mesh, tokens_per_step, every
+        self.sinks = list(sinks)
+        self.flops, self.slow, self.samples = flops, slow, samples
+        self.profiler, self.snapshots = profiler, snapshots
+        self.device_type = mesh.device_type
+        self.rank = dist.get_rank()
+        self.gathering = Gathering(mesh)
+        self.is_first = self.rank == self.gathering.ranks[0]
+        peak = peak_of_device(mesh.device_type) if peak_tflops is None else peak_tflops * 1e12
+        self.peak_flops = peak
+        self.record: dict[str, Any] = {}
+        self._exposed = self._meter() if every else None
+        self._own: deque[tuple[float, float]] = deque(maxlen=samples)  # (own, loading data)
+        self._logged: dict[str, Any] = {}
+        self._number, self._began, self._loading = -1, 0.0, 0.0
+        self._in_step = self._sampling = False
+        ranks = self.gathering.ranks
+        check_agreement("observability", {"every": str(every)}, ranks=ranks)
+
+    def _meter(self) -> ExposedTime | None:
+        if self.device_type == "cpu":
+            return ExposedTime(self.mesh)
+        if self.device_type == "cuda" and not active():
+            return ExposedTime(self.mesh, clock=StreamClock(torch.cuda))
+        return None
+
+    # -- the run ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Metrics:
+        if active():
+            self.profiler = self.snapshots = None
+        if self.snapshots is not None and self.device_type == "cuda":
+            self.snapshots.start()
+        for sink in list(self.sinks):
+            if not self.is_first or (active() and not getattr(sink, "in_dry_runs", False)):
+                self.sinks.remove(sink)
+        self._each_sink("start", self.about())
+        read_memory(self.device_type)  # what was before the steps is not theirs
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.profiler is not None:
+            self.profiler.close()
+        self._each_sink("close")
+
+    def about(self) -> dict[str, Any]:
+        """What sinks are told when the run begins; see ``START_FIELDS``."""
+        from parallel3d import __version__
+
+        cuda = self.device_type == "cuda" and torch.cuda.is_available()
+        found = {
+            "time": time.time(),
+            "version": __version__,
+            "torch": torch.__version__,
+            "world_size": len(self.gathering.ranks),
+            "mesh": self.axes,
+            "device": self.device_type,
+            "device_name": torch.cuda.get_device_name() if cuda else None,
+            "memory_total": total_memory(self.device_type) if cuda else None,
+            "tokens_per_step": self.tokens_per_step,
+            "every": self.every,
+            "peak_flops": self.peak_flops,
+        }
+        if self.flops is not None:
+            found["flops_per_token"] = self.flops.per_token
+            found["flops_per_token_6n"] = self.flops.per_token_6n
+            found["mfu_convention"] = CONVENTION
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Name -> size of the mesh's axes."""
+        names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
+        return dict(zip(names, self.mesh.shape, strict=True))
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def step(self, number: int) -> _Step:
+        """A context manager around one step; ``number`` is the same on all ranks."""
+        return _Step(self, number)
+
+    @contextmanager
+    def loading_data(self) -> Iterator[None]:
+        """What is within it, in a step, is waiting for data."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._loading += time.perf_counter() - began
+
+    def log(self, **values: Any) -> None:
+        """Puts values into the step's record: numbers, not tensors."""
+        self._logged.update(values)
+
+    def begin(self, number: int) -> None:
+        """What ``with metrics.step(number):`` does when it is entered.
+
+        Raises:
+            StateError: the step before hasn't ended.
+        """
+        if self._in_step:
+            raise StateError(f"step {number} begins within step {self._number}; end that one first")
+        self._in_step, self._number, self._loading = True, number, 0.0
+        self._logged = {}
+        self._sampling = self._exposed is not None and (number + 1) % self.every == 0
+        if self.profiler is not None:
+            self.profiler.begin(number, self.rank)
+        if self._sampling and self._exposed is not None:
+            self._exposed.__enter__()
+        self._began = time.perf_counter()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """What it does when it is left; after an error there is no record."""
+        seconds = time.perf_counter() - self._began
+        self._in_step = False
+        if self._sampling and self._exposed is not None:
+            self._exposed.__exit__()
+        if self.profiler is not None:
+            self.profiler.end(self._number)
+        if error is not None:
+            if self.snapshots is not None and isinstance(error, torch.OutOfMemoryError):
+                self.snapshots.save(self._number, self.rank)
+            return
+        record = {"step": self._number, "time": time.time(), **self._logged}
+        record |= {"step_seconds": seconds, "data_seconds": self._loading}
+        record |= self._speed(seconds)
+        record |= read_memory(self.device_type)
+        if self._sampling:
+            record |= self._sample(record.get("memory_peak", 0))
+        self.record = record
+        self._each_sink("write", record)
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        tokens = self.tokens_per_step / seconds
+        found = {"tokens_per_second": tokens}
+        if self.flops is None:
+            return found
+        each = tokens / len(self.gathering.ranks)
+        found["tflops_per_rank"] = each * self.flops.per_token / 1e12
+        if self.peak_flops is not None:
+            found["mfu"] = each * self.flops.per_token / self.peak_flops
+            found["mfu_6n"] = each * self.flops.per_token_6n / self.peak_flops
+        return found
+
+    def _sample(self, memory: int) -> dict[str, Any]:
+        """What is measured now and then. Collective."""
+        meter = self._exposed
+        assert meter is not None
+        self._own.append((meter.own, self._loading))
+        axes = [axis for axis, size in self.axes.items() if size > 1] + [WORLD]
+        waits = [meter.seconds.get(axis, 0.0) for axis in axes]
+        table = self.gathering([*min(self._own), memory, *waits])
+        if table is None:  # a dry run, where nobody waits
+            return {}
+        found: dict[str, Any] = {"exposed_seconds": meter.seconds, "own_seconds": meter.own}
+        if not self.is_first:
+            return found
+        own, loading, peaks, *waited = (list(column) for column in zip(*table, strict=True))
+        means = {axis: fmean(each) for axis, each in zip(axes, waited, strict=True)}
+        largest = max(range(len(peaks)), key=peaks.__getitem__)
+        stragglers = []
+        if len(self._own) == self.samples:
+            stragglers = find_stragglers(own, self.axes, loading=loading, slow=self.slow)
+        return found | {
+            "exposed_seconds_mean": {axis: mean for axis, mean in means.items() if mean > 0},
+            "memory_peak_max": int(peaks[largest]),
+            "memory_peak_max_rank": self.gathering.ranks[largest],
+            "own_seconds_max": max(own),
+            "own_seconds_median": median_low(own),
+            "stragglers": [{**each.to_dict(), "text": str(each)} for each in stragglers],
+        }
+
+    def _each_sink(self, what: str, *args: Any) -> None:
+        for sink in list(self.sinks):
+            try:
+                getattr(sink, what)(*args)
+            except Exception as error:
+                if active():
+                    raise
+                self.sinks.remove(sink)
+                warnings.warn(
+                    f"{sink} can't {what} and is left out from now on: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+
+
+class _Step:
+    """What ``Metrics.step`` returns."""
+
+    __slots__ = ("_metrics", "_number")
+
+    def __init__(self, metrics: Metrics, number: int) -> None:
+        self._metrics, self._number = metrics, number
+
+    def __enter__(self) -> Metrics:
+        self._metrics.begin(self._number)
+        return self._metrics
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._metrics.end(error)
+
+
+def _check(**counts: object) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise Parallel3dError(f"Metrics: {name} is {value!r}; it must be an int, 1 or more")
+
+
+def _check_rates(*, every: object, slow: object, peak_tflops: object) -> None:
+    if not isinstance(every, int) or every < 0:
+        raise Parallel3dError(f"Metrics: every is {every!r}; it must be an int: 0 for no samples")
+    if not isinstance(slow, int | float) or not slow > 1:
+        raise Parallel3dError(f"Metrics: slow is {slow!r}; it must be a number above 1")
+    if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):
+        raise Parallel3dError(f"Metrics: peak_tflops is {peak_tflops!r}; it must be above 0")

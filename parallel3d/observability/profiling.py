@@ -1,0 +1,138 @@
+"""ProfilerWindow: torch.profiler for some steps of a run, as a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import profiler
+
+from parallel3d.errors import Parallel3dError
+
+__all__ = ["ProfilerWindow", "parse_steps"]
+
+
+class ProfilerWindow:
+    """Profiles the steps ``first`` to ``last``, both included, on some ranks.
+
+    Each of them writes ``folder/steps-10-12-rank-00003.json`` at the end of the last step, or of the run.
+    Open it in ui.perfetto.dev or chrome://tracing. The step before the first is profiled and dropped, as the
+    first one that is takes longer. Other steps cost nothing. A trace that can't be written is a warning.
+
+    Args:
+        folder: made if it is not there.
+        first, last: numbers that ``Metrics.step`` is given.
+        ranks: global ranks; None: all.
+        stacks, shapes, memory: as ``torch.profiler.profile``'s with_stack, record_shapes, profile_memory.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        first: int,
+        last: int,
+        *,
+        ranks: Collection[int] | None = (0,),
+        stacks: bool = False,
+        shapes: bool = False,
+        memory: bool = False,
+    ) -> None:
+        if not 0 <= first <= last:
+            raise Parallel3dError(
+                f"ProfilerWindow: the steps {first} to {last}: the first is 0 or more, and not after the last"
+            )
+        self.folder, self.first, self.last = Path(folder), first, last
+        self.ranks = None if ranks is None else frozenset(ranks)
+        self.options: dict[str, Any] = {
+            "with_stack": stacks,
+            "record_shapes": shapes,
+            "profile_memory": memory,
+        }
+        self.path: Path | None = None
+        self._profile: Any = None
+        self._step: Any = None
+        self._rank = 0
+
+    def begin(self, step: int, rank: int) -> None:
+        """A step begins on this rank."""
+        if self._profile is None:
+            # On from the step before the first; a run that goes on later takes what is left of the window.
+            if not max(self.first - 1, 0) <= step <= self.last or self.path is not None:
+                return
+            if self.ranks is not None and rank not in self.ranks:
+                return
+            self._start(step, rank)
+        self._step = profiler.record_function(f"step {step}")
+        self._step.__enter__()
+
+    def _start(self, step: int, rank: int) -> None:
+        self._rank = rank
+        warmup = max(self.first - step, 0)
+        activities = [profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(profiler.ProfilerActivity.CUDA)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a window without warm-up is less exact
+            schedule = profiler.schedule(
+                wait=0, warmup=warmup, active=self.last - max(self.first, step) + 1, repeat=1
+            )
+            self._profile = profiler.profile(
+                activities=activities,
+                schedule=schedule,
+                on_trace_ready=self._save,
+                **self.options,
+            )
+            self._profile.start()
+
+    def end(self, step: int) -> None:
+        """It has ended."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+        if self._profile is not None:
+            if step >= self.last:
+                self.close()
+            else:
+                self._profile.step()
+
+    def close(self) -> None:
+        """Ends the window, with what there is of it."""
+        if self._profile is not None:
+            profile, self._profile = self._profile, None
+            try:
+                profile.stop()  # which calls _save, unless all was warm-up
+            except RuntimeError as error:
+                warnings.warn(f"the profiler of rank {self._rank} failed: {error}", stacklevel=2)
+
+    def _save(self, profile: Any) -> None:
+        name = f"steps-{self.first}-{self.last}-rank-{self._rank:05d}.json"
+        path = self.folder / name
+        part = self.folder / f"{name}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(part))
+            part.replace(path)
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"the trace {path} could not be written: {error}", stacklevel=2)
+        else:
+            self.path = path
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """``"10:12"`` -> (10, 12), ``"10"`` -> (10, 10).
+
+    Raises:
+        Parallel3dError: it is neither.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        found = int(first), int(last if colon else first)
+    except ValueError:
+        found = (1, 0)
+    if not 0 <= found[0] <= found[1]:
+        raise Parallel3dError(f"the steps {text!r}: give FIRST:LAST, both included, such as 10:12")
+    return found

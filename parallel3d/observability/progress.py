@@ -1,0 +1,134 @@
+"""Progress: what a training run shows: a live line on a terminal, otherwise a line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from parallel3d._dry_run import active
+
+__all__ = ["WINDOW", "Progress"]
+
+WINDOW = 20
+"""Steps over which loss and speed are smoothed, and between two lines."""
+
+
+class Progress:
+    """Shows the records of each step; needs the package rich.
+
+    Use it as a context manager around the steps: it owns the live line. The loss must be logged as
+    ``loss``; ``grad_norm`` is shown if it is.
+
+    Args:
+        steps: of the whole run.
+        quiet: shows nothing, as on all ranks but one.
+    """
+
+    in_dry_runs = True
+
+    def __init__(self, steps: int, *, quiet: bool = False) -> None:
+        self.steps, self.done = steps, 0
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.speeds: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
+        self.began = time.perf_counter()
+        self.console = Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        columns = (
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(),
+        )
+        self.live = self.console.is_terminal and not quiet
+        self.bar = Bar(*columns, console=self.console, disable=not self.live)
+        self.task = self.bar.add_task("", total=steps)
+        self._total_memory: int | None = None
+        self._exposed = ""
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def go_on_from(self, step: int) -> None:
+        """So many steps were done before."""
+        self.done = step
+        self.bar.update(self.task, completed=step)
+
+    def print(self, line: object) -> None:
+        """A line of its own."""
+        self.console.print(str(line))
+
+    def start(self, about: Mapping[str, Any]) -> None:
+        """What is known of the run."""
+        self._total_memory = about.get("memory_total")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Takes one step's record; shows it if it is time to."""
+        self.done += 1
+        if "loss" in record:
+            self.losses.append(record["loss"])
+        seconds = record["step_seconds"]
+        self.speeds.append((record["tokens_per_second"] * seconds, seconds))
+        if "exposed_seconds" in record:
+            self._exposed = _shares(record["exposed_seconds"], seconds)
+        line = self._line(record)
+        self.bar.update(self.task, completed=self.done, description=line)
+        if not self.live and (self.done % WINDOW == 0 or self.done in (1, self.steps)):
+            self.print(f"step {self.done:4d}/{self.steps}  {line}")
+        for straggler in record.get("stragglers", ()):
+            self.print(f"step {self.done:4d}/{self.steps}  {straggler['text']}")
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        parts = []
+        if "loss" in record:
+            parts.append(f"loss {record['loss']:.4f}")
+        if "grad_norm" in record:
+            parts.append(f"grad norm {record['grad_norm']:.3f}")
+        if active():  # a dry run, whose speed and memory are not the program's
+            return "  ".join(parts)
+        parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if "mfu" in record:
+            parts.append(f"MFU {record['mfu']:.1%}")
+        if "memory_peak" in record:
+            total = self._total_memory
+            share = f" ({record['memory_peak'] / total:.0%})" if total else ""
+            parts.append(f"{record['memory_peak'] / 2**30:.2f} GiB{share}")
+        if self._exposed:
+            parts.append(self._exposed)
+        return "  ".join(parts)
+
+    def close(self) -> None:
+        """Ends the live line."""
+        self.bar.stop()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the last steps."""
+        seconds = sum(seconds for _, seconds in self.speeds)
+        return sum(tokens for tokens, _ in self.speeds) / max(seconds, 1e-9)
+
+    @property
+    def result(self) -> str:
+        """Easy to parse: name=value, separated by blanks."""
+        values = {"steps": f"{self.done}"}
+        if self.losses:
+            smoothed = sum(self.losses) / len(self.losses)
+            values |= {"loss": f"{self.losses[-1]:.6f}", "smoothed_loss": f"{smoothed:.6f}"}
+        values["tokens_per_second"] = f"{self.tokens_per_second:.0f}"
+        values["seconds"] = f"{time.perf_counter() - self.began:.1f}"
+        return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _shares(exposed: Mapping[str, float], seconds: float) -> str:
+    """``waits: shard 4%, tp 12%`` of the step; what is below half a percent is left out."""
+    shares = {axis: waited / seconds for axis, waited in exposed.items() if seconds}
+    shown = [f"{axis} {share:.0%}" for axis, share in shares.items() if share >= 0.005]
+    return f"waits: {', '.join(shown)}" if shown else ""

@@ -1,0 +1,106 @@
+"""find_stragglers: which coordinates of which axes are slow, from the time that each rank took for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from statistics import median_low
+from typing import Any
+
+from parallel3d.errors import Parallel3dError
+
+__all__ = ["Straggler", "find_stragglers"]
+
+_LEAST = 1e-3  # seconds: less is never called slow
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """All ranks at ``coordinates`` are slow.
+
+    Attributes:
+        coordinates: axis -> coordinate; of an axis that is not there all ranks are meant.
+        times: the fastest of them over the median of all ranks.
+        cause: ``"loading data"`` where that makes the difference, else ``"computation"``.
+    """
+
+    coordinates: dict[str, int]
+    times: float
+    cause: str
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{axis} {at}" for axis, at in self.coordinates.items())
+        loading = ", in loading data" if self.cause == "loading data" else ""
+        return f"{where} is {self.times:.1f} x slower than the median{loading}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"axes": self.coordinates, "times": round(self.times, 3), "cause": self.cause}
+
+
+def find_stragglers(
+    own: Sequence[float],
+    axes: Mapping[str, int],
+    *,
+    loading: Sequence[float] | None = None,
+    slow: float = 1.2,
+) -> list[Straggler]:
+    """Names slow ranks by as few coordinates as say it: ``shard 3`` if all ranks there are slow.
+
+    Args:
+        own: seconds of a step that each rank took without its waits for others, in the mesh's order.
+        axes: name -> size, outermost first.
+        loading: seconds of these in which it loaded data.
+        slow: how many times the median is slow. Of two ranks the faster is the median.
+
+    Raises:
+        Parallel3dError: not a number for each rank, or ``slow`` not above 1.
+    """
+    places = list(product(*(range(size) for size in axes.values())))
+    if len(own) != len(places) or (loading is not None and len(loading) != len(own)):
+        raise Parallel3dError(
+            f"find_stragglers: {len(own)} times and {len(loading or own)} of loading data for a mesh of "
+            f"{dict(axes)}; give one for each of its {len(places)} ranks"
+        )
+    if not slow > 1:
+        raise Parallel3dError(f"find_stragglers: slow is {slow!r}; it must be above 1")
+    computing = [t - d for t, d in zip(own, loading, strict=True)] if loading is not None else own
+    median, usual = median_low(own), median_low(computing)
+    left = {
+        place: index
+        for index, place in enumerate(places)
+        if own[index] >= slow * median and own[index] - median >= _LEAST
+    }
+    found = []
+    for coordinates in _boxes(axes, left):
+        inside = [i for i, place in enumerate(places) if _is_in(place, coordinates)]
+        mine = [index for place, index in left.items() if _is_in(place, coordinates)]
+        if len(mine) < len(inside):
+            continue
+        left = {place: index for place, index in left.items() if index not in mine}
+        slowly = any(computing[i] >= slow * usual for i in mine)
+        names = list(axes)
+        found.append(
+            Straggler(
+                {names[axis]: at for axis, at in coordinates.items()},
+                min(own[i] for i in mine) / max(median, 1e-9),
+                "computation" if slowly else "loading data",
+            )
+        )
+    return found
+
+
+def _boxes(axes: Mapping[str, int], slow: Mapping[Place, int]) -> Iterator[dict[int, int]]:
+    """Parts of the mesh that have slow ranks, as {axis: coordinate}: large ones first."""
+    long = [axis for axis, size in enumerate(axes.values()) if size > 1]
+    for count in range(1, len(long) + 1):
+        for chosen in combinations(long, count):
+            for at in sorted({tuple(place[axis] for axis in chosen) for place in slow}):
+                yield dict(zip(chosen, at, strict=True))
+
+
+def _is_in(place: Place, coordinates: Mapping[int, int]) -> bool:
+    return all(place[axis] == at for axis, at in coordinates.items())

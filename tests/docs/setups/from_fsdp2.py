@@ -1,0 +1,14 @@
+"""What the examples of docs/from_fsdp2.md take as given: a model with blocks, and a batch."""
+
+import copy
+
+import torch
+from models import Lm
+from models import lm_loss as loss_of
+from models import tokens as batch
+
+import parallel3d as p3d
+
+model = Lm()
+tokens = batch(0)
+assert copy and torch and p3d and loss_of

@@ -1,0 +1,13 @@
+"""What README's example of tests of one's own needs."""
+
+import torch
+from models import LM_PLAN as PLAN
+from models import Lm, lm_loss
+
+import parallel3d as p3d
+
+build_model, loss = Lm, lm_loss
+with torch.device("meta"):
+    meta_model = Lm(dim=512, hidden=512, vocab=512)
+    meta_tokens = torch.zeros(2, 9, dtype=torch.int64)
+assert p3d and PLAN

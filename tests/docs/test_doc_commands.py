@@ -1,0 +1,124 @@
+"""Every command line in README.md and docs/*.md runs, or is listed below with the place that runs it."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import PAGES, ROOT, Command, commands
+
+from parallel3d.cli import main
+
+ELSEWHERE = {
+    "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
+    "pip install -c constraints.txt -e '.[cli]' && torchrun --nproc-per-node 8 examples/train.py "
+    "--replicate 2 --shard 2 --tp 2 --check": "tests/integration/test_train.py: --check",
+    "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 --check": ""
+    "tests/integration/test_train.py: --check",
+    "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
+    "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
+}
+"""Command line -> file: what in it runs the like."""
+
+QUICKER = {
+    "parallel3d calibrate --out profile.toml": "--largest 512 --seconds 0.2",
+    "python benchmarks/planner_accuracy.py benchmarks/published/runs.csv predictions.csv "
+    "--models benchmarks/published/models.csv --json accuracy.json": "--no-models",
+}
+"""Command line -> options added to it, or with ``--no-`` left out with their values, for a quick run."""
+
+PER_PAGE = [(page, commands(page)) for page in PAGES]
+SCRIPT = re.compile(r"(?:(?:benchmarks|examples|tests)/)[\w/]+\.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that looks like the repository's root to commands that read from it, or write to docs."""
+    for name in ("benchmarks", "examples", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "docs").mkdir()
+    for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.svg")):
+        shutil.copy(path, tmp_path / "docs")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("page", "lines"), [p for p in PER_PAGE if p[1]], ids=lambda x: getattr(x, "name", "")
+)
+def test_they_run(
+    page: Path, lines: list[Command], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page's commands one after another in one folder."""
+    monkeypatch.chdir(folder)
+    for command in lines:
+        if command.text not in ELSEWHERE:
+            run(command, monkeypatch)
+    written = folder / "docs" / page.name
+    assert not written.exists() or written.read_text() == page.read_text(), "not up to date"
+
+
+def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = quicker(command)
+    program, *arguments = words
+    if program == "parallel3d":
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, f"{command.where}: {command.text}: exit code {end.value.code}"
+    elif program == "python":
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command.where}: {command.text}\n{done.stderr}"
+    else:
+        pytest.fail(f"{command.where}: nothing runs {command.text!r}; see ELSEWHERE")
+
+
+def quicker(command: Command) -> list[str]:
+    """Its words, as ``QUICKER`` changes them."""
+    words, changes = command.words, QUICKER.get(command.text, "").split()
+    left_out = {w.replace("--no-", "--") for w in changes if w.startswith("--no-")}
+    for option in left_out:
+        at = words.index(option)
+        del words[at : at + 2]
+    return words + [w for w in changes if not w.startswith("--no-")]
+
+
+def test_the_lists_are_up_to_date() -> None:
+    found = {command.text for _, lines in PER_PAGE for command in lines}
+    assert not (ELSEWHERE.keys() | QUICKER.keys()) - found, "no page has these any more"
+    for place in ELSEWHERE.values():
+        path, _, words = place.partition(": ")
+        assert words in (ROOT / path).read_text(), place
+
+
+INLINE = re.compile(r"`((?:python|pytest|torchrun|parallel3d) [^`]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_options_exist(page: Path) -> None:
+    """Also of commands in running text and tables, which nothing here runs."""
+    lines = [command.text for command in commands(page)] + INLINE.findall(page.read_text())
+    for line in lines:
+        for script in SCRIPT.findall(line):
+            assert (ROOT / script).is_file(), f"{page.name}: {line}"
+        script = next(iter(SCRIPT.findall(line)), None)
+        if script and line.startswith(("python", "torchrun")):
+            source = (ROOT / script).read_text()
+            for option in options(line.split(script)[1]):
+                assert known(option, source), f"{page.name}: {line}: {script} has no {option}"
+
+
+def options(text: str) -> list[str]:
+    return [w.split("=")[0] for w in shlex.split(text, comments=True) if w.startswith("--")]
+
+
+def known(option: str, source: str) -> bool:
+    """As argparse and click write options, or as typer makes them of arguments' names."""
+    name = option.removeprefix("--").replace("-", "_")
+    return option in source or re.search(rf"\b{name}: Annotated", source) is not None

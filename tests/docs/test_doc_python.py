@@ -1,0 +1,37 @@
+"""Every block of Python in README.md and docs/*.md runs."""
+
+from pathlib import Path
+
+import pytest
+from doc_pages import PAGES, Section, blocks, sections
+from doc_runner import execute, run_here
+
+from parallel3d.testing import GlooPool
+
+SECTIONS = [section for page in PAGES for section in sections(page)]
+HERE = [section for section in SECTIONS if section.world != "gloo"]
+ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
+
+
+@pytest.mark.parametrize("section", HERE, ids=lambda s: s.where)
+def test_it_runs(section: Section, tmp_path: Path) -> None:
+    run_here(section, tmp_path)
+
+
+@pytest.mark.parametrize("section", ON_RANKS, ids=lambda s: s.where)
+def test_it_runs_on_ranks(section: Section, tmp_path: Path, gloo_pool: GlooPool) -> None:
+    gloo_pool.run(execute, section, str(tmp_path), world_size=section.size)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_is_passed_over(page: Path) -> None:
+    """A block is Python that runs, commands, output, or says why it is none of them."""
+    for block in blocks(page):
+        run = block.language in ("python", "sh", "console", "text", "mermaid")
+        assert run or block.language.startswith("{") or block.not_run, (
+            f"{block.where}: a block of {block.language!r}: give it a language that is run, "
+            "or `text`, or a comment `not run: REASON` before it"
+        )
+        assert len(block.not_run.split()) > 2 or not block.not_run, f"{block.where}: what reason?"
+        if block.not_run and block.language == "python":
+            compile(block.code, str(page), "exec")  # Python it is, all the same

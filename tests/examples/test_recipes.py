@@ -1,0 +1,76 @@
+"""The scaling recipes: what the planner expects of them, their launch files, and a dry run of each on all
+its GPUs."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from parallel3d.dryrun import record
+from parallel3d.dryrun.program import script
+from parallel3d.launch import TARGETS, launch_file
+from parallel3d.planner.state_memory import state_memory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES / "recipes"))
+
+from recipe import names, read  # noqa: E402
+
+ALL = ("llama-1b-8gpus", "llama-8b-64gpus", "llama-70b-512gpus", "llama-405b-4096gpus")
+
+
+def test_there_is_one_for_each_scale():
+    assert tuple(names()) == ALL
+    assert [read(name).world_size for name in ALL] == [8, 64, 512, 4096]
+    assert [read(name).train["size"] for name in ALL] == ["1b", "8b", "70b", "405b"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_says_what_the_planner_expects(name):
+    recipe = read(name)
+    assert recipe.layout.world_size == recipe.world_size
+    assert recipe.expected == recipe.expectation()
+    assert recipe.prediction().fits
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_launcher_starts_it(name):
+    recipe = read(name)
+    for target in TARGETS:
+        image = "registry/train:1" if target in ("kubeflow", "jobset") else None
+        text = launch_file(
+            target, recipe.job(image=image, gpu="H100" if target == "skypilot" else None)
+        )
+        assert "examples/train.py" in text and recipe.train["checkpoint"] in text
+        assert str(recipe.cluster["nodes"]) in text
+
+
+@cache
+def run_of(name):
+    """The first rank's first step, of one micro-batch."""
+    recipe = read(name)
+    batch = recipe.train["micro_batch"] * recipe.layout.data_size
+    program = script(EXAMPLES / "train.py", recipe.arguments(batch=batch))
+    return record(program, recipe.world_size, 0, steps=1)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_dry_run_on_all_its_gpus(name):
+    """The mesh is the recipe's; memory fits; parameters, gradients and AdamW's state are what the planner
+    says, to the byte; every axis that divides something communicates."""
+    recipe, run = read(name), run_of(name)
+    planned = recipe.prediction()
+    assert run.mesh == recipe.mesh and run.world_size == recipe.world_size
+    assert run.steps == 1
+    assert run.peak.bytes < planned.memory.capacity - 4 * 2**30  # what the context and NCCL take
+    held = run.memory[-1].by_kind
+    state = state_memory(planned.model, planned.layout, planned.workload)
+    assert held["parameters"] == state.parameters
+    assert held["optimizer state"] - state.optimizer in range(8 * len(run.parameters))  # steps
+    assert held["gradients"] == state.gradients
+    axes = {call.axis for call in run.collectives}
+    assert {axis for axis, size in recipe.mesh.items() if size > 1} <= axes
+    assert sum(
+        call.op == "reduce_scatter" and call.axis == "shard" for call in run.collectives
+    ) == (2 + len({p.name.split(".")[1] for p in run.parameters if p.name.startswith("layers.")}))

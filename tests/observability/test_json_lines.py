@@ -1,0 +1,98 @@
+"""A line a step; what a kill leaves can be read, and gone on with."""
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.dryrun import Unknown
+from parallel3d.errors import Parallel3dError
+from parallel3d.observability import JsonLines, read_json_lines
+
+
+def test_lines(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.jsonl"
+    sink = JsonLines(path)
+    sink.start({"mesh": {"shard": 2}})
+    sink.write({"step": 0, "loss": 1.5, "waits": {"shard": 0.25}, "list": [1, None, True]})
+    # Nothing is held back.
+    start, step = map(json.loads, path.read_text().splitlines())
+    assert start == {"event": "start", "mesh": {"shard": 2}}
+    assert step == {"step": 0, "loss": 1.5, "waits": {"shard": 0.25}, "list": [1, None, True]}
+    sink.write({"step": 1, "loss": float("nan"), "norm": float("inf"), "unknown": Unknown()})
+    assert list(read_json_lines(path))[-1] == {
+        "step": 1,
+        "loss": None,
+        "norm": None,
+        "unknown": None,
+    }
+    sink.close()
+    sink.close()
+
+
+@pytest.mark.parametrize("left", ["", "x" * 10, "\n" * 2, '{"step": 1}\n{"st', "y" * 200_000])
+def test_a_line_that_was_cut(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = '{"step": 0}\n' if left.strip() else ""
+    path.write_text(whole + left)
+    sink = JsonLines(path)
+    sink.start({})
+    sink.close()
+    lines = [line for line in path.read_text().split("\n") if line]
+    assert all(json.loads(line) for line in lines) and '"start"' in lines[-1]
+    assert len(lines) == (1 if not left.strip() else 3 if '{"step": 1}' in left else 2)
+
+
+def test_reading(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, ')
+    assert [line["step"] for line in read_json_lines(path)] == [0]
+    path.write_text('{"step": 0}\nno\n{"step": 1}\n')
+    with pytest.raises(Parallel3dError, match="line 2: no JSON"):
+        list(read_json_lines(path))
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    sink = JsonLines(path)
+    sink.start({})
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[:7]))
+        with pytest.raises(OSError, match="only 7 of"):
+            sink.write({"step": 0})
+    sink.write({"step": 1})
+    assert [line.get("step") for line in read_json_lines(path)] == [None, 1]
+
+
+def write_for_ever(path: str, written: Any) -> None:
+    sink = JsonLines(path)
+    sink.start({})
+    step = 0
+    while True:
+        sink.write({"step": step, "padding": "x" * (step % 9000)})
+        step += 1
+        written.value = step
+
+
+def test_a_kill(tmp_path: Path) -> None:
+    """Killed while it writes lines of up to three pages: what was written is there, each line whole."""
+    path = str(tmp_path / "run.jsonl")
+    context = multiprocessing.get_context("fork")
+    for _ in range(3):
+        written = context.Value("l", 0)
+        process = context.Process(target=write_for_ever, args=(path, written))
+        process.start()
+        while written.value < 500:
+            assert process.is_alive()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        lines = list(read_json_lines(path))
+        last = max(i for i, line in enumerate(lines) if line.get("event"))
+        steps = [line["step"] for line in lines[last + 1 :]]
+        assert steps == list(range(len(steps))) and len(steps) >= written.value

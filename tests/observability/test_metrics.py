@@ -1,0 +1,232 @@
+"""Metrics on real ranks and on one: records, sinks that fail, the slow rank by its coordinates."""
+
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import parallel3d as p3d
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.observability import (
+    FIELDS,
+    START_FIELDS,
+    JsonLines,
+    Metrics,
+    ModelFlops,
+    OomSnapshots,
+    Progress,
+    read_json_lines,
+)
+from parallel3d.observability import memory as memory_module
+from parallel3d.testing import GlooPool, fake_world
+
+
+class Kept:
+    """A sink that keeps what it is given, and fails when told."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.about: dict[str, Any] = {}
+        self.records: list[dict[str, Any]] = []
+        self.closed = 0
+        self.fails_at = fails_at
+
+    def start(self, about: Mapping[str, Any]) -> None:
+        self.about = dict(about)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if record["step"] == self.fails_at:
+            raise OSError("no space left on device")
+        self.records.append(dict(record))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def one(**options: Any) -> Metrics:
+    mesh = p3d.build_mesh(p3d.MeshLayout(1, -1, 1), device_type="cpu")
+    return Metrics(mesh, tokens_per_step=100, **options)
+
+
+def test_records_of_one_rank(tmp_path: Path) -> None:
+    with fake_world(0, 1):
+        kept = Kept()
+        flops = ModelFlops(2e9, 3e9)
+        sinks = [kept, JsonLines(tmp_path / "run.jsonl")]
+        metrics = one(sinks=sinks, every=2, flops=flops, peak_tflops=10, samples=1)
+        with metrics:
+            for number in range(4):
+                with metrics.step(number):
+                    with metrics.loading_data():
+                        time.sleep(0.005)
+                    time.sleep(0.005)
+                    metrics.log(loss=4.0 - number, mine=number)
+    assert kept.closed == 1 and [r["step"] for r in kept.records] == [0, 1, 2, 3]
+    assert set(kept.about) < set(START_FIELDS) and kept.about["mesh"]["shard"] == 1
+    for record in kept.records:
+        assert set(record) <= {*FIELDS, "mine"} and record["loss"] == 4.0 - record["mine"]
+        assert (
+            record["step_seconds"] >= 0.01 > record["data_seconds"] - 0.05
+            and record["memory_peak"] > 1e7
+        )
+        assert record["data_seconds"] >= 0.005
+        assert record["tokens_per_second"] == pytest.approx(100 / record["step_seconds"])
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 2e9 / 10e12)
+        assert record["mfu_6n"] == pytest.approx(record["mfu"] * 1.5)
+    assert ["stragglers" in r for r in kept.records] == [False, True, False, True]
+    first, *lines = read_json_lines(tmp_path / "run.jsonl")
+    assert first["event"] == "start" and lines == kept.records
+
+
+def test_nothing_is_left_of_an_error() -> None:
+    with fake_world(0, 1):
+        kept = Kept()
+        allreduce = dist.ProcessGroup.allreduce
+        with one(sinks=[kept], every=1) as metrics:
+            with pytest.raises(ZeroDivisionError), metrics.step(0):
+                1 / 0  # noqa: B018
+            with metrics.step(1):
+                pass
+            with pytest.raises(StateError, match="step 3 begins within step 2"), metrics.step(2):
+                metrics.begin(3)
+        assert [r["step"] for r in kept.records] == [1]
+        assert dist.ProcessGroup.allreduce is allreduce
+
+
+def test_a_sink_that_fails_is_left_out() -> None:
+    with fake_world(0, 1):
+        bad, good = Kept(fails_at=1), Kept()
+        with (
+            pytest.warns(
+                UserWarning, match=r"can't write and is left out .* no space left"
+            ) as seen,
+            one(sinks=[bad, good], every=0) as metrics,
+        ):
+            for number in range(4):
+                with metrics.step(number):
+                    pass
+    assert len(seen) == 1
+    assert [len(bad.records), len(good.records)] == [1, 4]
+
+
+def test_a_snapshot_when_there_is_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "dump_snapshot", lambda path: Path(path).write_text("x"))
+    with fake_world(0, 1), one(snapshots=OomSnapshots(tmp_path / "new")) as metrics:
+        with pytest.raises(torch.OutOfMemoryError), metrics.step(7):
+            raise torch.OutOfMemoryError("none left")
+        with pytest.raises(ValueError, match="other"), metrics.step(8):
+            raise ValueError("other")
+        assert [f.name for f in (tmp_path / "new").iterdir()] == ["oom-step-7-rank-00000.pickle"]
+
+        def fails(path: str) -> None:
+            raise RuntimeError("no CUDA")
+
+        monkeypatch.setattr(memory_module, "dump_snapshot", fails)
+        with (
+            pytest.warns(UserWarning, match="no CUDA"),
+            pytest.raises(torch.OutOfMemoryError),
+            metrics.step(9),
+        ):
+            raise torch.OutOfMemoryError("again")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": -1}, "every is -1"),
+        ({"slow": 1.0}, "slow is 1.0"),
+        ({"samples": 0}, "samples is 0"),
+        ({"peak_tflops": 0}, "peak_tflops is 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], text: str) -> None:
+    with fake_world(0, 1), pytest.raises(Parallel3dError, match=text):
+        one(**options)
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_world(0, 1):
+        progress = Progress(40)
+        with one(sinks=[progress], every=1, flops=ModelFlops(1, 1), peak_tflops=1) as metrics:
+            for number in range(20):
+                with metrics.step(number):
+                    metrics.log(loss=2.0 if number < 19 else 1.0, grad_norm=0.5)
+        record = metrics.record | {"stragglers": [{"text": "shard 3 is 1.4 x slower"}]}
+        progress.write(record | {"exposed_seconds": {"tp": record["step_seconds"] / 4}})
+    first, last, hint = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("step    1/40  loss 2.0000  grad norm 0.500  ")
+        and "tokens/s  MFU " in first
+    )
+    assert last.startswith("step   20/40  loss 1.0000") and " GiB" in last
+    assert hint == "step   21/40  shard 3 is 1.4 x slower"
+    values = dict(pair.split("=") for pair in progress.result.split())
+    assert values["steps"] == "21" and values["smoothed_loss"] == "1.900000"
+    assert "waits: tp 25%" in progress._line(record)
+
+
+# ---- on real ranks ----
+
+
+def steps_with_a_slow_rank(sizes: tuple[int, int, int], slow: list[int], sink: str) -> Any:
+    """Ranks of ``slow`` take five times as long for each step as the others."""
+    mesh = p3d.build_mesh(p3d.MeshLayout(*sizes), device_type="cpu")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    p3d.parallelize(model, mesh, tp_plan={"0": "colwise", "1": "rowwise"})
+    kept = Kept(fails_at=1 if sink == "fails" else None)
+    metrics = Metrics(mesh, tokens_per_step=8, sinks=[kept], every=1, samples=3, slow=2.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with metrics:
+            for number in range(3):
+                with metrics.step(number):
+                    time.sleep(0.2 if dist.get_rank() in slow else 0.04)
+                    model(torch.ones(2, 16)).sum().backward()
+                    metrics.log(loss=1.0)
+    return kept.records, metrics.record
+
+
+def test_the_slow_rank_is_named(gloo_pool: GlooPool) -> None:
+    """Shard 1 of (2, 2, 1), in all replicas: that axis and coordinate, once there are enough samples."""
+    found = gloo_pool.run(steps_with_a_slow_rank, (2, 2, 1), [1, 3], "works", world_size=4)
+    records = found[0][0]
+    assert [len(record["stragglers"]) for record in records[:2]] == [0, 0]
+    (hint,) = records[2]["stragglers"]
+    assert hint["axes"] == {"shard": 1} and hint["cause"] == "computation" and hint["times"] > 2.5
+    assert hint["text"].startswith("shard 1 is ")
+    assert records[2]["own_seconds_max"] >= 0.2
+    # The others wait for it, over the axis that it is slow on.
+    assert records[2]["exposed_seconds"]["shard"] > 0.08
+    means = records[2]["exposed_seconds_mean"]
+    assert 0.04 < means["shard"] < records[2]["exposed_seconds"]["shard"]
+    assert [len(kept) for kept, _ in found] == [3, 0, 0, 0]  # the first rank alone writes
+    assert all("exposed_seconds" in mine for _, mine in found)
+
+
+def test_a_sink_that_fails_hangs_nobody(gloo_pool: GlooPool) -> None:
+    found = gloo_pool.run(steps_with_a_slow_rank, (1, 1, 2), [1], "fails", world_size=2)
+    assert [len(kept) for kept, _ in found] == [1, 0]
+    assert found[0][1]["stragglers"][0]["axes"] == {"tp": 1}
+
+
+def on_a_part_of_the_ranks() -> Any:
+    """Two meshes of two ranks each, in a world of four."""
+    whole = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    kept = Kept()
+    metrics = Metrics(whole["shard"], tokens_per_step=8, sinks=[kept], every=1, samples=1, slow=2.5)
+    with metrics, metrics.step(0):
+        time.sleep(0.5 if dist.get_rank() == 3 else 0.1)
+    return [record["stragglers"] for record in kept.records]
+
+
+def test_a_mesh_of_some_ranks(gloo_pool: GlooPool) -> None:
+    found = gloo_pool.run(on_a_part_of_the_ranks, world_size=4)
+    assert found[0] == [[]] and found[1] == found[3] == []
+    assert found[2][0][0]["axes"] == {"shard": 1}
