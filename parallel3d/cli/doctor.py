@@ -6,11 +6,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parallel3d.cli.options import GpuName, Json, Nic, Profile, Replicate, Shard, Tp
+
+if TYPE_CHECKING:
+    from parallel3d.doctor import Diagnosis
 
 __all__ = ["doctor_command"]
 
@@ -48,27 +51,30 @@ def doctor_command(
     from parallel3d.doctor import Options, doctor
     from parallel3d.mesh import MeshLayout
 
-    found = doctor(
-        Options(
-            layout=MeshLayout(replicate, shard, tp),
-            checkpoint=checkpoint,
-            gpu=gpu,
-            profile=profile,
-            nic=nic,
-            collectives=collectives,
-            megabytes=megabytes,
-            timeout=timeout,
-        )
+    options = Options(
+        layout=MeshLayout(replicate, shard, tp),
+        checkpoint=checkpoint,
+        gpu=gpu,
+        profile=profile,
+        nic=nic,
+        collectives=collectives,
+        megabytes=megabytes,
+        timeout=timeout,
     )
-    if found.speaks and json_only:
-        typer.echo(json.dumps(found.to_json(), indent=1))
-    elif found.speaks:
-        from rich.console import Console
+    raise typer.Exit(int(doctor(options, _as_json if json_only else _as_tables).failed))
 
-        from parallel3d.doctor.report import render
 
-        console = Console()
-        wide = console.is_terminal or "COLUMNS" in os.environ
-        render(found, console if wide else Console(width=140))
+def _as_json(found: Diagnosis) -> None:
+    typer.echo(json.dumps(found.to_json(), indent=1))
     sys.stdout.flush()
-    raise typer.Exit(int(found.failed))
+
+
+def _as_tables(found: Diagnosis) -> None:
+    from rich.console import Console
+
+    from parallel3d.doctor.report import render
+
+    console = Console()
+    wide = console.is_terminal or "COLUMNS" in os.environ
+    render(found, console if wide else Console(width=140))
+    sys.stdout.flush()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import parallel3d.doctor.checks  # noqa: F401 - registers them
 from parallel3d.doctor.collecting.collect import collect
-from parallel3d.doctor.facts import Facts
+from parallel3d.doctor.facts import GIB, Facts
 from parallel3d.doctor.finding import (
     CHECKS,
     Finding,
@@ -23,6 +24,7 @@ from parallel3d.doctor.finding import (
 from parallel3d.doctor.measurement import Line, Measurement, lines_of
 from parallel3d.doctor.meeting import Meeting, clock_offset, meet
 from parallel3d.doctor.place import adopt_slurm, place_of
+from parallel3d.doctor.profiles import profile_of
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
@@ -96,11 +98,15 @@ class Diagnosis:
         }
 
 
-def doctor(options: Options) -> Diagnosis:
+def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) -> Diagnosis:
     """Looks at this process, or, in one that torchrun or srun has started, at the whole job with all ranks.
 
     Nothing is changed but a file that is written to the checkpoint folder and removed again. It takes a
     few seconds, and no longer than ``options.timeout`` for each time that ranks wait for each other.
+
+    Args:
+        show: what shows it, called on the rank that speaks before any other rank returns: one that ended
+            with an exit code of 1 would have torchrun end the rest.
 
     Returns:
         On rank 0 everything; on other ranks ``speaks`` is False, unless rank 0 could not be reached.
@@ -115,15 +121,21 @@ def doctor(options: Options) -> Diagnosis:
     if place.world_size == 1:
         found = Diagnosis({0: facts}, examine({0: facts}), not_measured="one process has no axes")
         found.failed = _has_error(found.findings)
-        return found
+        return _shown(found, show)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         if not address or not port.isdigit():
             raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}")
         meeting = meet(place, address, int(port), options.timeout)
-        return _together(options, facts, meeting)
+        return _together(options, facts, meeting, show)
     except MeshError as error:
-        return _alone(facts, str(error))
+        return _shown(_alone(facts, str(error)), show)
+
+
+def _shown(found: Diagnosis, show: Callable[[Diagnosis], None] | None) -> Diagnosis:
+    if show is not None and found.speaks:
+        show(found)
+    return found
 
 
 def _alone(facts: Facts, why: str) -> Diagnosis:
@@ -135,7 +147,9 @@ def _alone(facts: Facts, why: str) -> Diagnosis:
     return Diagnosis({rank: own}, found, speaks=speaks, failed=True, not_measured=why)
 
 
-def _together(options: Options, facts: Facts, meeting: Meeting) -> Diagnosis:
+def _together(
+    options: Options, facts: Facts, meeting: Meeting, show: Callable[[Diagnosis], None] | None
+) -> Diagnosis:
     facts = _share_disk(facts, meeting)
     leads = facts.place.local_rank == 0
     leaders = meeting.gather("leads", leads)
@@ -153,7 +167,9 @@ def _together(options: Options, facts: Facts, meeting: Meeting) -> Diagnosis:
     found.not_measured = meeting.tell("measure", found.not_measured)
     if not found.not_measured:
         _measure(options, found, meeting)
-    found.failed = meeting.tell("failed", _has_error(found.findings))
+    found.failed = _has_error(found.findings)
+    _shown(found, show)
+    found.failed = meeting.tell("failed", found.failed)
     meeting.part()
     return found
 
@@ -238,11 +254,11 @@ def cluster_of(options: Options, nodes: int, per_node: int) -> Cluster | None:
             raise PlanningError("which GPU of the profile? Give --gpu its name")
         import torch
 
-        from parallel3d.planner.calibrate import nearest_gpu
-
-        if not torch.cuda.is_available():
-            return None
-        name = nearest_gpu("cuda")
+        if torch.cuda.is_available():
+            known = torch.cuda.get_device_properties(0)
+            name = profile_of(known.name, known.total_memory / GIB)
+    if name is None:
+        return None
     return Cluster.of(name, nodes, per_node, options.nic, options.profile)
 
 

@@ -38,9 +38,20 @@ class Meeting:
         self.seconds = seconds
         self._waited_for = set(range(world_size))  # on rank 0: who has always come so far
 
+    def put(self, key: str, text: str = "") -> None:
+        """Sets a key.
+
+        Raises:
+            MeshError: the store has gone.
+        """
+        try:
+            self.store.set(key, text)
+        except RuntimeError as error:
+            raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
+
     def gather(self, topic: str, value: Any) -> dict[int, Any]:
         """On rank 0: rank -> its value (JSON), of those that came in time; elsewhere empty."""
-        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        self.put(f"{topic}/{self.rank}", json.dumps(value))
         found: dict[int, Any] = {}
         if self.rank:
             return found
@@ -62,7 +73,7 @@ class Meeting:
             MeshError: rank 0 has not told it in time.
         """
         if self.rank == 0:
-            self.store.set(topic, json.dumps(value))
+            self.put(topic, json.dumps(value))
             return value
         end = time.monotonic() + 3 * self.seconds  # rank 0 waits for others, more than once
         try:
@@ -78,7 +89,7 @@ class Meeting:
 
     def part(self) -> None:
         """The end: rank 0, which may host the store, stays until the others have read what they need."""
-        self.store.set(f"gone/{self.rank}", "")
+        self.put(f"gone/{self.rank}")
         end = time.monotonic() + 5
         others = [f"gone/{rank}" for rank in self._waited_for]
         while self.rank == 0 and not self.store.check(others) and time.monotonic() < end:
@@ -142,24 +153,23 @@ def clock_offset(
         nodes: one rank of each node, without rank 0's; the same on all ranks.
         now: the clock.
     """
-    store = meeting.store
     if meeting.rank == 0:
         for rank in nodes:
             for turn in range(_ROUNDS):
                 if not _wait(meeting, f"ask/{rank}/{turn}"):
                     break
-                store.set(f"time/{rank}/{turn}", repr(now()))
+                meeting.put(f"time/{rank}/{turn}", repr(now()))
         return 0.0, 0.0
     if meeting.rank not in nodes:
         return None, 0.0
     best: tuple[float, float] | None = None
     for turn in range(_ROUNDS):
-        store.set(f"ask/{meeting.rank}/{turn}", "")
+        meeting.put(f"ask/{meeting.rank}/{turn}")
         begin = now()
         if not _wait(meeting, f"time/{meeting.rank}/{turn}"):
             break
         end = now()
-        there = float(store.get(f"time/{meeting.rank}/{turn}"))
+        there = float(meeting.store.get(f"time/{meeting.rank}/{turn}"))
         sure = (end - begin) / 2
         if turn and (
             best is None or sure < best[1]

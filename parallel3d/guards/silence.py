@@ -21,7 +21,7 @@ _ENDED = b"ended"
 class Pulse:
     """This rank's sign of life, and what it has seen of the next rank's.
 
-    Two round trips to the store, six times within ``silence``. No clock of one machine is compared with
+    Three round trips to the store, six times within ``silence``. No clock of one machine is compared with
     another's: a rank is silent when its number has not changed for that long on the clock of who looks.
 
     Args:

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from parallel3d.errors import PlanningError
 from parallel3d.planner.cluster import Gpu, gpus
 
-__all__ = ["COLLECTIVES", "calibrate", "collective_seconds", "nearest_gpu", "write_profile"]
+__all__ = ["COLLECTIVES", "calibrate", "collective_seconds", "write_profile"]
 
 _MATMULS = ((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 4096), (16384, 8192))
 _ROUNDS = 5
@@ -67,7 +67,7 @@ def calibrate(
     if kind == "cuda" and not torch.cuda.is_available():
         raise PlanningError("there is no CUDA device; calibrate with device='cpu'")
     known = gpus()
-    base = known.get((name or "").lower()) or known[nearest_gpu(kind)]
+    base = known.get((name or "").lower()) or known[_nearest(kind)]
     times = _matmul_times(kind, largest, seconds)
     start, rate = _fit_line([f for f, _ in times], [t for _, t in times])
     peak = base.peak if base.name != "cpu" else max(f / t for f, t in times) / 1e12
@@ -89,8 +89,7 @@ def calibrate(
     return found
 
 
-def nearest_gpu(kind: str) -> str:
-    """The profile whose name is in this device's; "a100" if none is."""
+def _nearest(kind: str) -> str:
     if kind == "cpu":
         return "cpu"
     own = torch.cuda.get_device_name().lower()

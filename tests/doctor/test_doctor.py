@@ -13,7 +13,7 @@ import torch
 from launch import free_ports
 from torch import distributed as dist
 
-from parallel3d.doctor import Options, doctor
+from parallel3d.doctor import Diagnosis, Options, doctor
 from parallel3d.doctor.collecting.accelerators import parse_health
 from parallel3d.doctor.collecting.collect import collect, steering
 from parallel3d.doctor.collecting.limits import read_cgroup, read_disk
@@ -126,13 +126,8 @@ def test_variables_that_steer() -> None:
 
 
 def test_place_by_torchrun() -> None:
-    given = {
-        "RANK": "9",
-        "WORLD_SIZE": "16",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "8",
-        "GROUP_RANK": "1",
-    }
+    given = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    given["GROUP_RANK"] = "1"
     assert place_of(given) == Place(9, 16, 1, 8, 1, socket.gethostname())
     assert place_of(given).nodes == 2
     with pytest.raises(MeshError, match="RANK is 'nine'"):
@@ -201,6 +196,15 @@ def test_rank_0_does_not_come() -> None:
         Meeting(dist.HashStore(), 1, 2, 0.1).tell("go")
 
 
+def test_rank_0_goes_in_the_middle() -> None:
+    class Gone(dist.HashStore):
+        def set(self, key, value):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(MeshError, match="rank 0 has gone: Connection reset by peer"):
+        Meeting(Gone(), 1, 2, 0.1).gather("a", 1)
+
+
 def test_clocks_are_compared() -> None:
     ahead = {0: 0.0, 1: 0.0, 2: 7.0, 3: -40.0}
 
@@ -223,13 +227,8 @@ def test_a_port_that_is_taken() -> None:
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
-    job = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    job["MASTER_PORT"] = str(port)
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     found = doctor(Options(timeout=0.5))
@@ -264,6 +263,11 @@ def test_the_command_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None
     assert done.exit_code == 0, done.output
     assert "nccl-p2p-disabled" in done.output and "do: unset NCCL_P2P_DISABLE" in done.output
     assert "checks passed" in done.output and socket.gethostname() in done.output
+
+
+def test_it_is_shown_before_others_may_end_the_job(alone: None) -> None:
+    shown: list[Diagnosis] = []
+    assert [doctor(Options(), shown.append)] == shown
 
 
 def test_an_error_ends_with_1(alone: None, tmp_path: Path) -> None:

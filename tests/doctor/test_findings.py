@@ -20,6 +20,7 @@ from parallel3d.doctor.finding import (
     examine_axes,
 )
 from parallel3d.doctor.measurement import SMALL, Measurement, lines_of
+from parallel3d.doctor.profiles import profile_of
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.calibrate import COLLECTIVES
 from parallel3d.planner.cluster import Cluster
@@ -168,6 +169,26 @@ def test_no_profile_no_verdict_but_odd_groups() -> None:
     found = replace(times(rank_3=3.0), cluster=None)
     assert [each.expected for each in lines_of(found)] == [None] * 9
     assert names(examine_axes(found)) == ["group-slow"]
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb-sxm"),
+        ("NVIDIA H100 PCIe", 79.1, "h100-80gb-pcie"),
+        ("NVIDIA H100 NVL", 93.6, "h100-94gb-nvl"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb-sxm"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80gb-sxm"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "a100-80gb-pcie"),
+        ("NVIDIA H200 NVL", 139.8, None),
+        ("NVIDIA H200", 139.8, "h200-141gb-sxm"),
+        ("NVIDIA B200", 178.4, "b200-sxm"),
+        ("NVIDIA GeForce RTX 4090", 23.6, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, None),
+    ],
+)
+def test_profile_of_a_device(device: str, gib: float, profile: str | None) -> None:
+    assert profile_of(device, gib) == profile
 
 
 def test_where_groups_lie() -> None:
