@@ -25,8 +25,12 @@ def run_example(folder: Path, text: str, plan: str) -> str:
 
     (folder / "check.py").write_text(example(text))
     sys.modules.pop("check", None)
-    words = "verify --replicate 2 --tp 2 check:build_model --input check:make_batch --loss check:loss"
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, [*words.split(), "--plan", f"check:{plan}"])
+    words = (
+        "verify --replicate 2 --tp 2 check:build_model --input check:make_batch --loss check:loss"
+    )
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(
+        app, [*words.split(), "--plan", f"check:{plan}"]
+    )
     assert result.exit_code == (plan != "PLAN"), result.output
     return result.stdout
 
