@@ -61,7 +61,7 @@ functions_unseen: Callable[[], AbstractContextManager[None]] = torch._C.DisableT
 
 def boxed(work: dist.Work) -> Any:
     """``work`` as the operations of c10d return it."""
-    return work.boxed()  # type: ignore[attr-defined]
+    return work.boxed()
 
 
 def loader_iterators() -> tuple[type, ...]:

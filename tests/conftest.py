@@ -2,9 +2,11 @@
 
 from collections.abc import Generator, Iterator
 
+import hosts
 import pytest
 import torch
 from engines import ENGINES, Engine, OnRanks, check_fault
+from forked import python_at
 from parity_table import MARKED, gather
 from torch import distributed as dist
 
@@ -25,12 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One xdist worker runs every test that needs the pool, so that there is one pool."""
+    """One xdist worker runs every test that needs the pool or the hosts, so that there is one of each."""
     config.stash[MARKED] = gather(items)
     if config.getoption("--only-engine-tests"):
         items[:] = [item for item in items if "engine" in getattr(item, "fixturenames", ())]
     for item in items:
-        if "gloo_pool" in getattr(item, "fixturenames", ()):
+        if {"gloo_pool", "site"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("gloo"))
 
 
@@ -39,6 +41,16 @@ def gloo_pool() -> Iterator[GlooPool]:
     """Eight gloo workers for the whole test run; they start with the first ``run``."""
     with GlooPool(8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Site]:
+    """Four hosts for the whole test run, and a Python that starts at once on each; or the test is skipped."""
+    if why := hosts.missing():
+        pytest.skip(f"several hosts on one machine: {why}")
+    folder = tmp_path_factory.mktemp("python")
+    with python_at(str(folder / "socket")) as python, hosts.hosts(4) as made:
+        yield hosts.Site(made, python)
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Host", "hosts", "missing"]
+__all__ = ["Host", "Site", "hosts", "missing"]
 
 _UNTIL_END_OF_FILE = ["sh", "-c", "echo up; read _"]
 _HOST = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -138,6 +139,14 @@ def missing() -> str:
             return ""
     except (OSError, RuntimeError) as error:
         return f"needs root, and a kernel with network namespaces, veth and bridges: {error}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Hosts, and how a Python program starts at once on them: ``[*python, script]``, see forked.py."""
+
+    hosts: list[Host]
+    python: list[str]
 
 
 class _Holder:

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from parallel3d.cli.calibrate import calibrate_command
+from parallel3d.cli.doctor import doctor_command
 from parallel3d.cli.dryrun import dryrun_command
 from parallel3d.cli.launch import launch_command
 from parallel3d.cli.plan import plan_command
@@ -45,6 +46,7 @@ app.command("calibrate")(calibrate_command)
 app.command("dryrun", context_settings={"allow_interspersed_args": False})(dryrun_command)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch_command)
 app.command("verify")(verify_command)
+app.command("doctor")(doctor_command)
 
 
 @app.callback()

@@ -150,7 +150,7 @@ def _show(
     if trace is not None:
         write_trace(run, trace, times)
     if html is not None:
-        write_report(run, html, times, divergence, other)
+        write_report(run, html, times, other, divergence)
     if json:
         typer.echo(to_json(run))
     else:

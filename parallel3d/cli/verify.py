@@ -119,15 +119,15 @@ def verify_command(
     if parallelize is not None:
         _check_alone(plan, loss_parallel, activation_checkpointing)
         given = {"apply": _function("--parallelize", parallelize)}
-    options = dict(
-        loss=None if loss is None else _function("--loss", loss),
-        seed_of=None if seed_of is None else _function("--seed-of", seed_of),
-        steps=steps,
-        micro_batches=micro_batches,
-        tolerance=tolerance,
-        fp32=fp32,
-        seed=seed,
-    )
+    options = {
+        "loss": None if loss is None else _function("--loss", loss),
+        "seed_of": None if seed_of is None else _function("--seed-of", seed_of),
+        "steps": steps,
+        "micro_batches": micro_batches,
+        "tolerance": tolerance,
+        "fp32": fp32,
+        "seed": seed,
+    }
     build, batch = _function("the model", model), _function("--input", input)
     found, first = _run(build, batch, (replicate, shard, tp), {**options, **given})
     if first:

@@ -202,12 +202,12 @@ class DryMode(RecordingMode):
         unit, count = issuing.unit, len(self.recorder.calls)
         self._learn_axis(process_group_of(values[signature.group]).group_name)
         read, written = inputs_and_outputs(values)
+        work: DryWork | None = None
         if func.namespace == "c10d":
-            work = DryWork(lambda: self._waited(work), written)
+            work = DryWork(self._waited, written)
             result = answer(func, values, work)
             self.forget(written)
         else:
-            work = None
             result = self._run(func, args, kwargs)
             for tensor in tensors_in(result):
                 self._held(tensor, signature.op)
@@ -217,7 +217,7 @@ class DryMode(RecordingMode):
             self._add("collective", signature.op, collective=index)
             self.dtypes[index] = next((str(t.dtype).removeprefix("torch.") for t in read), "")
         if work is not None:
-            work.index = index  # type: ignore[attr-defined]
+            work.index = index
         else:
             self._results.update({id(t): index for t in tensors_in(result)})
         self._give_roles(signature.op, read, written)
@@ -231,8 +231,7 @@ class DryMode(RecordingMode):
                 if held is not None and axis != "tp":  # whose are activations
                     held.roles.add(f"{role} {op}")
 
-    def _waited(self, work: DryWork) -> None:
-        index = work.index  # type: ignore[attr-defined]
+    def _waited(self, index: int) -> None:
         self._add("wait", self.recorder.calls[index].op, collective=index)
 
     def _wait_for(self, func: Any, args: Any, kwargs: Any) -> Any:

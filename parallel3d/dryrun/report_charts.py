@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from html import escape
 
 from parallel3d._report import (
@@ -114,22 +115,25 @@ def timeline_chart(run: DryRun, times: Timeline) -> Figure:
     begin, _ = times.bounds()
     bars = merged(times.of_step(), _MOST_BARS)
     traces = []
-    for kind, colour in _BARS.items():
+    total: dict[str, float] = defaultdict(float)
+    for bar in bars:
+        total[bar.kind] += bar.busy
+    # Every bar is a pixel or more: what there is most of is drawn last, so that it isn't covered.
+    for kind in sorted(total, key=lambda kind: total[kind]):
         mine = [bar for bar in bars if bar.kind == kind]
-        if mine:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": _WORDS.get(kind, kind),
-                    "base": [round((bar.start - begin) * 1e3, 5) for bar in mine],
-                    "x": [round((bar.end - bar.start) * 1e3, 5) for bar in mine],
-                    "y": [bar.stream for bar in mine],
-                    "customdata": [_hover(bar) for bar in mine],
-                    "marker": {"color": colour, "line": {"width": 0}},
-                    "hovertemplate": "%{customdata}<extra></extra>",
-                }
-            )
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": _WORDS.get(kind, kind),
+                "base": [round((bar.start - begin) * 1e3, 5) for bar in mine],
+                "x": [round((bar.end - bar.start) * 1e3, 5) for bar in mine],
+                "y": [bar.stream for bar in mine],
+                "customdata": [_hover(bar) for bar in mine],
+                "marker": {"color": _BARS[kind], "line": {"width": 0}},
+                "hovertemplate": "%{customdata}<extra></extra>",
+            }
+        )
     used = {bar.stream for bar in bars}
     lanes = [s for s in STREAMS if s in used] + sorted(used - set(STREAMS))
     layout = chart_layout(190 + 44 * max(len(lanes), 1), "milliseconds, predicted", "")

@@ -89,9 +89,8 @@ for _name in (
     *("floordiv", "rfloordiv", "mod", "rmod", "neg", "pos", "abs"),
 ):
     setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides"))
-Unknown.__bool__ = _decided("__bool__", "the program decides")  # type: ignore[attr-defined]
 for _name in ("int", "index", "trunc", "floor", "ceil", "round"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
 Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]

@@ -14,18 +14,19 @@ __all__ = ["DryWork", "answer", "inputs_and_outputs"]
 
 
 class DryWork(dist.Work):
-    """A collective that is over at once; ``wait`` calls ``on_wait`` the first time."""
+    """A collective that is over at once; the first ``wait`` calls ``on_wait`` with its ``index``."""
 
-    def __init__(self, on_wait: Callable[[], None], outputs: list[torch.Tensor]) -> None:
+    def __init__(self, on_wait: Callable[[int], None], outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self.on_wait: Callable[[], None] | None = on_wait
+        self.on_wait: Callable[[int], None] | None = on_wait
         self.outputs = outputs
+        self.index = -1
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns at once."""
         on_wait, self.on_wait = self.on_wait, None
         if on_wait is not None:
-            on_wait()
+            on_wait(self.index)
         return True
 
     def is_completed(self) -> bool:

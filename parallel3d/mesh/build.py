@@ -15,7 +15,7 @@ from parallel3d.mesh.fresh_store import fresh_store, outlives_ranks
 from parallel3d.mesh.layout import AXES, MeshLayout
 from parallel3d.mesh.warm_up import warm_up
 
-__all__ = ["build_mesh", "read_layout"]
+__all__ = ["backend_string", "build_mesh", "default_device_type", "read_layout", "set_device"]
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,7 +63,7 @@ def build_mesh(
             f"for example MeshLayout(replicate=2, shard=-1, tp=4)."
         )
     if device_type is None:
-        device_type = _default_device_type()
+        device_type = default_device_type()
     if dist.is_initialized():
         world_size = dist.get_world_size()
         _check_launch(layout, device_type, world_size, timeout)
@@ -112,7 +112,7 @@ def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
     return mesh
 
 
-def _default_device_type() -> str:
+def default_device_type() -> str:
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         # torch names gloo for devices without a backend of their own (mps), which it can't carry.
@@ -210,8 +210,8 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
             f"{error} This is a single process: to run several, start the script with "
             f"torchrun --nproc-per-node {ranks} SCRIPT."
         ) from None
-    backend = _backend_string(device_type)
-    _set_device(device_type, rank)
+    backend = backend_string(device_type)
+    set_device(device_type, rank)
     # The prefix is what torch itself uses, so that its keys stay apart from ours. No timeout is
     # passed: for collectives torch's own, minutes long, is right.
     dist.init_process_group(
@@ -223,7 +223,7 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     return resolved
 
 
-def _backend_string(device_type: str) -> str:
+def backend_string(device_type: str) -> str:
     """gloo for tensors on the CPU, and beside it the device's own backend."""
     own = _backend_for(device_type)
     if own is None:
@@ -234,7 +234,7 @@ def _backend_string(device_type: str) -> str:
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 
 
-def _set_device(device_type: str, rank: int) -> None:
+def set_device(device_type: str, rank: int) -> None:
     """Makes this rank's device the current one: LOCAL_RANK's, or the only one visible."""
     if device_type == "cpu":
         return
@@ -255,7 +255,7 @@ def _set_device(device_type: str, rank: int) -> None:
 
 
 def _device_types() -> str:
-    default = _default_device_type()
+    default = default_device_type()
     return "'cpu'" if default == "cpu" else f"'cpu' or {default!r}"
 
 

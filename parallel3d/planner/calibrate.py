@@ -22,7 +22,7 @@ from torch import distributed as dist
 from parallel3d.errors import PlanningError
 from parallel3d.planner.cluster import Gpu, gpus
 
-__all__ = ["calibrate", "write_profile"]
+__all__ = ["COLLECTIVES", "calibrate", "collective_seconds", "nearest_gpu", "write_profile"]
 
 _MATMULS = ((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 4096), (16384, 8192))
 _ROUNDS = 5
@@ -38,7 +38,7 @@ _WRITTEN = (
     "nic",
     "power",
 )
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def calibrate(
@@ -67,7 +67,7 @@ def calibrate(
     if kind == "cuda" and not torch.cuda.is_available():
         raise PlanningError("there is no CUDA device; calibrate with device='cpu'")
     known = gpus()
-    base = known.get((name or "").lower()) or known[_nearest(kind)]
+    base = known.get((name or "").lower()) or known[nearest_gpu(kind)]
     times = _matmul_times(kind, largest, seconds)
     start, rate = _fit_line([f for f, _ in times], [t for _, t in times])
     peak = base.peak if base.name != "cpu" else max(f / t for f, t in times) / 1e12
@@ -89,7 +89,8 @@ def calibrate(
     return found
 
 
-def _nearest(kind: str) -> str:
+def nearest_gpu(kind: str) -> str:
+    """The profile whose name is in this device's; "a100" if none is."""
     if kind == "cpu":
         return "cpu"
     own = torch.cuda.get_device_name().lower()
@@ -172,11 +173,11 @@ def _collectives(kind: str) -> dict[str, dict[int, tuple[float, float, float]]]:
     world = dist.get_world_size()
     sizes = [n for n in (2, 4, 8, 16, 32) if n < world and world % n == 0] + [world]
     most = 2**28 if kind == "cuda" else 2**23
-    table: dict[str, dict[int, tuple[float, float, float]]] = {name: {} for name in _KINDS}
+    table: dict[str, dict[int, tuple[float, float, float]]] = {name: {} for name in COLLECTIVES}
     for size in sizes:
         groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world, size)]
         group = groups[dist.get_rank() // size]
-        for name in _KINDS:
+        for name in COLLECTIVES:
             taken = []
             nbytes = 2**12
             while nbytes <= most:
@@ -189,20 +190,31 @@ def _collectives(kind: str) -> dict[str, dict[int, tuple[float, float, float]]]:
 def _collective_time(
     name: str, nbytes: int, size: int, group: dist.ProcessGroup, kind: str
 ) -> float:
+    """The slowest rank's."""
+    seconds = collective_seconds(name, nbytes, size, group, kind)
+    slowest = torch.tensor([seconds], device=kind)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def collective_seconds(
+    name: str, nbytes: int, size: int, group: dist.ProcessGroup, kind: str
+) -> float:
+    """Median seconds of a collective, as this rank sees it. All ranks of the group call it.
+
+    Args:
+        name: of COLLECTIVES.
+        nbytes: of the whole tensor, in float32: rounded to a multiple of ``size``.
+        kind: "cuda" or "cpu".
+    """
     count = max(nbytes // 4 // size, 1) * size
     whole = torch.ones(count, device=kind)
     part = torch.ones(count // size, device=kind)
     if name == "all_gather":
-        seconds = _timed(lambda: dist.all_gather(list(whole.chunk(size)), part, group=group), kind)
-    elif name == "reduce_scatter":
-        seconds = _timed(
-            lambda: dist.reduce_scatter(part, list(whole.chunk(size)), group=group), kind
-        )
-    else:
-        seconds = _timed(lambda: dist.all_reduce(whole, group=group), kind)
-    slowest = torch.tensor([seconds], device=kind)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+        return _timed(lambda: dist.all_gather(list(whole.chunk(size)), part, group=group), kind)
+    if name == "reduce_scatter":
+        return _timed(lambda: dist.reduce_scatter(part, list(whole.chunk(size)), group=group), kind)
+    return _timed(lambda: dist.all_reduce(whole, group=group), kind)
 
 
 def _fit_collective(taken: Sequence[tuple[int, float]]) -> tuple[float, float, float]:

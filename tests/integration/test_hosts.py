@@ -6,20 +6,14 @@ The hosts are namespaces of this machine, see hosts.py; the tests need root and 
 import json
 import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import python_at
-from hosts import Host, hosts, missing
+from hosts import Site
 from kill_verify import Record, different_end, different_steps
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-if why := missing():
-    pytest.skip(f"several hosts on one machine: {why}", allow_module_level=True)
-pytestmark = pytest.mark.xdist_group("gloo")  # not beside the pool
 
 PROGRAM = Path(__file__).parents[1] / "on_hosts.py"
 TEXT = PROGRAM.parent  # to train on
@@ -27,21 +21,6 @@ STEPS, SAVE_EVERY = 6, 2
 SILENCE = 5  # seconds
 MESH = ("--replicate", "2", "--shard", "2", "--tp", "2")
 SHORT = "keep_alive_interval=1,keep_alive_max_attempt=5"  # seconds until a host that is gone is forgotten
-
-
-@dataclass
-class Site:
-    """The hosts, and a Python that starts at once."""
-
-    hosts: list[Host]
-    python: list[str]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("python")
-    with python_at(str(folder / "socket")) as python, hosts(4) as made:
-        yield Site(made, python)
 
 
 class Job:

@@ -92,9 +92,9 @@ def test_default_device_type_is_this_machines() -> None:
 
 
 def test_backends() -> None:
-    assert build._backend_string("cpu") == "gloo"
-    assert build._backend_string("cuda") == "cpu:gloo,cuda:nccl"
-    assert build._backend_string("xpu") == "cpu:gloo,xpu:xccl"
+    assert build.backend_string("cpu") == "gloo"
+    assert build.backend_string("cuda") == "cpu:gloo,cuda:nccl"
+    assert build.backend_string("xpu") == "cpu:gloo,xpu:xccl"
 
 
 class _Accelerator:
@@ -120,16 +120,16 @@ def test_device_of_a_rank(monkeypatch, count, rank, local_rank, index) -> None:
     machine = _Accelerator(monkeypatch, count)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    build._set_device("cuda", rank)
+    build.set_device("cuda", rank)
     assert machine.chosen == index
-    assert build._default_device_type() == "cuda"
+    assert build.default_device_type() == "cuda"
 
 
 def test_more_ranks_than_devices(monkeypatch) -> None:
     _Accelerator(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(MeshError, match=r"LOCAL_RANK=2, but .* 2 cuda devices.*--nproc-per-node 2"):
-        build._set_device("cuda", 2)
+        build.set_device("cuda", 2)
 
 
 # Errors

@@ -62,6 +62,7 @@ class Fault:
 FAULTS: list[Fault] = []
 build = functools.partial(Decoder, vocab=20)
 biased = functools.partial(Decoder, vocab=20, bias=True)
+tied = functools.partial(Decoder, tied=True)
 Planted = Callable[[nn.Module, DeviceMesh], nn.Module | None]
 
 
@@ -256,18 +257,17 @@ for title, module, cls in (
     kind = "input" if module.endswith(".attn") else "output"
     planted(title, module, kind, (1, 1, 2))(replaced(module, cls))
 
-planted("the bias of a rowwise layer added on every tp rank", "layers.0.mlp.down", "output", (1, 1, 2), biased)(
-    replaced("layers.0.mlp.down", BiasOnEveryRank)
-)  # fmt: skip
-planted("the gradient of a rowwise layer's output all-reduced too", "layers.1.mlp.down", "gradient", (1, 1, 2))(
-    replaced("layers.1.mlp.down", SummedAgainInBackward)
-)  # fmt: skip
-planted("the input's gradient of one colwise layer not all-reduced", "layers.1.attn.wk", "gradient", (1, 1, 2))(
-    replaced("layers.1.attn.wk", NoSumOfInputGradient)
-)  # fmt: skip
-planted("the input's gradient of an MLP's colwise layer not all-reduced", "layers.0.mlp.up", "gradient", (2, 1, 2))(
-    replaced("layers.0.mlp.up", NoSumOfInputGradient)
-)  # fmt: skip
+for title, module, kind, mesh, make, cls in (
+    ("the bias of a rowwise layer added on every tp rank",
+     "layers.0.mlp.down", "output", (1, 1, 2), biased, BiasOnEveryRank),
+    ("the gradient of a rowwise layer's output all-reduced too",
+     "layers.1.mlp.down", "gradient", (1, 1, 2), build, SummedAgainInBackward),
+    ("the input's gradient of one colwise layer not all-reduced",
+     "layers.1.attn.wk", "gradient", (1, 1, 2), build, NoSumOfInputGradient),
+    ("the input's gradient of an MLP's colwise layer not all-reduced",
+     "layers.0.mlp.up", "gradient", (2, 1, 2), build, NoSumOfInputGradient),
+):  # fmt: skip
+    planted(title, module, kind, mesh, make)(replaced(module, cls))
 
 
 def plain_heads() -> nn.Module:

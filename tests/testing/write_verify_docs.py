@@ -1,4 +1,4 @@
-"""Writes the run and the table of docs/verify.md: ``python tests/testing/write_verify_docs.py``, from the root."""
+"""Writes the runs and the table of docs/verify.md, when run as a script from the root."""
 
 import re
 import sys

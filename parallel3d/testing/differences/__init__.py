@@ -1,1 +1,1 @@
-"""Where a parallel model departs from the plain one: recording both, fitting parts to wholes, naming the module."""
+"""Where a parallel model departs from the plain one: record both, fit parts to wholes, name the module."""

@@ -117,7 +117,7 @@ def fit_gradient(
     bound: float,
     floor: float,
 ) -> Literal["whole", "partial"] | Gap:
-    """Whether the gradients of what fits as ``fit`` are each rank's part of the plain one, or parts of a sum."""
+    """Whether gradients of what fits as ``fit`` are each rank's part of the plain one, or parts of a sum."""
     held = Fit("whole") if fit.kind == "partial" else fit
     whole = _gap(plain, groups, floor, _sides(held, plain, parallel))
     if whole.difference <= bound:

@@ -117,7 +117,7 @@ def _is_right(plain: Trace, found: Forward, key: Key) -> bool:
 
 def _suspect(plain: Trace, found: Forward, event: Event) -> Event | None:
     """The first odd tensor before ``event`` that may be the reason."""
-    what, key = event
+    key = event[1]
     before = plain.events[: plain.events.index(event)]
     scope = set(_ancestors(plain, key)) | {key}
     finished = {k for w, k in before if w == "exit"}

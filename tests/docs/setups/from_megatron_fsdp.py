@@ -1,4 +1,4 @@
-"""What docs/from_megatron_fsdp.md takes as given: a model, a plan, batches, a folder with a wrapper's names."""
+"""What docs/from_megatron_fsdp.md takes as given: model, plan, batches, a folder with a wrapper's names."""
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,0 +1,1 @@
+"""What is read from the machine, the environment and torch to make Facts."""

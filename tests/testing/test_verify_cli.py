@@ -1,0 +1,137 @@
+"""parallel3d verify: exit codes, what it prints, and its documentation."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from click.testing import Result
+from typer.testing import CliRunner
+from write_verify_docs import DOCS, run_example, written
+
+from parallel3d.cli.app import app
+
+INPUT = ["--input", "verify_models:ids"]
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def run(*words: str) -> Result:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["verify", *words])
+
+
+def numbers_masked(text: str) -> str:
+    return re.sub(r"\d\.\de[+-]\d\d", "N", text)
+
+
+def test_docs_show_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output, and the table of faults; roundings may be others on other machines."""
+    monkeypatch.chdir(tmp_path)
+    text = DOCS.read_text()
+    shown = {plan: run_example(tmp_path, text, plan) for plan in ("PLAN", "WRONG")}
+    assert numbers_masked(written(text, shown)) == numbers_masked(text)
+
+
+def test_json_of_equal_models() -> None:
+    result = run(
+        "--tp", "2", "verify_models:Decoder", *INPUT, "--plan", "verify_models:PLAN", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["equal"] and data["difference"] is None
+    assert data["layout"] == {"replicate": 1, "shard": 1, "tp": 2}
+    assert 0 <= data["largest"]["gradients"]["float64"] < 1e-12
+
+
+def test_json_of_a_difference() -> None:
+    """A function of the user's that makes the model parallel, and forgets a bias."""
+    result = run(
+        "--tp", "2", "verify_cases:build", *INPUT, "--parallelize", "verify_cases:forgets", "--json"
+    )
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)["difference"]
+    assert (found["module"], found["kind"]) == ("layers.0.mlp.down", "output")
+    assert found["difference"] > found["bound"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere:model", *INPUT], "importing 'nowhere' raised ModuleNotFoundError"),
+        (["verify_cases", *INPUT], "must be package.module:name"),
+        (["verify_cases:biuld", *INPUT], "the nearest: build"),
+        (["verify_models:PLAN", *INPUT], "is a dict, which can't be called"),
+        (["verify_cases:fails", *INPUT], "building the model raised RuntimeError: no such size"),
+        (["verify_cases:number", *INPUT], "is a int, no nn.Module"),
+        (["verify_cases:build", "--input", "verify_cases:number"], "a tensor, a tuple of tensors"),
+        (["verify_cases:build", *INPUT, "--tp", "0"], "--tp 0: a mesh axis has at least 1 rank"),
+        (["verify_cases:build", *INPUT, "--tp", "2", "--plan", "verify_models:VOCAB"], "a dict of"),
+        (["verify_cases:build", *INPUT, "--tp", "2", "--plan", "verify_cases:WRONG"], "matches no"),
+        (["verify_cases:build", *INPUT, "--tolerance", "2"], "between 0 and 1"),
+        (["verify_cases:build", *INPUT, "--steps", "0"], "at least 1"),
+        (["verify_cases:build", *INPUT, "--loss", "verify_cases:vector"], "a scalar tensor"),
+        (["verify_cases:build", *INPUT, "--parallelize", "verify_cases:nothing"], "no nn.Module"),
+        (
+            [
+                "verify_cases:build",
+                *INPUT,
+                "--plan",
+                "auto",
+                "--parallelize",
+                "verify_cases:forgets",
+            ],
+            "leave it out with --parallelize",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_one_line(words: list[str], message: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr and result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1 and not result.stdout
+
+
+def test_on_real_ranks(tmp_path: Path) -> None:
+    """Two gloo processes under torchrun; the file is in the current directory."""
+    source = Path(__file__).parent / "verify_cases.py"
+    (tmp_path / "mine.py").write_text(source.read_text())
+    words = [
+        "--tp",
+        "2",
+        "mine:build",
+        "--input",
+        "mine:batch",
+        "--parallelize",
+        "mine:forgets",
+        "--json",
+    ]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*torchrun, "-m", "parallel3d.cli", "verify", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": ":".join([str(source.parent), *sys.path])},
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)["difference"]
+    assert (found["module"], found["kind"]) == ("layers.0.mlp.down", "output"), done.stdout
