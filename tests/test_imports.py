@@ -14,7 +14,7 @@ MAY = {
     "fsdp": {"mesh", "guards"},
     "tp": {"mesh"},
     "optim": {"mesh", "fsdp"},
-    "testing": {"mesh", "fsdp", "optim", "parallelize"},
+    "testing": {"mesh", "fsdp", "optim", "parallelize", "seeding"},
 }
 ANYWHERE = {"errors", "__version__"}
 
