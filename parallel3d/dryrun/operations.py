@@ -18,7 +18,7 @@ _LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
 class Work:
-    """kind, flops, bytes moved; (m, n, k) of a matmul, (heads of all sequences, rows, head dim) of attention."""
+    """kind, flops, bytes; (m, n, k) of a matmul, (heads of all sequences, rows, head dim) of an attention."""
 
     __slots__ = ("flops", "kind", "moved", "sizes")
 
