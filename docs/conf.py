@@ -44,4 +44,4 @@ html_css_files = ["pages.css"]
 html_copy_source = False
 html_show_sourcelink = False
 pygments_style = "friendly"
-pygments_dark_style = "native"
+pygments_dark_style = "github-dark"

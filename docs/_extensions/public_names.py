@@ -11,29 +11,21 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = "parallel3d"
-PACKAGES = tuple(
-    f"{ROOT}.{name}"
-    for name in [
-        "mesh",
-        "fsdp",
-        "tp",
-        "optim",
-        "checkpoint",
-        "guards",
-        "planner",
-        "dryrun",
-        "testing",
-    ]
-)
+logger = logging.getLogger(__name__)
+PAGES = sorted(page.stem for page in (Path(__file__).parents[1] / "api").glob("*.rst"))
+PACKAGES = (ROOT, *(f"{ROOT}.{page}" for page in PAGES if page != ROOT))
+"""The packages that have a page, the root first."""
 
 
 def public_names(package: str) -> list[str]:
@@ -45,7 +37,7 @@ def public_names(package: str) -> list[str]:
 def documented_under(package: str, name: str) -> str:
     """The full name of where ``name`` of ``package`` is described: the first package that exports it."""
     value = getattr(importlib.import_module(package), name)
-    for other in (ROOT, *PACKAGES):
+    for other in PACKAGES:
         if other == package:
             break
         exported = importlib.import_module(other)
@@ -133,8 +125,10 @@ def module_of(package: str, name: str) -> str:
 
 def _comment_of(module: str, name: str) -> list[str]:
     """The string below the assignment of ``name``."""
-    analyzer = ModuleAnalyzer.for_module(module)
-    return analyzer.find_attr_docs()["", name]
+    found = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name))
+    if found is None:
+        logger.warning("%s.%s: no string below it says what it is", module, name)
+    return found or []
 
 
 def _indented(lines: list[str]) -> list[str]:

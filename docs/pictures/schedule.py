@@ -167,7 +167,7 @@ def curve(
 def main() -> None:
     """Command line."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
-    picture = Drawing(1000, 560)
+    picture = Drawing(1000, 600)
     scale = (picture.width - LEFT - RIGHT) / 16
     top = draw(picture, 8, "FSDP on 8 ranks", p3d.MeshLayout(1, 8, 1), scale)
     draw(picture, top + 10, "HSDP (2, 4), a link for each axis", p3d.MeshLayout(2, 4, 1), scale)

@@ -38,7 +38,6 @@ class DryMode(RecordingMode):
 
     Attributes:
         operations: what was done. recorder: its collectives. ledger: the memory of the fake tensors.
-        dtypes: by collective, of what it brings.
         paused: what is done meanwhile is done for real and is not recorded.
     """
 
@@ -50,7 +49,6 @@ class DryMode(RecordingMode):
         place.on_backward = self._begin_backward
         self.operations: list[Operation] = []
         self.ledger = Ledger()
-        self.dtypes: dict[int, str] = {}
         self.paused = False
         self._fakes = FakeRunner()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
@@ -88,7 +86,7 @@ class DryMode(RecordingMode):
         if func.namespace == "_c10d_functional":
             return self._wait_for(func, args, kwargs)
         out = self._run(func, args, kwargs)
-        self._note(func, given, out)
+        self._note(func, args, given, out)
         return out
 
     def _is_real(self, func: Any, given: list[Tensor], kwargs: Any) -> bool:
@@ -155,12 +153,12 @@ class DryMode(RecordingMode):
         )
         return self.ledger.add(tensor, held)
 
-    def _note(self, func: Any, given: list[Tensor], out: Any) -> None:
+    def _note(self, func: Any, args: Any, given: list[Tensor], out: Any) -> None:
         written = [t for t in tensors_in(out) if isinstance(t, FakeTensor) or not t.is_meta]
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = given[:1]
         name = func.overloadpacket.__name__
-        work = work_of(func, given, written)
+        work = work_of(func, args, given, written)
         if work is not None:
             self._add(
                 work.kind,
@@ -214,8 +212,8 @@ class DryMode(RecordingMode):
         self.record(signature, unit, values, result)
         index = len(self.recorder.calls) - 1
         if len(self.recorder.calls) > count:
-            self._add("collective", signature.op, collective=index)
-            self.dtypes[index] = next((str(t.dtype).removeprefix("torch.") for t in read), "")
+            dtype = next((str(t.dtype).removeprefix("torch.") for t in read), "")
+            self._add("collective", signature.op, collective=index, dtype=dtype)
         if work is not None:
             work.index = index
         else:

@@ -62,6 +62,7 @@ set -euo pipefail
 
 # c10d: the nodes meet at HEAD in any order and need no numbers; after a failure they meet again there.
 # A node's ranks are consecutive, so tp groups stay within it; the order of the nodes is their names'.
+# --max-restarts: of each node; one failure may count twice, as other nodes' workers fail by it, also anew.
 # --rdzv-id: what is left of an earlier run can't join this one.
 # read_timeout: nodes may start ten minutes before HEAD does; 60 seconds would be the default.
 # --local-addr, if LOCAL is set: the address others reach this node by, where its name doesn't resolve.

@@ -45,3 +45,4 @@ START_FIELDS = {
     "mfu_convention": "what the first counts",
     "peak_flops": "FLOP/s of one device, as `mfu` takes it",
 }
+"""What the first line of a run has: field -> meaning."""

@@ -9,7 +9,7 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
     <!-- output -->                 the next block is just what the Python before it prints (on rank 0)
 
-Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and indented ones that begin with
+Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and nameless ones that begin with
 a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
 """
 
@@ -99,7 +99,7 @@ def parts(page: Path) -> Iterator[Block | Section]:
                     yield _section(page, line, words)
         elif token.type in ("fence", "code_block"):
             fenced = token.type == "fence"
-            language = token.info.split()[0] if token.info else "" if fenced else _indented(token)
+            language = token.info.split()[0] if token.info else unnamed(token.content)
             yield Block(page, line + fenced, language, token.content, not_run, is_output)
             not_run, is_output = "", False
 
@@ -112,10 +112,9 @@ def _section(page: Path, line: int, words: str) -> Section:
     return Section(page, line, process or world, int(size or 1), setup or "")
 
 
-def _indented(token: object) -> str:
-    """An indented block is of commands if it begins with one, or else a drawing."""
-    first = token.content.split()[0]  # type: ignore[attr-defined]
-    return "sh" if first in COMMANDS else "text"
+def unnamed(code: str) -> str:
+    """A block without a language is of commands if it begins with one, or else output or a drawing."""
+    return "sh" if code.split()[0] in COMMANDS else "text"
 
 
 def blocks(page: Path) -> list[Block]:

@@ -21,10 +21,15 @@ ELSEWHERE = {
     "tests/integration/test_train.py: --check",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
+    "parallel3d verify --replicate 2 --shard 2 --tp 2 package.module:build_model "
+    "--input package.module:make_batch": "docs/verify.md: parallel3d verify",
 }
 """Command line -> file: what in it runs the like."""
 
 QUICKER = {
+    "parallel3d dryrun --world-size 64 --rank 0 --against 63 --steps 1 --html report.html --trace trace.json "
+    "-- examples/train.py   --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
+    "--mixed-precision --sequence-parallel": "--size nano --seq-len 32 --tp 4 --shard 8 --batch 16",
     "parallel3d calibrate --out profile.toml": "--largest 512 --seconds 0.2",
     "python benchmarks/planner_accuracy.py benchmarks/published/runs.csv predictions.csv "
     "--models benchmarks/published/models.csv --json accuracy.json": "--no-models",

@@ -80,7 +80,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_every_public_name_is_in_the_reference(built: Path) -> None:
     pages = (built / "api").glob("*.html")
     described = set[str]().union(*(Links(page.read_text()).places for page in pages))
-    assert not public() - described
+    missing = sorted(public() - described)
+    assert not missing, "has each package a page in docs/api?"
 
 
 def test_links_inside_lead_somewhere(built: Path) -> None:

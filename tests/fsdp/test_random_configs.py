@@ -52,7 +52,7 @@ def test_found(config: Config) -> None:
 
 
 @pytest.mark.parity("reliability: random configurations")
-@settings(SETTINGS, max_examples=12, derandomize=True)
+@settings(SETTINGS, max_examples=6, derandomize=True)
 @given(configs)
 def test_few(config: Config) -> None:
     check(config)

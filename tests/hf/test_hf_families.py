@@ -14,14 +14,11 @@ pytest.importorskip("transformers", minversion="5.20")
 
 PARTS = 14  # of the full run
 
-# One of each kind, and what it has that others don't.
+# One of each kind, and what it has that others don't; test_hf_uneven_heads.py has some more.
 SAMPLE = [
     ("llama", "odd"),  # one key-value head, 67 ids, tied
-    ("qwen3", "base"),  # norms of heads
     ("gemma3_text", "odd"),  # scaled embedding, soft caps
-    ("gpt_neox", "base"),  # fused query, key and value, by heads
     ("phi3", "odd"),  # fused and gathered
-    ("olmo2", "base"),  # norms over all heads
     ("apertus", "base"),  # an activation with parameters
     ("deepseek_v3", "base"),  # latent attention, groups of experts
     ("mixtral", "odd"),  # grouped matmul of experts
@@ -31,10 +28,8 @@ SAMPLE = [
     ("gemma3n_text", "odd"),  # layers that borrow keys; a cut-off by a whole row's deviation
 ]
 SAMPLE_ON_FOUR = [
-    ("llama", "odd", (2, 1, 2)),
     ("qwen3_next", "base", (1, 2, 2)),  # linear attention
     ("mixtral", "base", (2, 1, 2)),
-    ("deepseek_v3", "odd", (1, 2, 2)),
 ]
 
 
@@ -55,7 +50,7 @@ def test_a_family_of_each_kind(gloo_pool) -> None:
         if outcome.verdict != "equal"
     ]
     assert not wrong, "\n".join(wrong)
-    assert sum(outcome.held < 0.7 for outcome in outcomes) >= 15  # really split
+    assert sum(outcome.held < 0.7 for outcome in outcomes) >= 10  # really split
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,15 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import verify_cases
 from click.testing import Result
 from typer.testing import CliRunner
+from verify_models import ids
 from write_verify_docs import DOCS, run_example, written
 
+from parallel3d import MeshLayout
 from parallel3d.cli.app import app
+from parallel3d.testing import first_difference
 
 INPUT = ["--input", "verify_models:ids"]
 
@@ -102,7 +106,21 @@ def test_mistakes_are_one_line(words: list[str], message: str) -> None:
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 
-def test_on_real_ranks(tmp_path: Path) -> None:
+def on_a_rank() -> tuple[str, str]:
+    found = first_difference(
+        verify_cases.build, ids, MeshLayout(1, 1, 2), apply=verify_cases.forgets
+    )
+    assert found is not None
+    return found.module, found.kind
+
+
+def test_on_real_ranks(gloo_pool) -> None:
+    """All of them say the same."""
+    assert gloo_pool.run(on_a_rank, world_size=2) == [("layers.0.mlp.down", "output")] * 2
+
+
+@pytest.mark.full
+def test_under_torchrun(tmp_path: Path) -> None:
     """Two gloo processes under torchrun; the file is in the current directory."""
     source = Path(__file__).parent / "verify_cases.py"
     (tmp_path / "mine.py").write_text(source.read_text())

@@ -429,7 +429,7 @@ FAULTS.append(
         "dropout",
         (2, 1, 2),
         dropping,
-        {"tp_plan": PLAN, "seed_of": lambda layout, rank, step: 1234 + step},
+        {"tp_plan": PLAN, "steps": 1, "seed_of": lambda layout, rank, step: 1234 + step},
     )
 )
 FAULTS.append(
@@ -439,7 +439,7 @@ FAULTS.append(
         "dropout",
         (2, 1, 2),
         dropping,
-        {"tp_plan": PLAN, "seed_of": lambda layout, rank, step: 1234 + rank},
+        {"tp_plan": PLAN, "steps": 1, "seed_of": lambda layout, rank, step: 1234 + rank},
     )
 )
 planted(

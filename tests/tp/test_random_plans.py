@@ -26,7 +26,7 @@ def run(case: Case) -> None:
     )
 
 
-@settings(SETTINGS, max_examples=8, derandomize=True)
+@settings(SETTINGS, max_examples=4, derandomize=True)
 @given(cases)
 def test_few(case: Case) -> None:
     run(case)

@@ -1,4 +1,4 @@
-"""What docs/from_accelerate.md takes as given: a Hugging Face folder, batches, files that accelerate writes."""
+"""What docs/from_accelerate.md takes as given: a folder, batches, the files that accelerate writes."""
 
 import tempfile
 from pathlib import Path

@@ -2,11 +2,11 @@
 
 import torch
 from models import LM_PLAN as PLAN
-from models import Lm, lm_loss
+from models import Lm, lm_loss, tokens
 
 import parallel3d as p3d
 
-build_model, loss = Lm, lm_loss
+build_model, sample, loss = Lm, tokens, lm_loss
 with torch.device("meta"):
     meta_model = Lm(dim=512, hidden=512, vocab=512)
     meta_tokens = torch.zeros(2, 9, dtype=torch.int64)
