@@ -156,7 +156,7 @@ class DryMode(RecordingMode):
         return self.ledger.add(tensor, held)
 
     def _note(self, func: Any, given: list[Tensor], out: Any) -> None:
-        written = [t for t in tensors_in(out) if not t.is_meta]
+        written = [t for t in tensors_in(out) if isinstance(t, FakeTensor) or not t.is_meta]
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = given[:1]
         name = func.overloadpacket.__name__
