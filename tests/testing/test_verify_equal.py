@@ -123,7 +123,8 @@ def torchs_own(model: nn.Module, mesh: Any) -> nn.Module:
 llama = functools.partial(Llama, LLAMA)
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, int, int], dict]] = {
     "llama, sequence and loss parallel": (
-        llama, ids, (2, 2, 2), {"tp_plan": LLAMA_PLAN, "loss_parallel": True, "loss": llama_loss, "steps": 2}),
+        llama, ids, (2, 2, 2),
+        {"tp_plan": LLAMA_PLAN, "loss_parallel": True, "loss": llama_loss, "steps": 2}),
     "fewer kv heads than tp ranks": (
         llama, ids, (1, 1, 4), {"tp_plan": LLAMA_PLAN, "loss": llama_loss}),
     "tied, uneven vocabulary, shards of few rows": (

@@ -306,7 +306,7 @@ def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
     Entries are compared by a random projection of theirs; of equal ones the one that goes on longest
     from the one before is taken.
     """
-    a, b = (_doubles(t).movedim(dim, 0).flatten(1) for t in (whole, part))
+    a, b = (_doubles(t).movedim(dim, 0).unsqueeze(-1).flatten(1) for t in (whole, part))
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(a.shape[1], dtype=torch.float64, generator=generator) + 0.5
     keys, wanted = (a @ weights).tolist(), (b @ weights).tolist()
