@@ -54,6 +54,7 @@ class DryMode(RecordingMode):
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: set[int] = set()  # storages of real tensors, kept alive below
         self._kept: list[Any] = []
+        self._works: list[DryWork] = []  # kept alive: see there
         self._results: dict[
             int, int
         ] = {}  # of functional collectives: id of the output -> collective
@@ -216,6 +217,7 @@ class DryMode(RecordingMode):
             self._add("collective", signature.op, collective=index, dtype=dtype)
         if work is not None:
             work.index = index
+            self._works.append(work)
         else:
             self._results.update({id(t): index for t in tensors_in(result)})
         self._give_roles(signature.op, read, written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,16 @@ __all__ = ["DryWork", "answer", "inputs_and_outputs"]
 
 
 class DryWork(dist.Work):
-    """A collective that is over at once; the first ``wait`` calls ``on_wait`` with its ``index``."""
+    """A collective that is over at once; the first ``wait`` calls ``on_wait`` with its ``index``.
+
+    Whoever makes it must keep it: what c10d gives the program refers to the C++ part alone, whose own ``wait``
+    would wait for ever. So it does not keep the outputs alive.
+    """
 
     def __init__(self, on_wait: Callable[[int], None], outputs: list[torch.Tensor]) -> None:
         super().__init__()
         self.on_wait: Callable[[int], None] | None = on_wait
-        self.outputs = outputs
+        self.outputs = [weakref.ref(tensor) for tensor in outputs]
         self.index = -1
 
     def wait(self, timeout: Any = None) -> bool:
@@ -41,7 +46,7 @@ class DryWork(dist.Work):
         """Complete, with the outputs."""
         self.wait()
         future: Any = torch.futures.Future()
-        future.set_result(self.outputs)
+        future.set_result([t for each in self.outputs if (t := each()) is not None])
         return future
 
 
