@@ -21,11 +21,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.data import dataloader as _dataloader
 
 __all__ = [
+    "SCALED_STEP",
     "VALUE_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
     "as_fake",
     "boxed",
+    "default_device",
     "functions_unseen",
     "in_fake_mode",
     "loader_iterators",
@@ -38,6 +40,16 @@ VALUE_ERRORS = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+
+
+# Of torch.amp.GradScaler: steps the optimizer unless a gradient is infinite, which it reads.
+SCALED_STEP = "_maybe_opt_step"
+
+
+def default_device() -> torch.device | None:
+    """What ``torch.set_default_device`` was given last, if anything."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
 
 
 def make_fake_mode() -> FakeTensorMode:

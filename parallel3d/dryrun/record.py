@@ -24,9 +24,12 @@ from parallel3d.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.dryrun.unknown import raised_at
 from parallel3d.dryrun.world import DEVICE_TYPE, played_rank
 from parallel3d.errors import DryRunError, StateError
-from parallel3d.testing.worlds import check_rank
+from parallel3d.testing.worlds import check_no_group, check_rank
 
 __all__ = ["real", "record"]
+
+
+_NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 
 class _Enough(BaseException):
@@ -67,6 +70,7 @@ def record(
         raise DryRunError(
             f"gpus_per_node={gpus_per_node}, backend={backend!r}: it must be 1 or more, 'nccl' or 'gloo'"
         )
+    check_no_group("record")
     run = _Run(steps)
     start = time.perf_counter()
     world = played_rank(
@@ -151,6 +155,13 @@ class _Run:
             raise DryRunError(
                 f"{raised_at(error)}: an operation depends on tensors' values, which a dry run does not know "
                 f"({type(error).__name__}: {error}); skip the lines with parallel3d.dryrun.active()"
+            ) from error
+        except (AssertionError, RuntimeError) as error:
+            if not any(text in str(error) for text in _NO_CUDA):
+                raise
+            raise DryRunError(
+                f"{raised_at(error)}: asks for a CUDA device ({error}), and a dry run is on the CPU; take "
+                "the mesh's device type, or skip the lines with parallel3d.dryrun.active()"
             ) from error
 
     def result(self, rank: int, world_size: int, gpus_per_node: int, start: float) -> DryRun:

@@ -14,7 +14,8 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
 from parallel3d import _compat
-from parallel3d._compat_dry import loader_iterators
+from parallel3d._compat_dry import SCALED_STEP, default_device, loader_iterators
+from parallel3d.dryrun.reads import refuse_device
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 
@@ -25,6 +26,7 @@ DEVICE_TYPE = "cpu"
 
 _CUDA_CALLS = {
     "set_device": None,
+    "current_device": 0,
     "synchronize": None,
     "empty_cache": None,
     "reset_peak_memory_stats": None,
@@ -52,6 +54,8 @@ def played_rank(
     exchanged are this rank's own, and a DataLoader reads ``for_real``.
     """
     with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(_set_default_device, default_device())
         stack.enter_context(patch.dict(os.environ, _environment(rank, world_size, gpus_per_node)))
         stack.enter_context(fake_world(rank, world_size))
         stack.enter_context(patch.object(_compat, "pretended_backend", backend))
@@ -60,6 +64,8 @@ def played_rank(
             (dist, "destroy_process_group", lambda group=None: None),
             (DeviceMesh, "__init__", _mesh_init(on_mesh)),
             (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
+            (torch, "set_default_device", _default_device_set),
+            (torch.amp.GradScaler, SCALED_STEP, _stepped),
             *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
             *((kind, m, _read(kind, m, for_real)) for kind, m in _loader_methods()),
             *_without_cuda(),
@@ -114,6 +120,19 @@ def _noted_resize(on_resize: Callable[[torch.UntypedStorage], None]) -> Callable
         return result
 
     return resize_
+
+
+_set_default_device = torch.set_default_device
+
+
+def _default_device_set(device: Any) -> None:
+    refuse_device(device, DEVICE_TYPE)
+    _set_default_device(device)
+
+
+def _stepped(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """No gradient is infinite."""
+    return optimizer.step(*args, **kwargs)
 
 
 def _loader_methods() -> list[tuple[type, str]]:
