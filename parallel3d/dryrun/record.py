@@ -194,10 +194,10 @@ class _Run:
 
 
 def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
-    """Of the model with the most of them: others are parts of it, or metrics."""
+    """Of the model with the most of them, the last such: others are parts of it, trial copies, or metrics."""
     if not roots:
         return ()
-    model = max(roots, key=lambda each: sum(p.numel() for p in each.parameters()))
+    model = max(reversed(roots), key=lambda each: sum(p.numel() for p in each.parameters()))
     return tuple(_placement(name, param) for name, param in model.named_parameters())
 
 

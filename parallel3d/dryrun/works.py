@@ -17,8 +17,8 @@ __all__ = ["DryWork", "answer", "inputs_and_outputs"]
 class DryWork(dist.Work):
     """A collective that is over at once; the first ``wait`` calls ``on_wait`` with its ``index``.
 
-    Whoever makes it must keep it: what c10d gives the program refers to the C++ part alone, whose own ``wait``
-    would wait for ever. So it does not keep the outputs alive.
+    Whoever makes it must keep it: what c10d gives the program refers to the C++ part alone, whose own
+    ``wait`` would wait for ever. So it does not keep the outputs alive.
     """
 
     def __init__(self, on_wait: Callable[[int], None], outputs: list[torch.Tensor]) -> None:
