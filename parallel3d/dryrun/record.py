@@ -29,7 +29,7 @@ from parallel3d.testing.worlds import check_no_group, check_rank
 __all__ = ["real", "record"]
 
 
-_NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
+_NO_CUDA = ("not compiled with CUDA", "requires CUDA support", "no NVIDIA driver", "No CUDA GPUs")
 
 
 class _Enough(BaseException):
