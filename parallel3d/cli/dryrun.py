@@ -150,7 +150,7 @@ def _show(
     if trace is not None:
         write_trace(run, trace, times)
     if html is not None:
-        write_report(run, html, times, other, divergence)
+        write_report(run, html, times, divergence=divergence, other=other)
     if json:
         typer.echo(to_json(run))
     else:

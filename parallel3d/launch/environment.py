@@ -43,6 +43,14 @@ def variables(job: LaunchJob) -> list[Variable]:
             ),
             ("TORCH_FR_BUFFER_SIZE", "2000", "of so many collectives"),
         ]
+    if job.nodes > 1 and job.max_restarts > 0:
+        found.append(
+            (
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+                "1",
+                "a torchrun that is started again while another survives would wait for ever (torch 2.13)",
+            )
+        )
     own = [(name, value, "") for name, value in job.env.items()]
     return [each for each in found if each[0] not in job.env] + own
 

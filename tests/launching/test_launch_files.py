@@ -253,3 +253,14 @@ def test_our_settings_give_way_to_given_ones() -> None:
 def test_same_job_same_file() -> None:
     for target in TARGETS:
         assert launch_file(target, job_for(target)) == launch_file(target, job_for(target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_torchrun_that_comes_back_is_let_in(target):
+    """Where jobs restart on several nodes; see docs/guards.md."""
+    more = {"image": "i:1"} if target in ("kubeflow", "jobset") else {}
+    more |= {"gpu": "H100"} if target == "skypilot" else {}
+    for nodes, restarts in ((2, 1), (2, 0), (1, 1)):
+        job = LaunchJob(command=("train.py",), nodes=nodes, max_restarts=restarts, **more)
+        wanted = nodes > 1 and restarts > 0
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in launch_file(target, job)) is wanted

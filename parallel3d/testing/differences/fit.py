@@ -141,18 +141,24 @@ def hint_of(
     want, got = plain[first.data_rank], parallel[first.ranks[0]]
     if want.shape != got.shape or not want.numel():
         return ""
-    scale = _scale(want, floor)
-    apart = distance(got, want) / scale
-    if bound < apart < _SINGLE:
+    whole = _gap(plain, groups, floor, _sides(Fit("whole"), plain, parallel))
+    if bound < whole.difference < _SINGLE:
         return "as small as float32 rounds: is something computed in it?"
     factor = _factor(want, got)
-    if factor is not None and distance(got, want * factor) <= bound * scale * max(1.0, abs(factor)):
-        return f"{factor:.4g} times the plain model's{_axes(factor, len(first.ranks), len(groups))}"
+    if factor is not None and abs(factor - 1) > bound:
+        scaled = {rank: value * factor for rank, value in plain.items()}
+        off = _gap(scaled, groups, floor, _sides(Fit("whole"), scaled, parallel)).difference
+        if off <= bound:
+            return f"{factor:.4g} times the plain model's{_axes(factor, len(first.ranks), len(groups))}"
     if len(first.ranks) > 1:
         if _gap(plain, groups, floor, _sums(Fit("whole"), plain, parallel)).difference <= bound:
             return "the sum over the tp ranks is the plain model's: a reduction is missing"
-        others = [distance(parallel[r], got) for r in first.ranks[1:]]
-        if max(others) > bound * scale:
+        others = [
+            distance(parallel[rank], parallel[group.ranks[0]])
+            for group in groups
+            for rank in group.ranks[1:]
+        ]
+        if max(others) > bound * _scale(want, floor):
             return "the ranks of one tp group have different values"
     return ""
 
@@ -272,8 +278,13 @@ def _candidates(
             index = tuple(_entries(whole, part, dim, bound) for part in parts)
             if all(len(found) == size for found, size in zip(index, sizes, strict=True)):
                 yield Fit("slices", dim, index, _oddity(index, whole.shape[dim]))
-    if alike and "partial" in kinds and whole.is_floating_point():
+    if alike and "partial" in kinds and _may_be_summed(whole):
         yield Fit("partial", odd="each tp rank has a part of a sum that was not reduced here")
+
+
+def _may_be_summed(whole: Tensor) -> bool:
+    """Sums of infinities and of numbers of things say nothing."""
+    return whole.is_floating_point() and bool(whole.isfinite().all())
 
 
 def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
@@ -306,7 +317,7 @@ def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
     Entries are compared by a random projection of theirs; of equal ones the one that goes on longest
     from the one before is taken.
     """
-    a, b = (_doubles(t).movedim(dim, 0).flatten(1) for t in (whole, part))
+    a, b = (_doubles(t).movedim(dim, 0).unsqueeze(-1).flatten(1) for t in (whole, part))
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(a.shape[1], dtype=torch.float64, generator=generator) + 0.5
     keys, wanted = (a @ weights).tolist(), (b @ weights).tolist()

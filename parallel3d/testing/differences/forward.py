@@ -9,7 +9,7 @@ from parallel3d.testing.differences.fit import ALL, Fit, Gap, Group, fit_value
 from parallel3d.testing.differences.found import Difference
 from parallel3d.testing.differences.record import FUNCTION, Call, Key, Place, Trace, Values
 
-__all__ = ["Forward", "compare_forward", "first_in_forward"]
+__all__ = ["Forward", "compare_forward", "first_in_forward", "output_of"]
 
 Event = tuple[str, Key]
 
@@ -76,6 +76,15 @@ def first_in_forward(plain: Trace, found: Forward, step: int, bound: float) -> D
         (what, key), gap = suspect, found.bad[event]
         return _blamed(plain, (what, key), step, bound, gap, found.odd(suspect))
     return _blamed(plain, event, step, bound, found.bad[event], found.bad[event].hint)
+
+
+def output_of(found: Forward, other: Difference) -> Difference | None:
+    """The output that differs of the module that ``other`` is a difference of, if one does."""
+    for (what, key), gap in found.bad.items():
+        if what == "exit" and key[0] == other.module:
+            by = gap.rank, gap.difference, other.bound, gap.hint
+            return Difference(key[0], "output", "output", other.step, *by)
+    return None
 
 
 def _blamed(plain: Trace, event: Event, step: int, bound: float, gap: Gap, hint: str) -> Difference:

@@ -15,7 +15,12 @@ from parallel3d.seeding import StepSeed, number_at
 from parallel3d.testing.differences.backward import first_in_backward
 from parallel3d.testing.differences.dropout import DropoutMode, first_in_dropout
 from parallel3d.testing.differences.fit import Fit, Group, fit_value
-from parallel3d.testing.differences.forward import Forward, compare_forward, first_in_forward
+from parallel3d.testing.differences.forward import (
+    Forward,
+    compare_forward,
+    first_in_forward,
+    output_of,
+)
 from parallel3d.testing.differences.found import Difference, owner_of
 from parallel3d.testing.differences.record import Recorder, Trace, Values, merged, own_ranks
 from parallel3d.testing.differences.state import State, gathered
@@ -89,6 +94,9 @@ class Pair:
                 step=step,
                 bound=self.bound,
             )
+            # What comes after may undo a wrong output, as a norm does with a factor, but not its gradient.
+            if found is not None:
+                found = output_of(self.forward, found) or found
         if found is not None:
             return found
         optimizers[0].step()

@@ -1,0 +1,105 @@
+"""Programs for dry runs: the example's Llama on a mesh, some steps of it, with all that training does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from llama import SIZES, Llama
+from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
+from torch import nn
+from trainer import Schedule, Trainer
+
+import parallel3d as p3d
+from parallel3d.testing import Collective, record_collectives
+
+__all__ = ["Training", "make_steps", "prepare", "recorded", "train"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, on which mesh, how; it can be pickled.
+
+    Attributes:
+        mesh: replicate, shard, tp. rows: sequences of each data rank, in micro-batches of ``micro``.
+    """
+
+    mesh: tuple[int, int, int]
+    sequence: bool = False
+    rows: int = 4
+    micro: int = 2
+    steps: int = 2
+    mixed: bool = True
+    recompute: bool = False
+    tied: bool = False
+    hfsdp: bool = False
+    reshard: bool | None = None
+    vocabulary: int = 256
+    dim: int = 64
+    hidden: int = 176
+
+    @property
+    def layout(self) -> p3d.MeshLayout:
+        return p3d.MeshLayout(*self.mesh)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+
+def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.DeviceMesh]:
+    """The parallel model, its trainer, its mesh."""
+    mesh = p3d.build_mesh(case.layout, device_type="cpu")
+    config = replace(
+        SIZES["nano"],
+        dim=case.dim,
+        hidden_dim=case.hidden,
+        vocab_size=case.vocabulary,
+        tied=case.tied,
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+    policy = p3d.MixedPrecisionPolicy()
+    if case.mixed:
+        policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plan = LLAMA_SEQUENCE_PLAN if case.sequence else LLAMA_TP_PLAN
+    p3d.parallelize(
+        model,
+        mesh,
+        tp_plan=plan if case.layout.tp > 1 else None,
+        mp_policy=policy,
+        reshard_after_forward=case.reshard,
+        activation_checkpointing=case.recompute,
+        shard_optimizer_over_replicate=case.hfsdp,
+    )
+    p3d.materialize(model, device="cpu", seed=1)
+    trainer = Trainer(
+        model,
+        p3d.optim.clip_grad_norm_,
+        Schedule(1e-3, case.steps),
+        micro_batch=case.micro,
+        accumulate=p3d.optim.accumulate,
+    )
+    return model, trainer, mesh
+
+
+def train(case: Training) -> nn.Module:
+    """The whole program."""
+    model, trainer, _ = prepare(case)
+    make_steps(case, trainer)
+    return model
+
+
+def make_steps(case: Training, trainer: Trainer) -> None:
+    """The steps, on tokens that are the same on all ranks."""
+    tokens = torch.arange(case.rows * 33).view(case.rows, 33) % case.vocabulary
+    for _ in range(case.steps):
+        trainer.step(tokens)
+
+
+def recorded(case: Training) -> list[Collective]:
+    """The collectives of the steps on real tensors; making the model has none."""
+    _, trainer, mesh = prepare(case)
+    with record_collectives(mesh) as recorder:
+        make_steps(case, trainer)
+    return recorder.calls

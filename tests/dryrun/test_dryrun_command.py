@@ -1,0 +1,86 @@
+"""parallel3d dryrun: a script as one rank, and two ranks compared."""
+
+import json
+import os
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from parallel3d.cli.app import app
+from parallel3d.dryrun import from_json
+
+SCRIPT = """
+import sys
+import torch
+from torch import distributed as dist
+import parallel3d as p3d
+
+mesh = p3d.build_mesh(p3d.MeshLayout(replicate=1, shard=2, tp=int(sys.argv[1])))
+model = p3d.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), mesh, {PLAN})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print("the script's own output")
+for step in range(1000):
+    loss = model(torch.randn(2, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    {MORE}
+"""
+PLAN = '{"0": "colwise", "1": "rowwise"}'
+
+
+def script(tmp_path, more="pass"):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("{PLAN}", PLAN).replace("{MORE}", more))
+    return str(path)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["dryrun", *map(str, arguments)])
+
+
+def test_json_is_alone_on_stdout(tmp_path):
+    result = run("--world-size", 4, "--rank", 3, "--steps", 3, "--json", "--", script(tmp_path), 2)
+    assert result.exit_code == 0, result.output
+    found = from_json(result.stdout)
+    assert (found.rank, found.world_size, found.steps) == (3, 4, 3)
+    assert found.mesh == {"replicate": 1, "shard": 2, "tp": 2}
+    assert "the script's own output" in result.stderr
+
+
+def test_page_trace_and_summary(tmp_path):
+    page, trace = tmp_path / "r.html", tmp_path / "t.json"
+    result = run(
+        "--world-size", 4, "--html", page, "--trace", trace, script(tmp_path), 2
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "rank 0 of 4" in result.stdout and "reduce_scatter" in result.stdout
+    assert "rank 0 of 4" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_two_ranks_are_compared(tmp_path, monkeypatch, both):
+    """The other one in a process of its own; a collective that only one of them makes is found."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    more = "dist.all_reduce(loss.detach())" if both else "dist.get_rank() or dist.barrier()"
+    result = run("--world-size", 4, "--against", 3, "--steps", 2, "--", script(tmp_path, more), 2)
+    if both:
+        assert result.exit_code == 0, result.output
+        assert "ranks 0 and 3 communicate alike" in result.stdout
+    else:
+        assert result.exit_code == 1, result.output
+        text = " ".join(result.stdout.split())
+        assert "ranks 0 and 3 communicate differently" in text and "barrier" in text
+
+
+def test_mistakes_are_one_line(tmp_path):
+    missing = run("--world-size", 4, tmp_path / "nothing.py")
+    assert missing.exit_code == 2 and "nothing.py" in missing.stderr
+    deciding = run("--world-size", 4, "--", script(tmp_path, "if loss > 3: break"), 2)
+    assert deciding.exit_code == 2
+    assert "train.py:15" in deciding.stderr and "decides" in deciding.stderr
+    rank = run("--world-size", 4, "--rank", 4, "--", script(tmp_path), 2)
+    assert rank.exit_code == 2 and "rank=4" in rank.stderr
+    gpu = run("--world-size", 4, "--gpu", "h1000", "--", script(tmp_path), 2)
+    assert gpu.exit_code == 2 and "h100" in gpu.stderr

@@ -1,0 +1,105 @@
+"""In which form tp ranks hold a tensor: fitted to values, without any process group."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.testing.differences.fit import Fit, Gap, Group, fit_gradient, fit_value
+
+GROUPS = [Group(0, (0, 1)), Group(1, (2, 3))]
+torch.manual_seed(0)
+PLAIN = {d: torch.randn(3, 6, 10, dtype=torch.float64) for d in (0, 1)}
+
+
+def held(*cuts) -> dict[int, Tensor]:
+    """Each group's ranks hold what ``cuts`` make of its tensor."""
+    return {
+        rank: cut(PLAIN[group.data_rank])
+        for group in GROUPS
+        for rank, cut in zip(group.ranks, cuts, strict=True)
+    }
+
+
+def columns(*indices: int):
+    return lambda x: x[..., list(indices)]
+
+
+FORMS = {
+    "whole": (held(torch.clone, torch.clone), Fit("whole"), ""),
+    "uneven shard": (held(lambda x: x[:, :4], lambda x: x[:, 4:]), Fit("shard", 1), ""),
+    "packed": (held(columns(0, 1, 5, 6, 7), columns(2, 3, 4, 8, 9)), Fit("slices", 2), ""),
+    "shared heads": (held(columns(*range(6)), columns(*range(4, 10))), Fit("slices", 2), ""),
+    "exchanged": (held(columns(*range(5, 10)), columns(*range(5))), Fit("slices", 2), "order"),
+    "missing": (held(columns(*range(5)), columns(*range(5))), Fit("slices", 2), "no tp rank has"),
+    "sum": (held(lambda x: x * 0.25, lambda x: x * 0.75), Fit("partial"), "not reduced"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name: str) -> None:
+    parallel, want, odd = FORMS[name]
+    fit = fit_value(PLAIN, parallel, GROUPS, 1e-9)
+    assert isinstance(fit, Fit), fit
+    assert (fit.kind, fit.dim) == (want.kind, want.dim)
+    assert odd in fit.odd and bool(odd) == bool(fit.odd)
+
+
+def test_all_groups_must_fit() -> None:
+    parallel = held(lambda x: x[:, :3], lambda x: x[:, 3:])
+    parallel[2] = parallel[2] * 1.5
+    gap = fit_value(PLAIN, parallel, GROUPS, 1e-9)
+    assert isinstance(gap, Gap) and gap.rank == 2 and 0.1 < gap.difference < 1
+
+
+@pytest.mark.parametrize(
+    ("cuts", "hint"),
+    [
+        ((lambda x: 2 * x, lambda x: 2 * x), "2 times the plain model's (tp is 2)"),
+        ((lambda x: x * (1 + 1e-7), torch.clone), "float32"),
+        ((torch.clone, lambda x: x + 1), "different values"),
+        ((lambda x: x[:, :2], lambda x: x[:, :2, :5]), "shape"),
+    ],
+)
+def test_hints(cuts, hint: str) -> None:
+    gap = fit_value(PLAIN, held(*cuts), GROUPS, 1e-9)
+    assert isinstance(gap, Gap) and hint in gap.hint, gap
+
+
+def test_a_known_form_is_required() -> None:
+    """A sum that a style says is whole."""
+    parallel = FORMS["sum"][0]
+    gap = fit_value(PLAIN, parallel, GROUPS, 1e-9, kinds=frozenset({"whole"}))
+    assert isinstance(gap, Gap) and "a reduction is missing" in gap.hint
+
+
+def test_gradients_of_shared_heads() -> None:
+    """Each rank's own copy has a part of it, or all of it."""
+    fit = fit_value(PLAIN, FORMS["shared heads"][0], GROUPS, 1e-9)
+    assert isinstance(fit, Fit)
+    whole = FORMS["shared heads"][0]
+    parts = {r: t.clone() for r, t in whole.items()}
+    for rank in (1, 3):
+        parts[rank][..., :2] = 0  # columns 4 and 5, which the other rank has
+    assert fit_gradient(fit, PLAIN, whole, GROUPS, 1e-9, 0.0) == "whole"
+    assert fit_gradient(fit, PLAIN, parts, GROUPS, 1e-9, 0.0) == "partial"
+    parts[0] *= 2
+    assert isinstance(fit_gradient(fit, PLAIN, parts, GROUPS, 1e-9, 0.0), Gap)
+
+
+def test_infinities_and_nans_in_the_same_places_are_equal() -> None:
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    mask[3, 3] = math.nan
+    one = [Group(0, (0, 1))]
+    assert fit_value({0: mask}, {0: mask.clone(), 1: mask.clone()}, one, 1e-9) == Fit("whole")
+    other = mask.clone()
+    other[0, 1] = 0.0
+    assert isinstance(fit_value({0: mask}, {0: mask, 1: other}, one, 1e-9), Gap)
+
+
+def test_biases_of_one_dim() -> None:
+    bias = torch.arange(6.0)
+    exchanged = {0: bias[3:], 1: bias[:3]}
+    fit = fit_value({0: bias}, exchanged, [Group(0, (0, 1))], 1e-9)
+    assert isinstance(fit, Fit) and fit.odd
