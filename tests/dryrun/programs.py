@@ -6,8 +6,8 @@ import os
 
 import torch
 from models import LM_PLAN, VOCAB, Lm
-from torch import nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
