@@ -29,7 +29,9 @@ if sys.argv[2] == "saved again":
 """
 
 
-@pytest.mark.parametrize("kind", ["not asked", "asked", "saved again"])
+@pytest.mark.parametrize(
+    "kind", ["not asked", "asked", pytest.param("saved again", marks=pytest.mark.full)]
+)
 def test_it_is_told_once(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -155,9 +155,9 @@ CASES = [
     ("plain", "fsdp + tp", make_adamw),
     ("plain", "hsdp", make_local),
     ("tied", "fsdp", make_in_backward),
-    ("packed", "tp", make_adamw),
 ]
 MORE = [
+    ("packed", "tp", make_adamw),
     *((kind, "fsdp + tp", make_adamw) for kind in ("tied", "frozen", "packed")),
     *(("plain", layout, make_local) for layout in ("fsdp", "tp", "fsdp + tp")),
     ("plain", "hsdp", make_adamw),

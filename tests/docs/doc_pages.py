@@ -155,6 +155,6 @@ def commands(page: Path) -> list[Command]:
                 joined = joined[:-1]
                 continue
             if joined.split("#")[0].strip():
-                found.append(Command(page, line, joined.strip()))
+                found.append(Command(page, line, " ".join(joined.split())))
             line, joined = block.line + offset + 1, ""
     return found

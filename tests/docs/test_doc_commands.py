@@ -28,8 +28,9 @@ ELSEWHERE = {
 
 QUICKER = {
     "parallel3d dryrun --world-size 64 --rank 0 --against 63 --steps 1 --html report.html --trace trace.json "
-    "-- examples/train.py   --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
-    "--mixed-precision --sequence-parallel": "--size nano --seq-len 32 --tp 4 --shard 8 --batch 16",
+    "-- examples/train.py --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
+    "--mixed-precision --sequence-parallel": "--no-against --size nano --seq-len 32 --tp 4 --shard 8 "
+    "--batch 16",
     "parallel3d calibrate --out profile.toml": "--largest 512 --seconds 0.2",
     "python benchmarks/planner_accuracy.py benchmarks/published/runs.csv predictions.csv "
     "--models benchmarks/published/models.csv --json accuracy.json": "--no-models",

@@ -99,7 +99,7 @@ def test_goes_on_on_other_processes(run: Run, tmp_path_factory: pytest.TempPathF
     assert not wrong_samples(run.record, run.data, 24)
 
 
-@pytest.mark.parametrize("rank", [1, "all"])
+@pytest.mark.parametrize("rank", [1, pytest.param("all", marks=pytest.mark.full)])
 def test_sigterm(run: Run, rank: int | str) -> None:
     """To one rank or all: a last checkpoint, and all end with 0; the same command goes on."""
     kill: Kill = {"rank": rank, "moment": "optimizer", "call": 2, "signal": "SIGTERM"}

@@ -33,7 +33,9 @@ def disturb(model: nn.Module, seed: int) -> None:
             param.grad, other.grad = other.grad, param.grad
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 3, 1), (1, 2, 2)], ids=str)
 def test_any_gradients_at_any_step(sizes, seed) -> None:
     layout = MeshLayout(*sizes)
