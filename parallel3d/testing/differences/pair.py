@@ -96,7 +96,8 @@ class Pair:
             )
             # What comes after may undo a wrong output, as a norm does with a factor, but not its gradient.
             if found is not None:
-                found = output_of(self.forward, found) or found
+                first = first_in_forward(self.traces[0], self.forward, step, self.bound)
+                found = first or output_of(self.forward, found) or found
         if found is not None:
             return found
         optimizers[0].step()
