@@ -29,7 +29,7 @@ from parallel3d.testing.worlds import check_no_group, check_rank
 __all__ = ["real", "record"]
 
 
-_NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
+_NO_CUDA = ("not compiled with CUDA", "requires CUDA support", "no NVIDIA driver", "No CUDA GPUs")
 
 
 class _Enough(BaseException):
@@ -194,10 +194,10 @@ class _Run:
 
 
 def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
-    """Of the model with the most of them: others are parts of it, or metrics."""
+    """Of the model with the most of them, the last such: others are parts of it, trial copies, or metrics."""
     if not roots:
         return ()
-    model = max(roots, key=lambda each: sum(p.numel() for p in each.parameters()))
+    model = max(reversed(roots), key=lambda each: sum(p.numel() for p in each.parameters()))
     return tuple(_placement(name, param) for name, param in model.named_parameters())
 
 

@@ -13,7 +13,7 @@ from trainer import Schedule, Trainer
 import parallel3d as p3d
 from parallel3d.testing import Collective, record_collectives
 
-__all__ = ["Training", "make_steps", "prepare", "recorded", "train"]
+__all__ = ["Training", "make_steps", "named", "prepare", "recorded", "train"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ class Training:
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+
+def named(case: Training) -> str:
+    """For the names of tests."""
+    words = [word for word in ("sequence", "hfsdp", "recompute", "tied") if getattr(case, word)]
+    return "-".join(["x".join(map(str, case.mesh)), *words])
 
 
 def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.DeviceMesh]:
@@ -83,11 +89,11 @@ def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.Devic
     return model, trainer, mesh
 
 
-def train(case: Training) -> nn.Module:
-    """The whole program."""
-    model, trainer, _ = prepare(case)
+def train(case: Training) -> Trainer:
+    """The whole program; the model and the optimizer are the trainer's."""
+    _, trainer, _ = prepare(case)
     make_steps(case, trainer)
-    return model
+    return trainer
 
 
 def make_steps(case: Training, trainer: Trainer) -> None:

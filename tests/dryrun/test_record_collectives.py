@@ -1,7 +1,7 @@
 """A dry run's collectives are those of the program itself: all fields of each, in order, on every rank."""
 
 import pytest
-from dry_programs import Training, recorded, train
+from dry_programs import Training, named, recorded, train
 
 from parallel3d import _compat
 from parallel3d.dryrun import record
@@ -20,11 +20,6 @@ ODD = [
     Training((1, 5, 1), dim=80, hidden=90, vocabulary=251),
     Training((1, 3, 1), mixed=False, dim=80),
 ]
-
-
-def named(case: Training) -> str:
-    words = [word for word in ("sequence", "hfsdp", "recompute", "tied") if getattr(case, word)]
-    return "-".join(["x".join(map(str, case.mesh)), *words])
 
 
 def dry(case: Training, rank: int) -> list:

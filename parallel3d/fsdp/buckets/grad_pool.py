@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel3d import _dry_run
 from parallel3d._compat import make_dtensor, storage_uses, tensor_uses, torch_function_off
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class GradPool:
         """Memory for the result of a reduction, if the tensors are free to be used again."""
         # No name for ``flat`` here: it would be counted.
         if self.flat is None or self.lent or self.flat.dtype != bucket.grad_dtype:
-            if type(bucket.flat) is not torch.Tensor:  # simulated ranks, fake tensors
-                return None
+            if type(bucket.flat) is not torch.Tensor and not _dry_run.active():
+                return None  # simulated ranks, fake tensors of others
             self._make(bucket)
         elif self.released:
             self._storage.resize_(self.flat.nbytes)
