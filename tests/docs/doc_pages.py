@@ -9,8 +9,8 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
     <!-- output -->                 the next block is just what the Python before it prints (on rank 0)
 
-Each ``run`` starts with an empty namespace. ``sh`` and ``console`` blocks, and nameless ones that begin with
-a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
+Each ``run`` starts with an empty namespace. ``sh``, ``bash``, ``console`` blocks, and nameless ones that begin
+with a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
 """
 
 import re
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMENT = re.compile(r"<!--\s*(run|not run|output):?\s*(.*?)\s*-->", re.DOTALL)
 RUN = re.compile(r"(?:(process)|(fake|gloo) (\d+))(?:, (\w+))?")
+SHELLS = ("sh", "bash", "console")
 COMMANDS = ("parallel3d", "python", "torchrun", "pip", "pytest")
 
 
@@ -144,7 +145,7 @@ def commands(page: Path) -> list[Command]:
     """Command lines of the page's sh and console blocks; a ``\\`` at its end joins a line with the next."""
     found = []
     for block in blocks(page):
-        if block.language not in ("sh", "console") or block.not_run:
+        if block.language not in SHELLS or block.not_run:
             continue
         line, joined = block.line, ""
         for offset, text in enumerate(block.code.splitlines()):

@@ -17,15 +17,25 @@ ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
     "pip install -c constraints.txt -e '.[cli]' && torchrun --nproc-per-node 8 examples/train.py "
     "--replicate 2 --shard 2 --tp 2 --check": "tests/integration/test_train.py: --check",
-    "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 --check": ""
-    "tests/integration/test_train.py: --check",
+    "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 --check": "tests/integration/test_train.py: --check",
+    "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 -m "
+    "parallel3d.cli doctor --replicate 4 --shard 1 --tp 8 --checkpoint /shared/run": "tests/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
     "parallel3d verify --replicate 2 --shard 2 --tp 2 package.module:build_model "
-    "--input package.module:make_batch": "docs/verify.md: parallel3d verify",
+    "--input package.module:make_batch": "tests/testing/test_verify_cli.py: verify",
 }
 """Command line -> file: what in it runs the like."""
 
+PROGRAMS = {
+    "HEAD=node-1": "tests/launching/test_launch_cli.py: bash",
+    "kubectl": "tests/launching/test_launch_schemas.py: TrainJob",
+    "ray": "tests/launching/test_launch_files.py: ray",
+    "sbatch": "tests/launching/test_launch_slurm.py: sbatch",
+    "sky": "tests/launching/test_launch_files.py: skypilot",
+    "srun": "tests/launching/slurm_cluster.py: srun",
+}
+"""What starts on machines that a test lacks -> file: what in it runs the like, or reads it."""
 QUICKER = {
     "parallel3d dryrun --world-size 64 --rank 0 --against 63 --steps 1 --html report.html --trace trace.json "
     "-- examples/train.py --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
@@ -61,7 +71,7 @@ def test_they_run(
     """A page's commands one after another in one folder."""
     monkeypatch.chdir(folder)
     for command in lines:
-        if command.text not in ELSEWHERE:
+        if command.text not in ELSEWHERE and command.words[0] not in PROGRAMS:
             run(command, monkeypatch)
     written = folder / "docs" / page.name
     assert not written.exists() or written.read_text() == page.read_text(), "not up to date"
@@ -87,7 +97,8 @@ def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quicker(command: Command) -> list[str]:
     """Its words, as ``QUICKER`` changes them."""
-    words, changes = command.words, QUICKER.get(command.text, "").split()
+    words = [w.replace("/shared/", "shared/") for w in command.words]  # nothing outside the folder
+    changes = QUICKER.get(command.text, "").split()
     left_out = {w.replace("--no-", "--") for w in changes if w.startswith("--no-")}
     for option in left_out:
         at = words.index(option)
@@ -98,7 +109,8 @@ def quicker(command: Command) -> list[str]:
 def test_the_lists_are_up_to_date() -> None:
     found = {command.text for _, lines in PER_PAGE for command in lines}
     assert not (ELSEWHERE.keys() | QUICKER.keys()) - found, "no page has these any more"
-    for place in ELSEWHERE.values():
+    assert not PROGRAMS.keys() - {text.split()[0] for text in found}, "no page has these any more"
+    for place in [*ELSEWHERE.values(), *PROGRAMS.values()]:
         path, _, words = place.partition(": ")
         assert words in (ROOT / path).read_text(), place
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from doc_pages import PAGES, Section, blocks, sections
+from doc_pages import PAGES, SHELLS, Section, blocks, sections
 from doc_runner import execute, run_here
 
 from parallel3d.testing import GlooPool
@@ -27,7 +27,7 @@ def test_it_runs_on_ranks(section: Section, tmp_path: Path, gloo_pool: GlooPool)
 def test_no_block_is_passed_over(page: Path) -> None:
     """A block is Python that runs, commands, output, or says why it is none of them."""
     for block in blocks(page):
-        run = block.language in ("python", "sh", "console", "text", "mermaid")
+        run = block.language in ("python", "text", *SHELLS)
         assert run or block.language.startswith("{") or block.not_run, (
             f"{block.where}: a block of {block.language!r}: give it a language that is run, "
             "or `text`, or a comment `not run: REASON` before it"

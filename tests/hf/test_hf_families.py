@@ -14,22 +14,19 @@ pytest.importorskip("transformers", minversion="5.20")
 
 PARTS = 14  # of the full run
 
-# One of each kind, and what it has that others don't; test_hf_uneven_heads.py has some more.
+# Kinds that differ most, and what each has that others don't; test_hf_uneven_heads.py and
+# test_hf_loss_parallel_families.py have some more, -m full all.
 SAMPLE = [
     ("llama", "odd"),  # one key-value head, 67 ids, tied
-    ("gemma3_text", "odd"),  # scaled embedding, soft caps
-    ("phi3", "odd"),  # fused and gathered
     ("apertus", "base"),  # an activation with parameters
     ("deepseek_v3", "base"),  # latent attention, groups of experts
     ("mixtral", "odd"),  # grouped matmul of experts
     ("llama4_text", "base"),  # experts' weights the other way round
-    ("longcat_flash", "base"),  # experts that do nothing
     ("granite_swa", "base"),  # attention sinks
     ("gemma3n_text", "odd"),  # layers that borrow keys; a cut-off by a whole row's deviation
 ]
 SAMPLE_ON_FOUR = [
     ("qwen3_next", "base", (1, 2, 2)),  # linear attention
-    ("mixtral", "base", (2, 1, 2)),
 ]
 
 
@@ -50,7 +47,7 @@ def test_a_family_of_each_kind(gloo_pool) -> None:
         if outcome.verdict != "equal"
     ]
     assert not wrong, "\n".join(wrong)
-    assert sum(outcome.held < 0.7 for outcome in outcomes) >= 10  # really split
+    assert sum(outcome.held < 0.7 for outcome in outcomes) >= 6  # really split
 
 
 @pytest.mark.parametrize(

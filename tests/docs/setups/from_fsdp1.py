@@ -2,7 +2,12 @@
 
 import os
 
+import torch
 from models import Lm as Model
+from models import lm_loss as loss_of
+from models import tokens
+from torch import distributed as dist
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 import parallel3d as p3d
 

@@ -11,4 +11,3 @@ import parallel3d as p3d
 
 model = Lm()
 tokens = batch(0)
-assert copy and torch and p3d and loss_of

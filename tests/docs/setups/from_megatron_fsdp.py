@@ -16,7 +16,6 @@ class Model(Lm):
 
 
 micro_batches = [tokens(0), tokens(1)]
-assert PLAN and loss_of and p3d
 
 
 def write_as_megatron_fsdp_does(model: torch.nn.Module) -> str:

@@ -14,7 +14,6 @@ import parallel3d as p3d
 
 config = LlamaConfig(dim=32, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=16)
 micro_batches = torch.arange(2 * 2 * 9).view(2, 2, 9)
-assert Llama and F and p3d
 
 
 def write_as_torchtitan_does(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -10,4 +10,3 @@ build_model, sample, loss = Lm, tokens, lm_loss
 with torch.device("meta"):
     meta_model = Lm(dim=512, hidden=512, vocab=512)
     meta_tokens = torch.zeros(2, 9, dtype=torch.int64)
-assert p3d and PLAN
