@@ -21,6 +21,7 @@ from parallel3d.dryrun.modes import DryMode
 from parallel3d.dryrun.place import Place
 from parallel3d.dryrun.reads import ReadMode
 from parallel3d.dryrun.result import DryRun, ParameterPlacement
+from parallel3d.dryrun.refused import why_not
 from parallel3d.dryrun.unknown import raised_at
 from parallel3d.dryrun.world import DEVICE_TYPE, played_rank
 from parallel3d.errors import DryRunError, StateError
@@ -147,11 +148,11 @@ class _Run:
                 fn()
         except _Enough:
             pass
-        except VALUE_ERRORS as error:
-            raise DryRunError(
-                f"{raised_at(error)}: an operation depends on tensors' values, which a dry run does not know "
-                f"({type(error).__name__}: {error}); skip the lines with parallel3d.dryrun.active()"
-            ) from error
+        except (*VALUE_ERRORS, TypeError, RuntimeError, AssertionError) as error:
+            reason = why_not(error)
+            if reason is None:
+                raise
+            raise DryRunError(f"{raised_at(error)}: {reason}") from error
 
     def result(self, rank: int, world_size: int, gpus_per_node: int, start: float) -> DryRun:
         """What was found."""

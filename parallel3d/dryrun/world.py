@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,9 @@ from torch.distributed import DeviceMesh
 
 from parallel3d import _compat
 from parallel3d._compat_dry import loader_iterators
+from parallel3d.dryrun.reads import refuse_device
+from parallel3d.dryrun.settings import settings_kept
+from parallel3d.dryrun.unknown import asking
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 
@@ -24,6 +28,7 @@ DEVICE_TYPE = "cpu"
 """Of all tensors of a dry run, whatever the machine has."""
 
 _CUDA_CALLS = {
+    "is_available": False,
     "set_device": None,
     "synchronize": None,
     "empty_cache": None,
@@ -32,7 +37,11 @@ _CUDA_CALLS = {
     "max_memory_allocated": 0,
     "memory_reserved": 0,
     "max_memory_reserved": 0,
+    "manual_seed": None,
+    "manual_seed_all": None,
+    "memory_stats": {},
 }
+"""What programs call on a GPU that they take for granted: here it does nothing, with a GPU or without."""
 
 
 @contextmanager
@@ -59,13 +68,16 @@ def played_rank(
             (dist, "init_process_group", _already_there(world_size)),
             (dist, "destroy_process_group", lambda group=None: None),
             (DeviceMesh, "__init__", _mesh_init(on_mesh)),
+            (torch.autocast, "__init__", _autocast_init()),
             (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
             *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
             *((kind, m, _read(kind, m, for_real)) for kind, m in _loader_methods()),
             *_without_cuda(),
+            *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(settings_kept(lambda device: refuse_device(device, DEVICE_TYPE)))
         yield
 
 
@@ -105,6 +117,17 @@ def _mesh_init(on_mesh: Callable[[DeviceMesh], None]) -> Callable[..., None]:
     return __init__
 
 
+def _autocast_init() -> Callable[..., None]:
+    original = torch.autocast.__init__
+
+    def __init__(self: torch.autocast, device_type: str, dtype: Any = None, *a: Any, **k: Any) -> None:
+        if device_type != DEVICE_TYPE and dtype is None:
+            dtype = torch.get_autocast_dtype(device_type)
+        original(self, DEVICE_TYPE, dtype, *a, **k)
+
+    return __init__
+
+
 def _noted_resize(on_resize: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
     original = torch.UntypedStorage.resize_
 
@@ -131,10 +154,10 @@ def _read(kind: type, method: str, for_real: Callable[[], Any]) -> Callable[...,
 
 
 def _without_cuda() -> Iterator[tuple[Any, str, Any]]:
-    """Where there is no GPU, what programs call on one does nothing."""
-    if not torch.cuda.is_available():
-        for name, value in _CUDA_CALLS.items():
-            yield torch.cuda, name, lambda *args, value=value, **kwargs: value
+    for name, value in _CUDA_CALLS.items():
+        yield torch.cuda, name, lambda *args, value=value, **kwargs: value
+    yield torch.accelerator, "is_available", lambda: False
+    yield torch.accelerator, "current_accelerator", lambda check_available=False: None
 
 
 # Every rank brings what this one brings.
