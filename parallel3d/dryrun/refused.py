@@ -18,6 +18,13 @@ _NO_GPU = (
     "Cannot get CUDA generator without ATen_cuda library",
 )
 
+_LIMITS = {
+    "UninitializedParameter": "lazy modules, which learn their shapes from data, have no place in a dry run; "
+    "give the layer its sizes",
+    "FlexAttention does not support backward on CPU": "FlexAttention has no backward on the CPU, where dry "
+    "runs are; use scaled_dot_product_attention where parallel3d.dryrun.active()",
+}
+
 
 def why_not(error: BaseException) -> str | None:
     """Why a dry run can't do what raised ``error``; None if it is the program's own fault."""
@@ -44,4 +51,7 @@ def why_not(error: BaseException) -> str | None:
             "an operation outside torch reads tensors' memory, which a dry run does not have "
             f"({text.splitlines()[0]}); skip the lines with parallel3d.dryrun.active()"
         )
+    for part, reason in _LIMITS.items():
+        if part in text:
+            return f"{reason} ({text.splitlines()[0]})"
     return None

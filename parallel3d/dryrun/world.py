@@ -12,13 +12,15 @@ from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed import DeviceMesh
+from torch.distributed import checkpoint as dcp
 
 from parallel3d import _compat
 from parallel3d._compat_dry import loader_iterators
 from parallel3d.dryrun.reads import refuse_device
 from parallel3d.dryrun.settings import settings_kept
-from parallel3d.dryrun.unknown import asking
+from parallel3d.dryrun.unknown import asking, caller
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 
@@ -72,6 +74,10 @@ def played_rank(
             (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
             *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
             *((kind, m, _read(kind, m, for_real)) for kind, m in _loader_methods()),
+            (torch, "load", _read(torch, "load", for_real)),
+            (torch, "save", lambda *args, **kwargs: None),
+            *((dcp, name, lambda *args, **kwargs: None) for name in ("save", "load", "async_save")),
+            (nn.parallel.DistributedDataParallel, "__init__", _no_ddp),
             *_without_cuda(),
             *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
         ):
@@ -143,7 +149,7 @@ def _loader_methods() -> list[tuple[type, str]]:
     return [(kind, name) for kind in loader_iterators() for name in ("__init__", "_next_data")]
 
 
-def _read(kind: type, method: str, for_real: Callable[[], Any]) -> Callable[..., Any]:
+def _read(kind: Any, method: str, for_real: Callable[[], Any]) -> Callable[..., Any]:
     original = getattr(kind, method)
 
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -151,6 +157,13 @@ def _read(kind: type, method: str, for_real: Callable[[], Any]) -> Callable[...,
             return original(*args, **kwargs)
 
     return reading
+
+
+def _no_ddp(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    raise DryRunError(
+        f"{caller()}: DistributedDataParallel issues its collectives from C++, where a dry run does not see "
+        "them; parallel3d.parallelize(model, mesh) on a mesh of replicas does the same"
+    )
 
 
 def _without_cuda() -> Iterator[tuple[Any, str, Any]]:
