@@ -27,7 +27,6 @@ __all__ = [
     "FakeTensorMode",
     "as_fake",
     "boxed",
-    "default_device",
     "functions_unseen",
     "in_fake_mode",
     "loader_iterators",
@@ -44,12 +43,6 @@ VALUE_ERRORS = (
 
 # Of torch.amp.GradScaler: steps the optimizer unless a gradient is infinite, which it reads.
 SCALED_STEP = "_maybe_opt_step"
-
-
-def default_device() -> torch.device | None:
-    """What ``torch.set_default_device`` was given last, if anything."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
 
 
 def make_fake_mode() -> FakeTensorMode:

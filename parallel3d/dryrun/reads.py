@@ -63,14 +63,45 @@ class ReadMode(TorchFunctionMode):
             tensor = args[0]
             if self.unknown(tensor):
                 return handler(self, func, tensor, args[1:])
-        elif "device" in kwargs:
+        self._check_device(func, args, kwargs)
+        if func in _FROM_DATA and args:
+            return self._from_data(func, args[0], args[1:], kwargs)
+        return func(*args, **kwargs)
+
+    def _check_device(self, func: Any, args: Any, kwargs: Any) -> None:
+        if "device" in kwargs:
             refuse_device(kwargs["device"], self.device_type)
         elif func in _TO_A_DEVICE:
             for argument in args[1:2]:
                 refuse_device(argument, self.device_type)
-        elif func in _TO_CUDA and self.device_type != "cuda":
+        elif func in _TO_CUDA:
             refuse_device("cuda", self.device_type)
-        return func(*args, **kwargs)
+
+    def _from_data(self, func: Any, data: Any, rest: Any, kwargs: Any) -> Any:
+        """``torch.tensor`` of numbers, some of which may be unknown: then the tensor is."""
+        unknown: list[Any] = []
+        known = self._known(data, unknown)
+        if not unknown:
+            return func(data, *rest, **kwargs)
+        made = func(known, *rest, **kwargs)
+        dtype = made.dtype
+        if kwargs.get("dtype") is None:
+            for each in unknown:
+                dtype = torch.promote_types(dtype, getattr(each, "dtype", dtype))
+        return torch.empty(made.shape).to(dtype).requires_grad_(made.requires_grad)
+
+    def _known(self, data: Any, unknown: list[Any]) -> Any:
+        """``data`` with something of the same kind in place of what is ``unknown``."""
+        if isinstance(data, list | tuple):
+            return [self._known(each, unknown) for each in data]
+        if isinstance(data, Unknown):
+            unknown.append(data)
+            return 0.0
+        if isinstance(data, Tensor) and not data.ndim and self.unknown(data):
+            self._note("item")
+            unknown.append(data)
+            return False  # of the lowest dtype
+        return data
 
     @property
     def found(self) -> tuple[UnknownRead, ...]:
@@ -130,8 +161,9 @@ _HANDLERS: dict[Any, Any] = {
     Tensor.tolist: ReadMode._list,
     **dict.fromkeys(_DECIDING, ReadMode._decide),
 }
-_TO_A_DEVICE = {Tensor.to, Tensor.new_tensor, Tensor.new_empty, Tensor.new_zeros, Tensor.new_full}
+_TO_A_DEVICE = {Tensor.to}
 _TO_CUDA = {Tensor.cuda}
+_FROM_DATA = {torch.tensor, torch.as_tensor}
 
 
 def refuse_device(device: Any, device_type: str) -> None:

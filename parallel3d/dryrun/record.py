@@ -20,6 +20,7 @@ from parallel3d.dryrun.kinds import memory_over_time, name_kinds, note_gradients
 from parallel3d.dryrun.modes import DryMode
 from parallel3d.dryrun.place import Place
 from parallel3d.dryrun.reads import ReadMode
+from parallel3d.dryrun.refused import why_not
 from parallel3d.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.dryrun.unknown import raised_at
 from parallel3d.dryrun.world import DEVICE_TYPE, played_rank
@@ -27,9 +28,6 @@ from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
 
 __all__ = ["real", "record"]
-
-
-_NO_CUDA = ("not compiled with CUDA", "requires CUDA support", "no NVIDIA driver", "No CUDA GPUs")
 
 
 class _Enough(BaseException):
@@ -151,18 +149,11 @@ class _Run:
                 fn()
         except _Enough:
             pass
-        except VALUE_ERRORS as error:
-            raise DryRunError(
-                f"{raised_at(error)}: an operation depends on tensors' values, which a dry run does not know "
-                f"({type(error).__name__}: {error}); skip the lines with parallel3d.dryrun.active()"
-            ) from error
-        except (AssertionError, RuntimeError) as error:
-            if not any(text in str(error) for text in _NO_CUDA):
+        except (*VALUE_ERRORS, TypeError, RuntimeError, AssertionError) as error:
+            reason = why_not(error)
+            if reason is None:
                 raise
-            raise DryRunError(
-                f"{raised_at(error)}: asks for a CUDA device ({error}), and a dry run is on the CPU; take "
-                "the mesh's device type, or skip the lines with parallel3d.dryrun.active()"
-            ) from error
+            raise DryRunError(f"{raised_at(error)}: {reason}") from error
 
     def result(self, rank: int, world_size: int, gpus_per_node: int, start: float) -> DryRun:
         """What was found."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, NoReturn, TypeVar
 
 from parallel3d.errors import DryRunError
 
-__all__ = ["Unknown", "assume", "caller", "raised_at"]
+__all__ = ["Unknown", "asking", "assume", "caller", "raised_at"]
 
 _T = TypeVar("_T")
 
@@ -52,12 +53,23 @@ def _calculated(name: str) -> Any:
 def _decided(name: str, what: str) -> Any:
     def method(self: Unknown, *others: Any) -> NoReturn:
         raise DryRunError(
-            f"{caller()}: {what} by a number that is not known in a dry run (it comes from a tensor); "
+            f"{caller()}: {what} of a number that a dry run does not know (it comes from a tensor); "
             "say what to take for it: parallel3d.dryrun.assume(value, default)"
         )
 
     method.__name__ = name
     return method
+
+
+def asking(name: str) -> Any:
+    """``math.isnan`` and the like, which would answer for NaN what is not so of the number."""
+    exact = getattr(math, name)
+    decided = _decided(name, f"the program asks math.{name}")
+
+    def function(value: Any) -> bool:
+        return decided(value) if isinstance(value, Unknown) else exact(value)
+
+    return function
 
 
 def caller() -> str:
@@ -90,7 +102,10 @@ for _name in (
 ):
     setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
-    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides"))
-for _name in ("int", "index", "trunc", "floor", "ceil", "round"):
+    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides by the value"))
+Unknown.__round__ = lambda self, digits=None: (  # type: ignore[method-assign, assignment]
+    self.__int__() if digits is None else Unknown()
+)
+for _name in ("int", "index", "trunc", "floor", "ceil"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
 Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]

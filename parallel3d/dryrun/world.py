@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,11 +12,15 @@ from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed import DeviceMesh
+from torch.distributed import checkpoint as dcp
 
 from parallel3d import _compat
-from parallel3d._compat_dry import SCALED_STEP, default_device, loader_iterators
+from parallel3d._compat_dry import SCALED_STEP, loader_iterators
 from parallel3d.dryrun.reads import refuse_device
+from parallel3d.dryrun.settings import settings_kept
+from parallel3d.dryrun.unknown import asking, caller
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 
@@ -24,7 +29,8 @@ __all__ = ["DEVICE_TYPE", "played_rank"]
 DEVICE_TYPE = "cpu"
 """Of all tensors of a dry run, whatever the machine has."""
 
-_CUDA_CALLS = {
+_CUDA_CALLS: dict[str, Any] = {
+    "is_available": False,
     "set_device": None,
     "current_device": 0,
     "synchronize": None,
@@ -34,7 +40,11 @@ _CUDA_CALLS = {
     "max_memory_allocated": 0,
     "memory_reserved": 0,
     "max_memory_reserved": 0,
+    "manual_seed": None,
+    "manual_seed_all": None,
+    "memory_stats": {},
 }
+"""What programs call on a GPU that they take for granted: here it does nothing, with a GPU or without."""
 
 
 @contextmanager
@@ -54,8 +64,6 @@ def played_rank(
     exchanged are this rank's own, and a DataLoader reads ``for_real``.
     """
     with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.callback(_set_default_device, default_device())
         stack.enter_context(patch.dict(os.environ, _environment(rank, world_size, gpus_per_node)))
         stack.enter_context(fake_world(rank, world_size))
         stack.enter_context(patch.object(_compat, "pretended_backend", backend))
@@ -63,15 +71,21 @@ def played_rank(
             (dist, "init_process_group", _already_there(world_size)),
             (dist, "destroy_process_group", lambda group=None: None),
             (DeviceMesh, "__init__", _mesh_init(on_mesh)),
+            (torch.autocast, "__init__", _autocast_init()),
             (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
-            (torch, "set_default_device", _default_device_set),
             (torch.amp.GradScaler, SCALED_STEP, _stepped),
             *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
             *((kind, m, _read(kind, m, for_real)) for kind, m in _loader_methods()),
+            (torch, "load", _read(torch, "load", for_real)),
+            (torch, "save", lambda *args, **kwargs: None),
+            *((dcp, name, lambda *args, **kwargs: None) for name in ("save", "load", "async_save")),
+            (nn.parallel.DistributedDataParallel, "__init__", _no_ddp),
             *_without_cuda(),
+            *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(settings_kept(lambda device: refuse_device(device, DEVICE_TYPE)))
         yield
 
 
@@ -111,6 +125,19 @@ def _mesh_init(on_mesh: Callable[[DeviceMesh], None]) -> Callable[..., None]:
     return __init__
 
 
+def _autocast_init() -> Callable[..., None]:
+    original = torch.autocast.__init__
+
+    def __init__(
+        self: torch.autocast, device_type: str, dtype: Any = None, *a: Any, **k: Any
+    ) -> None:
+        if device_type != DEVICE_TYPE and dtype is None:
+            dtype = torch.get_autocast_dtype(device_type)
+        original(self, DEVICE_TYPE, dtype, *a, **k)
+
+    return __init__
+
+
 def _noted_resize(on_resize: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
     original = torch.UntypedStorage.resize_
 
@@ -122,14 +149,6 @@ def _noted_resize(on_resize: Callable[[torch.UntypedStorage], None]) -> Callable
     return resize_
 
 
-_set_default_device = torch.set_default_device
-
-
-def _default_device_set(device: Any) -> None:
-    refuse_device(device, DEVICE_TYPE)
-    _set_default_device(device)
-
-
 def _stepped(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     """No gradient is infinite."""
     return optimizer.step(*args, **kwargs)
@@ -139,7 +158,7 @@ def _loader_methods() -> list[tuple[type, str]]:
     return [(kind, name) for kind in loader_iterators() for name in ("__init__", "_next_data")]
 
 
-def _read(kind: type, method: str, for_real: Callable[[], Any]) -> Callable[..., Any]:
+def _read(kind: Any, method: str, for_real: Callable[[], Any]) -> Callable[..., Any]:
     original = getattr(kind, method)
 
     def reading(*args: Any, **kwargs: Any) -> Any:
@@ -149,11 +168,18 @@ def _read(kind: type, method: str, for_real: Callable[[], Any]) -> Callable[...,
     return reading
 
 
+def _no_ddp(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    raise DryRunError(
+        f"{caller()}: DistributedDataParallel issues its collectives from C++, where a dry run does not see "
+        "them; parallel3d.parallelize(model, mesh) on a mesh of replicas does the same"
+    )
+
+
 def _without_cuda() -> Iterator[tuple[Any, str, Any]]:
-    """Where there is no GPU, what programs call on one does nothing."""
-    if not torch.cuda.is_available():
-        for name, value in _CUDA_CALLS.items():
-            yield torch.cuda, name, lambda *args, value=value, **kwargs: value
+    for name, value in _CUDA_CALLS.items():
+        yield torch.cuda, name, lambda *args, value=value, **kwargs: value
+    yield torch.accelerator, "is_available", lambda: False
+    yield torch.accelerator, "current_accelerator", lambda check_available=False: None
 
 
 # Every rank brings what this one brings.

@@ -9,8 +9,8 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
     <!-- output -->                 the next block is just what the Python before it prints (on rank 0)
 
-Each ``run`` starts with an empty namespace. ``sh``, ``bash``, ``console`` blocks, and nameless ones that begin
-with a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
+Each ``run`` starts with an empty namespace. ``sh``, ``bash``, ``console`` blocks, and nameless ones that
+begin with a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it isn't run.
 """
 
 import re

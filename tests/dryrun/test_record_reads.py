@@ -1,0 +1,213 @@
+"""Values that nobody knows, devices that are not there: what a dry run answers, or why it can not."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.dryrun import Unknown, active, assume, real, record
+from parallel3d.errors import DryRunError
+
+HERE = __file__
+
+
+def one() -> torch.Tensor:
+    return torch.randn(3, 3).sum()
+
+
+def many() -> torch.Tensor:
+    return torch.randn(3, 3)
+
+
+READS = {
+    "item": lambda: f"{one().item():.3f}",
+    "__float__": lambda: str(float(one())),
+    "format": lambda: f"{one():.2f}",
+    "tolist": lambda: str(many().tolist()[1][2]),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_read_gives_nan_and_is_reported_with_its_line(what):
+    found = []
+    run = record(lambda: found.append(READS[what]()), 2)
+    assert found == ["nan"]
+    line = READS[what].__code__.co_firstlineno
+    assert [each.where for each in run.unknown] == [f"{HERE}:{line}, in <lambda>"]
+
+
+def test_reads_at_one_line_are_counted():
+    run = record(lambda: [one().item() for _ in range(5)], 2)
+    assert [each.count for each in run.unknown] == [5]
+
+
+def test_what_is_calculated_from_a_read_is_unknown():
+    def program():
+        x = one().item()
+        for value in (x + 1, 2 * x, -x, x**2, round(x, 3), abs(x) / 3, sum([x, x])):
+            assert isinstance(value, Unknown)
+        assert assume(x, 3.0) == 3.0 and assume(4.0, 3.0) == 4.0
+
+    record(program, 2)
+    assert assume(4.0, 3.0) == 4.0
+
+
+def test_tensors_made_of_unknown_numbers_are_unknown():
+    def program():
+        made = torch.tensor([one().item(), 1.0])
+        assert isinstance(made.sum().item(), Unknown)
+        counts = torch.tensor([many().argmax(), torch.tensor(3)])
+        assert counts.dtype == torch.int64 and counts.shape == (2,)
+        assert isinstance(counts[1].item(), Unknown)
+        assert torch.as_tensor([one().double(), one()]).dtype == torch.float64
+        assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+    record(program, 2)
+
+
+DECISIONS = [
+    lambda: one() > 3 and None,
+    lambda: one().item() > 3,
+    lambda: one().item() == 3.0,
+    lambda: int(one()),
+    lambda: int(one().item()),
+    lambda: bool(one()),
+    lambda: max(one(), one()),
+    lambda: max(0.0, one().item()),
+    lambda: sorted([one().item(), 1.0]),
+    lambda: next(iter(()), None) if one().item() else None,
+    lambda: [1, 2, 3][many().argmax()],
+    lambda: [1, 2, 3][many().argmax().item()],
+    lambda: range(many().argmax()),
+    lambda: many()[one().long()],
+    lambda: torch.isnan(many()).any() and None,
+    lambda: not torch.isfinite(one()),
+    lambda: math.isnan(one().item()),
+    lambda: math.floor(one().item()),
+    lambda: round(one().item()),
+    lambda: torch.equal(many(), many()),
+    lambda: torch.allclose(many(), many()),
+    lambda: one() in [1, 2],
+    lambda: many().numpy(),
+    lambda: many().detach().cpu().numpy(),
+    lambda: torch.split(many(), many().long()[0].tolist()),
+    lambda: torch.zeros(int(many().argmax())),
+    lambda: torch.nonzero(many()),
+    lambda: torch.masked_select(many(), many() > 0),
+    lambda: many()[many() > 0],
+    lambda: torch.where(many() > 0),
+    lambda: torch.unique(many()),
+]
+
+
+@pytest.mark.parametrize("number", range(len(DECISIONS)))
+def test_to_decide_by_a_value_is_an_error_with_the_line(number):
+    decision = DECISIONS[number]
+    with pytest.raises(DryRunError) as error:
+        record(decision, 2)
+    assert f"{HERE}:{decision.__code__.co_firstlineno}, in " in str(error.value)
+
+
+def test_a_loop_names_its_line():
+    def program():
+        while one() > 0:
+            pass
+
+    with pytest.raises(DryRunError) as error:
+        record(program, 2)
+    assert f"{HERE}:{program.__code__.co_firstlineno + 1}, in program" in str(error.value)
+    assert "assume" in str(error.value)
+
+
+def test_masks_that_keep_the_shape_are_no_decision():
+    def program():
+        x = many()
+        x[x > 0] = 1.0
+        return torch.where(x > 0, x, 0.0).clamp(min=0)
+
+    assert record(program, 2).unknown == ()
+
+
+def under_device():
+    with torch.device("cuda"):
+        torch.zeros(3)
+
+
+def as_default():
+    torch.set_default_device("cuda")
+
+
+DEVICES = [
+    lambda: torch.zeros(3, device="cuda"),
+    lambda: torch.zeros(3, device=torch.device("cuda:1")),
+    lambda: torch.randint(3, (3,), device="cuda"),
+    lambda: torch.tensor([1.0], device="cuda"),
+    lambda: many().cuda(),
+    lambda: torch.arange(3).cuda(),
+    lambda: many().to("cuda:0"),
+    lambda: many().to("cuda", torch.bfloat16),
+    lambda: many().to(device="cuda"),
+    lambda: many().to(torch.device("cuda", 3)),
+    lambda: many().new_zeros(3, device="cuda"),
+    lambda: nn.Linear(3, 3).cuda(),
+    lambda: nn.Linear(3, 3).to("cuda"),
+    lambda: nn.Linear(3, 3, device="cuda"),
+    lambda: torch.cuda.Stream(),
+    lambda: torch.cuda.get_device_properties(0),
+    lambda: torch.zeros(3, device=0),
+]
+
+
+@pytest.mark.parametrize("number", range(len(DEVICES)))
+def test_a_device_in_the_program_is_an_error_with_the_line(number):
+    program = DEVICES[number]
+    with pytest.raises(DryRunError) as error:
+        record(program, 2)
+    assert f"{HERE}:{program.__code__.co_firstlineno}, in " in str(error.value)
+    assert "mesh.device_type" in str(error.value)
+
+
+@pytest.mark.parametrize(("program", "after"), [(under_device, 2), (as_default, 1)])
+def test_a_device_for_all_that_follows_is_one_too(program, after):
+    with pytest.raises(DryRunError) as error:
+        record(program, 2)
+    assert f"{HERE}:{program.__code__.co_firstlineno + after}, in " in str(error.value)
+    assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_what_programs_call_on_a_gpu_for_granted_does_nothing():
+    def program():
+        torch.cuda.set_device(3)
+        torch.cuda.manual_seed_all(1)
+        torch.cuda.synchronize()
+        assert not torch.cuda.is_available()
+        assert torch.cuda.max_memory_allocated() == 0
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert (many() @ many()).dtype == torch.bfloat16
+        assert many().to("cpu", torch.float16).dtype == torch.float16
+
+    record(program, 2)
+
+
+def test_real_lines_have_values():
+    def program():
+        with real():
+            x = torch.full((3,), 2.0)
+            assert x.sum().item() == 6.0
+        assert x.sum().item() == 6.0  # made for real, and still is
+        assert active()
+
+    run = record(program, 2)
+    assert run.unknown == () and not active()
+
+
+def test_integers_have_values_until_they_meet_unknown_ones():
+    def program():
+        tokens = torch.arange(12).view(3, 4)
+        assert tokens.sum().item() == 66
+        assert tokens[tokens > 5].numel() == 6
+        mixed = tokens + many().long().sum()
+        assert isinstance(mixed.sum().item(), Unknown)
+
+    record(program, 2)
