@@ -10,8 +10,7 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- output -->                 the next block is just what the Python before it prints (on rank 0)
 
 Each ``run`` starts with an empty namespace. ``sh``, ``bash``, ``console`` blocks, and nameless ones that
-begin with a command, are lines to run; ``text`` blocks are output or drawings. Any other must say why it
-isn't run.
+begin with a command, are lines to run; ``text`` blocks are output or drawings. Others must say why not.
 """
 
 import re
