@@ -146,11 +146,11 @@ CASES = [
     Case("parallelize"),
     Case("parallelize", checkpointing=True, tp=2, bf16=True),
     Case("before"),
-    Case("after"),
     Case("whole"),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (
+            Case("after"),
             Case("parallelize", bf16=True),
             Case("parallelize", checkpointing=True),
             Case("before", bf16=True),
