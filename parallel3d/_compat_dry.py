@@ -27,6 +27,7 @@ __all__ = [
     "FakeTensorMode",
     "as_fake",
     "boxed",
+    "forget_conversions",
     "functions_unseen",
     "in_fake_mode",
     "loader_iterators",
@@ -53,6 +54,12 @@ def make_fake_mode() -> FakeTensorMode:
 def as_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
     """``meta``, a tensor on the meta device, as a fake one on ``device``."""
     return FakeTensor(mode, meta, device)
+
+
+def forget_conversions(mode: FakeTensorMode) -> None:
+    """``mode`` keeps weak references to the tensors it has made, and a module that has such parameters can't
+    change their dtype (``swap_tensors`` refuses)."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def in_fake_mode() -> bool:

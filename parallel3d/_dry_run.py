@@ -1,29 +1,36 @@
 """Whether this process is in a dry run: the one thing that the rest of the package must know of it."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
-from contextlib import AbstractContextManager, nullcontext
+__all__ = ["active", "begin", "end", "real"]
 
-__all__ = ["active", "real", "set_active"]
-
-_active = 0
+_pauses: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 def active() -> bool:
     """Whether this process is in a dry run now: tensors have no values, other ranks aren't there."""
-    return _active > 0
+    return bool(_pauses)
 
 
-def real() -> AbstractContextManager[None]:
-    """In a dry run: what is done in the body is done for real, and is not recorded."""
-    if not active():
-        return nullcontext()
-    from parallel3d.dryrun.record import real as unrecorded
-
-    return unrecorded()
+def begin(pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """A dry run begins, which ``with pause():`` interrupts."""
+    _pauses.append(pause)
 
 
-def set_active(more: int) -> None:
-    """One dry run more (1) or less (-1)."""
-    global _active
-    _active += more
+def end() -> None:
+    """It is over."""
+    _pauses.pop()
+
+
+@contextmanager
+def real() -> Iterator[None]:
+    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
+
+    For reading data, whose values decide how the program goes on.
+    """
+    if not _pauses:
+        yield
+        return
+    with _pauses[-1]():
+        yield

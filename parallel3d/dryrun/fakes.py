@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d._compat_dry import FakeTensor, as_fake, make_fake_mode
+from parallel3d._compat_dry import FakeTensor, as_fake, forget_conversions, make_fake_mode
 
 __all__ = ["FakeRunner"]
 
@@ -55,6 +55,7 @@ class FakeRunner:
                 return self._again(found, args)
         with self.mode:
             out = func(*args, **kwargs)
+        forget_conversions(self.mode)
         if key is not None:
             how = _how(func, args, out)
             if how is not None and not _reshapes(func, args, kwargs, key):

@@ -33,6 +33,7 @@ class Place:
         optimizers: those that have stepped.
         steps: optimizer steps done.
         on_step: called after each.
+        paused: what happens meanwhile does not count.
     """
 
     def __init__(self, on_step: Callable[[int], None] | None = None) -> None:
@@ -41,6 +42,7 @@ class Place:
         self.steps = 0
         self.on_step = on_step
         self.on_backward: Callable[[], None] | None = None
+        self.paused = False
         self._stack: list[nn.Module] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._stepping = 0
@@ -87,6 +89,8 @@ class Place:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.paused:
+            return
         if not self._stack and module not in self._names:
             self.roots.append(module)
             for name, each in module.named_modules():
@@ -94,15 +98,21 @@ class Place:
         self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.paused:
+            return
         while self._stack and self._stack.pop() is not module:
             pass
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.paused:
+            return
         self._stepping += 1
         if not any(optimizer is each for each in self.optimizers):
             self.optimizers.append(optimizer)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.paused:
+            return
         self._stepping -= 1
         self._done[id(optimizer)] += 1
         most = max(self._done.values())  # several optimizers take turns

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d._compat_dry import VALUE_ERRORS
+from parallel3d._dry_run import real
 from parallel3d.dryrun.kinds import memory_over_time, name_kinds, note_gradients
 from parallel3d.dryrun.modes import DryMode
 from parallel3d.dryrun.place import Place
@@ -85,31 +86,13 @@ def record(
         return run.result(rank, world_size, gpus_per_node, start)
 
 
-_current: list[_Run] = []
-
-
-@contextmanager
-def real() -> Iterator[None]:
-    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
-
-    For reading data, whose values decide how the program goes on.
-    """
-    if not _current:
-        yield
-        return
-    with _current[-1].paused():
-        yield
-
-
 @contextmanager
 def _as_active(run: _Run) -> Iterator[None]:
-    _dry_run.set_active(1)
-    _current.append(run)
+    _dry_run.begin(run.paused)
     try:
         yield
     finally:
-        _current.pop()
-        _dry_run.set_active(-1)
+        _dry_run.end()
 
 
 class _Run:
@@ -136,11 +119,14 @@ class _Run:
     def paused(self) -> Iterator[None]:
         """Neither fake nor recorded."""
         before = self.mode.paused
-        self.mode.paused = self.reading.paused = True
+        self._pause(True)
         try:
             yield
         finally:
-            self.mode.paused = self.reading.paused = before
+            self._pause(before)
+
+    def _pause(self, paused: bool) -> None:
+        self.mode.paused = self.reading.paused = self.place.paused = paused
 
     def call(self, fn: Callable[[], Any]) -> None:
         """Runs the program."""

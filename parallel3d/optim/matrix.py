@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d._compat_simulated import combine_ranks, simulation_off, tensors_by_rank
 from parallel3d.optim.owners import Owners
@@ -102,7 +103,7 @@ def _kind(value: Any, param: nn.Parameter) -> Hashable:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     if _is_counter(value, param):
-        return value.item()
+        return None if _dry_run.active() else value.item()
     return tuple(value.shape) == tuple(param.shape) or tuple(value.shape), value.dtype
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from parallel3d import _dry_run
 from parallel3d._compat import inner_tensors
 from parallel3d._compat_foreach import local_tensors
 from parallel3d.fsdp.buckets.bucket import Bucket
@@ -161,6 +162,8 @@ def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if _dry_run.active():  # counters of steps, which nobody has counted
+            return True
         numbers = {x.item() for tensor in (a, b) for x in inner_tensors(tensor)}
         return len(numbers) == 1
     return type(a) is type(b) and bool(a == b)

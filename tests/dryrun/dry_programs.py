@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from llama import SIZES, Llama
+from llama import SIZES, Llama, LlamaConfig
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
 from torch import nn
 from trainer import Schedule, Trainer
@@ -37,6 +37,21 @@ class Training:
     vocabulary: int = 256
     dim: int = 64
     hidden: int = 176
+    size: str = "nano"
+    layers: int = 2
+
+    @property
+    def config(self) -> LlamaConfig:
+        if self.size != "nano":
+            return replace(SIZES[self.size], n_layers=self.layers)
+        return replace(
+            SIZES["nano"],
+            n_layers=self.layers,
+            dim=self.dim,
+            hidden_dim=self.hidden,
+            vocab_size=self.vocabulary,
+            tied=self.tied,
+        )
 
     @property
     def layout(self) -> p3d.MeshLayout:
@@ -56,13 +71,7 @@ def named(case: Training) -> str:
 def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.DeviceMesh]:
     """The parallel model, its trainer, its mesh."""
     mesh = p3d.build_mesh(case.layout, device_type="cpu")
-    config = replace(
-        SIZES["nano"],
-        dim=case.dim,
-        hidden_dim=case.hidden,
-        vocab_size=case.vocabulary,
-        tied=case.tied,
-    )
+    config = case.config
     with torch.device("meta"):
         model = Llama(config)
     policy = p3d.MixedPrecisionPolicy()

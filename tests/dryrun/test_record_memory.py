@@ -1,13 +1,12 @@
 """A dry run's memory is that of the program on real tensors, byte for byte, operation by operation."""
 
 import itertools
-import sys
 
 import pytest
 from dry_programs import Training, named, train
 from float_memory import FloatMemory
 
-from parallel3d import _compat
+from parallel3d import _compat, _dry_run
 from parallel3d.dryrun import record
 from parallel3d.testing import fake_world
 
@@ -20,12 +19,16 @@ CASES = [
 ]
 
 
+def ledger_of_this_run():
+    return _dry_run._pauses[-1].__self__.mode.ledger  # type: ignore[attr-defined]
+
+
 class Compared(FloatMemory):
     """Beside the fake tensors' memory, what the dry run has noted of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = sys.modules["parallel3d.dryrun.record"]._current[-1].mode.ledger
+        self.ledger = ledger_of_this_run()
         self.sizes: dict[object, int] = {}
         self.noted: list[int] = []
         self._read = 0
