@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.data import dataloader as _dataloader
 
 __all__ = [
+    "SCALED_STEP",
     "VALUE_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -39,6 +40,10 @@ VALUE_ERRORS = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+
+
+# Of torch.amp.GradScaler: steps the optimizer unless a gradient is infinite, which it reads.
+SCALED_STEP = "_maybe_opt_step"
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -68,7 +73,7 @@ functions_unseen: Callable[[], AbstractContextManager[None]] = torch._C.DisableT
 
 def boxed(work: dist.Work) -> Any:
     """``work`` as the operations of c10d return it."""
-    return work.boxed()  # type: ignore[attr-defined]
+    return work.boxed()
 
 
 def loader_iterators() -> tuple[type, ...]:

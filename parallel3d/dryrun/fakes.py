@@ -76,7 +76,7 @@ class FakeRunner:
         else:
             storage = args[how.source].untyped_storage()
             meta = torch.empty(0, dtype=how.dtype, device="meta")
-            meta.set_(storage, how.offset, how.shape, how.stride)  # type: ignore[arg-type, call-overload]
+            meta.set_(storage, how.offset, how.shape, how.stride)
         return as_fake(self.mode, meta, _DEVICE)
 
 
@@ -126,7 +126,7 @@ def _how(func: Any, args: tuple[Any, ...], out: Any) -> Any:
             return None  # a part of something else
     is_argument = source >= 0 and out is args[source]
     return _Output(
-        tuple(out.shape), out.stride(), out.storage_offset(), out.dtype, source, is_argument
+        tuple(out.shape), out.stride(), int(out.storage_offset()), out.dtype, source, is_argument
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -66,7 +67,7 @@ class Ledger:
         if known is not None:
             return known
         self.alive[key] = held
-        self._watched[key] = weakref.ref(storage, lambda _, key=key: self._end(key))
+        self._watched[key] = weakref.ref(storage, partial(self._end, key))
         self.changes.append(Change(self.operation, held, storage.nbytes()))
         return held
 
@@ -89,7 +90,7 @@ class Ledger:
         """What happens from now on is not noted."""
         self.closed = True
 
-    def _end(self, key: int) -> None:
+    def _end(self, key: int, _: object) -> None:
         held = self.alive.pop(key)
         del self._watched[key]
         if not self.closed:

@@ -38,7 +38,6 @@ class DryMode(RecordingMode):
 
     Attributes:
         operations: what was done. recorder: its collectives. ledger: the memory of the fake tensors.
-        dtypes: by collective, of what it brings.
         paused: what is done meanwhile is done for real and is not recorded.
     """
 
@@ -50,12 +49,12 @@ class DryMode(RecordingMode):
         place.on_backward = self._begin_backward
         self.operations: list[Operation] = []
         self.ledger = Ledger()
-        self.dtypes: dict[int, str] = {}
         self.paused = False
         self._fakes = FakeRunner()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: set[int] = set()  # storages of real tensors, kept alive below
         self._kept: list[Any] = []
+        self._works: list[DryWork] = []  # kept alive: see there
         self._results: dict[
             int, int
         ] = {}  # of functional collectives: id of the output -> collective
@@ -88,7 +87,7 @@ class DryMode(RecordingMode):
         if func.namespace == "_c10d_functional":
             return self._wait_for(func, args, kwargs)
         out = self._run(func, args, kwargs)
-        self._note(func, given, out)
+        self._note(func, args, given, out)
         return out
 
     def _is_real(self, func: Any, given: list[Tensor], kwargs: Any) -> bool:
@@ -155,12 +154,12 @@ class DryMode(RecordingMode):
         )
         return self.ledger.add(tensor, held)
 
-    def _note(self, func: Any, given: list[Tensor], out: Any) -> None:
+    def _note(self, func: Any, args: Any, given: list[Tensor], out: Any) -> None:
         written = [t for t in tensors_in(out) if isinstance(t, FakeTensor) or not t.is_meta]
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = given[:1]
         name = func.overloadpacket.__name__
-        work = work_of(func, given, written)
+        work = work_of(func, args, given, written)
         if work is not None:
             self._add(
                 work.kind,
@@ -202,22 +201,23 @@ class DryMode(RecordingMode):
         unit, count = issuing.unit, len(self.recorder.calls)
         self._learn_axis(process_group_of(values[signature.group]).group_name)
         read, written = inputs_and_outputs(values)
+        work: DryWork | None = None
         if func.namespace == "c10d":
-            work = DryWork(lambda: self._waited(work), written)
+            work = DryWork(self._waited, written)
             result = answer(func, values, work)
             self.forget(written)
         else:
-            work = None
             result = self._run(func, args, kwargs)
             for tensor in tensors_in(result):
                 self._held(tensor, signature.op)
         self.record(signature, unit, values, result)
         index = len(self.recorder.calls) - 1
         if len(self.recorder.calls) > count:
-            self._add("collective", signature.op, collective=index)
-            self.dtypes[index] = next((str(t.dtype).removeprefix("torch.") for t in read), "")
+            dtype = next((str(t.dtype).removeprefix("torch.") for t in read), "")
+            self._add("collective", signature.op, collective=index, dtype=dtype)
         if work is not None:
-            work.index = index  # type: ignore[attr-defined]
+            work.index = index
+            self._works.append(work)
         else:
             self._results.update({id(t): index for t in tensors_in(result)})
         self._give_roles(signature.op, read, written)
@@ -231,8 +231,7 @@ class DryMode(RecordingMode):
                 if held is not None and axis != "tp":  # whose are activations
                     held.roles.add(f"{role} {op}")
 
-    def _waited(self, work: DryWork) -> None:
-        index = work.index  # type: ignore[attr-defined]
+    def _waited(self, index: int) -> None:
         self._add("wait", self.recorder.calls[index].op, collective=index)
 
     def _wait_for(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ _LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
 class Work:
-    """kind, flops, bytes moved, and (m, n, k) of a matmul."""
+    """kind, flops, bytes; (m, n, k) of a matmul, (heads of all sequences, rows, head dim) of an attention."""
 
     __slots__ = ("flops", "kind", "moved", "sizes")
 
@@ -28,8 +28,13 @@ class Work:
         self.kind, self.flops, self.moved, self.sizes = kind, flops, moved, sizes
 
 
-def work_of(func: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> Work | None:
-    """Of one operation on these tensors; None if it does nothing on a device (a view, an allocation)."""
+def work_of(
+    func: Any, args: Any, read: list[torch.Tensor], written: list[torch.Tensor]
+) -> Work | None:
+    """Of one operation with the arguments ``args``, on these tensors.
+
+    None if it does nothing on a device: a view, an allocation.
+    """
     name = func.overloadpacket.__name__
     if not written or name in _FREE:
         return None
@@ -46,19 +51,30 @@ def work_of(func: Any, read: list[torch.Tensor], written: list[torch.Tensor]) ->
     if name in ("convolution", "convolution_backward"):
         return Work("matmul", _convolution(name, read, written), moved)
     if "dot_product" in name and "attention" in name:
-        return Work("attention", _attention(name, read), moved)
+        return _attention(name, _is_causal(func, args), read, moved)
     if name in _LOOKUPS:
         moved = 2 * sum(map(_bytes, written)) + sum(map(_bytes, read[1:]))
     return Work("elementwise", 0.0, moved)
 
 
-def _attention(name: str, read: list[torch.Tensor]) -> float:
-    """Both products of scores x values, halved as for causal; 2.5 times that backward (flash)."""
+def _attention(name: str, causal: bool, read: list[torch.Tensor], moved: int) -> Work:
+    """Both products of scores x values, half of it where it is causal; 2.5 times that backward (flash)."""
     backward = "backward" in name
     query, key = (read[1], read[2]) if backward else (read[0], read[1])
     *heads, rows, width = query.shape
-    flops = 4.0 * prod(heads) * rows * key.shape[-2] * width / 2
-    return flops * 2.5 if backward else flops
+    flops = 4.0 * prod(heads) * rows * key.shape[-2] * width / (2 if causal else 1)
+    sizes = (prod(heads), rows, width)
+    return Work("attention", flops * 2.5 if backward else flops, moved, sizes)
+
+
+def _is_causal(func: Any, args: Any) -> bool:
+    """What the call says; a mask is taken to hide the future."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "is_causal" and value:
+            return True
+        if argument.name in ("attn_mask", "attn_bias") and value is not None:
+            return True
+    return False
 
 
 def _convolution(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> float:

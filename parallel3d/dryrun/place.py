@@ -54,7 +54,7 @@ class Place:
         """Path of the innermost module that runs; in backward the engine's unit."""
         if self._stack:
             return self._names.get(self._stack[-1], type(self._stack[-1]).__name__)
-        return issuing.unit
+        return issuing.unit if in_backward_pass() else ""  # a forward leaves its last unit's
 
     @property
     def phase(self) -> str:

@@ -16,17 +16,16 @@ from torch.distributed.tensor import DTensor
 from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d._compat_dry import VALUE_ERRORS
-from parallel3d._dry_run import real
 from parallel3d.dryrun.kinds import memory_over_time, name_kinds, note_gradients
 from parallel3d.dryrun.modes import DryMode
 from parallel3d.dryrun.place import Place
 from parallel3d.dryrun.reads import ReadMode
-from parallel3d.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.dryrun.refused import why_not
+from parallel3d.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.dryrun.unknown import raised_at
 from parallel3d.dryrun.world import DEVICE_TYPE, played_rank
 from parallel3d.errors import DryRunError, StateError
-from parallel3d.testing.worlds import check_rank
+from parallel3d.testing.worlds import check_no_group, check_rank
 
 __all__ = ["real", "record"]
 
@@ -69,6 +68,7 @@ def record(
         raise DryRunError(
             f"gpus_per_node={gpus_per_node}, backend={backend!r}: it must be 1 or more, 'nccl' or 'gloo'"
         )
+    check_no_group("record")
     run = _Run(steps)
     start = time.perf_counter()
     world = played_rank(
@@ -85,13 +85,31 @@ def record(
         return run.result(rank, world_size, gpus_per_node, start)
 
 
+_current: list[_Run] = []
+
+
+@contextmanager
+def real() -> Iterator[None]:
+    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
+
+    For reading data, whose values decide how the program goes on.
+    """
+    if not _current:
+        yield
+        return
+    with _current[-1].paused():
+        yield
+
+
 @contextmanager
 def _as_active(run: _Run) -> Iterator[None]:
-    _dry_run.begin(run.paused)
+    _dry_run.set_active(1)
+    _current.append(run)
     try:
         yield
     finally:
-        _dry_run.end()
+        _current.pop()
+        _dry_run.set_active(-1)
 
 
 class _Run:
@@ -170,10 +188,10 @@ class _Run:
 
 
 def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
-    """Of the model with the most of them: others are parts of it, or metrics."""
+    """Of the model with the most of them, the last such: others are parts of it, trial copies, or metrics."""
     if not roots:
         return ()
-    model = max(roots, key=lambda each: sum(p.numel() for p in each.parameters()))
+    model = max(reversed(roots), key=lambda each: sum(p.numel() for p in each.parameters()))
     return tuple(_placement(name, param) for name, param in model.named_parameters())
 
 

@@ -45,7 +45,8 @@ class Operation:
         step: optimizer steps done before it.
         flops: of a matmul or attention.
         moved: bytes read and written.
-        sizes: (m, n, k) of a matmul, m with the batch.
+        sizes: (m, n, k) of a matmul, m with the batch; (heads of all sequences, their length, head dim) of an
+            attention.
         dtype: of what it writes, such as ``bfloat16``.
         collective: position among ``DryRun.collectives``, of a collective and of its wait.
     """

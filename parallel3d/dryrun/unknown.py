@@ -101,10 +101,9 @@ for _name in (
     *("floordiv", "rfloordiv", "mod", "rmod", "neg", "pos", "abs"),
 ):
     setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides by the value"))
-Unknown.__bool__ = _decided("__bool__", "the program decides by the value")  # type: ignore[attr-defined]
-Unknown.__round__ = lambda self, digits=None: (  # type: ignore[method-assign, assignment, misc]
+Unknown.__round__ = lambda self, digits=None: (  # type: ignore[method-assign, assignment]
     self.__int__() if digits is None else Unknown()
 )
 for _name in ("int", "index", "trunc", "floor", "ceil"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,23 @@ __all__ = ["DryWork", "answer", "inputs_and_outputs"]
 
 
 class DryWork(dist.Work):
-    """A collective that is over at once; ``wait`` calls ``on_wait`` the first time."""
+    """A collective that is over at once; the first ``wait`` calls ``on_wait`` with its ``index``.
 
-    def __init__(self, on_wait: Callable[[], None], outputs: list[torch.Tensor]) -> None:
+    Whoever makes it must keep it: what c10d gives the program refers to the C++ part alone, whose own
+    ``wait`` would wait for ever. So it does not keep the outputs alive.
+    """
+
+    def __init__(self, on_wait: Callable[[int], None], outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self.on_wait: Callable[[], None] | None = on_wait
-        self.outputs = outputs
+        self.on_wait: Callable[[int], None] | None = on_wait
+        self.outputs = [weakref.ref(tensor) for tensor in outputs]
+        self.index = -1
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns at once."""
         on_wait, self.on_wait = self.on_wait, None
         if on_wait is not None:
-            on_wait()
+            on_wait(self.index)
         return True
 
     def is_completed(self) -> bool:
@@ -40,7 +46,7 @@ class DryWork(dist.Work):
         """Complete, with the outputs."""
         self.wait()
         future: Any = torch.futures.Future()
-        future.set_result(self.outputs)
+        future.set_result([t for each in self.outputs if (t := each()) is not None])
         return future
 
 

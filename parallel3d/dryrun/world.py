@@ -17,7 +17,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed import checkpoint as dcp
 
 from parallel3d import _compat
-from parallel3d._compat_dry import loader_iterators
+from parallel3d._compat_dry import SCALED_STEP, loader_iterators
 from parallel3d.dryrun.reads import refuse_device
 from parallel3d.dryrun.settings import settings_kept
 from parallel3d.dryrun.unknown import asking, caller
@@ -29,9 +29,10 @@ __all__ = ["DEVICE_TYPE", "played_rank"]
 DEVICE_TYPE = "cpu"
 """Of all tensors of a dry run, whatever the machine has."""
 
-_CUDA_CALLS = {
+_CUDA_CALLS: dict[str, Any] = {
     "is_available": False,
     "set_device": None,
+    "current_device": 0,
     "synchronize": None,
     "empty_cache": None,
     "reset_peak_memory_stats": None,
@@ -72,6 +73,7 @@ def played_rank(
             (DeviceMesh, "__init__", _mesh_init(on_mesh)),
             (torch.autocast, "__init__", _autocast_init()),
             (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
+            (torch.amp.GradScaler, SCALED_STEP, _stepped),
             *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
             *((kind, m, _read(kind, m, for_real)) for kind, m in _loader_methods()),
             (torch, "load", _read(torch, "load", for_real)),
@@ -126,7 +128,9 @@ def _mesh_init(on_mesh: Callable[[DeviceMesh], None]) -> Callable[..., None]:
 def _autocast_init() -> Callable[..., None]:
     original = torch.autocast.__init__
 
-    def __init__(self: torch.autocast, device_type: str, dtype: Any = None, *a: Any, **k: Any) -> None:
+    def __init__(
+        self: torch.autocast, device_type: str, dtype: Any = None, *a: Any, **k: Any
+    ) -> None:
         if device_type != DEVICE_TYPE and dtype is None:
             dtype = torch.get_autocast_dtype(device_type)
         original(self, DEVICE_TYPE, dtype, *a, **k)
@@ -143,6 +147,11 @@ def _noted_resize(on_resize: Callable[[torch.UntypedStorage], None]) -> Callable
         return result
 
     return resize_
+
+
+def _stepped(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """No gradient is infinite."""
+    return optimizer.step(*args, **kwargs)
 
 
 def _loader_methods() -> list[tuple[type, str]]:

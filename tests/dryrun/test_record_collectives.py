@@ -34,9 +34,7 @@ def test_equal_those_of_real_processes(gloo_pool, case):
     real = gloo_pool.run(recorded, case, world_size=case.world_size)
     assert len(real[0]) > 30
     assert {call.axis for call in real[0]} >= {
-        axis
-        for axis, size in zip(("replicate", "shard", "tp"), case.mesh, strict=True)
-        if size > 1
+        axis for axis, size in zip(("replicate", "shard", "tp"), case.mesh, strict=True) if size > 1
     }
     for rank, calls in enumerate(real):
         assert calls == real[0], rank

@@ -68,9 +68,7 @@ def planned(layers: int) -> tuple[int, int, int]:
     with torch.device("meta"):
         model: nn.Module = Llama(Training((16, 32, 8), size="70b", layers=layers).config)
     spec = spec_from_module(model, tp_plan=LLAMA_TP_PLAN, seq_len=32)
-    wanted = state_memory(
-        spec, LAYOUT, WORKLOAD, in_place_bytes=in_place.CPU_BYTES, streams=False
-    )
+    wanted = state_memory(spec, LAYOUT, WORKLOAD, in_place_bytes=in_place.CPU_BYTES, streams=False)
     return wanted.parameters, wanted.gradients, wanted.optimizer
 
 
