@@ -1,36 +1,29 @@
 """Whether this process is in a dry run: the one thing that the rest of the package must know of it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from __future__ import annotations
 
-__all__ = ["active", "begin", "end", "real"]
+from contextlib import AbstractContextManager, nullcontext
 
-_pauses: list[Callable[[], AbstractContextManager[None]]] = []
+__all__ = ["active", "real", "set_active"]
+
+_active = 0
 
 
 def active() -> bool:
     """Whether this process is in a dry run now: tensors have no values, other ranks aren't there."""
-    return bool(_pauses)
+    return _active > 0
 
 
-def begin(pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """A dry run begins, which ``with pause():`` interrupts."""
-    _pauses.append(pause)
+def real() -> AbstractContextManager[None]:
+    """In a dry run: what is done in the body is done for real, and is not recorded."""
+    if not active():
+        return nullcontext()
+    from parallel3d.dryrun.record import real as unrecorded
+
+    return unrecorded()
 
 
-def end() -> None:
-    """It is over."""
-    _pauses.pop()
-
-
-@contextmanager
-def real() -> Iterator[None]:
-    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
-
-    For reading data, whose values decide how the program goes on.
-    """
-    if not _pauses:
-        yield
-        return
-    with _pauses[-1]():
-        yield
+def set_active(more: int) -> None:
+    """One dry run more (1) or less (-1)."""
+    global _active
+    _active += more

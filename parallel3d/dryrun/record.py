@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d._compat_dry import VALUE_ERRORS
-from parallel3d._dry_run import real
 from parallel3d.dryrun.kinds import memory_over_time, name_kinds, note_gradients
 from parallel3d.dryrun.modes import DryMode
 from parallel3d.dryrun.place import Place
@@ -86,13 +85,31 @@ def record(
         return run.result(rank, world_size, gpus_per_node, start)
 
 
+_current: list[_Run] = []
+
+
+@contextmanager
+def real() -> Iterator[None]:
+    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
+
+    For reading data, whose values decide how the program goes on.
+    """
+    if not _current:
+        yield
+        return
+    with _current[-1].paused():
+        yield
+
+
 @contextmanager
 def _as_active(run: _Run) -> Iterator[None]:
-    _dry_run.begin(run.paused)
+    _dry_run.set_active(1)
+    _current.append(run)
     try:
         yield
     finally:
-        _dry_run.end()
+        _current.pop()
+        _dry_run.set_active(-1)
 
 
 class _Run:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from parallel3d import _dry_run
 from parallel3d._compat_simulated import simulation_off
 from parallel3d.errors import Parallel3dError
 
@@ -40,7 +41,8 @@ def check_elementwise(
     """
     name = optimizer_class.__name__
     # Not as any rank in particular, and without a trace in the user's random numbers.
-    with simulation_off(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+    real = _dry_run.real()
+    with simulation_off(), real, torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         generator = torch.Generator().manual_seed(0)
         start, *grads = torch.randn(_STEPS + 1, *_SHAPE, generator=generator, dtype=torch.float64)
         whole = [start.clone()]
@@ -85,9 +87,10 @@ def check_one_by_one(
     Raises:
         Parallel3dError: it looks at all its parameters together.
     """
-    ends = []
+    ends, real = [], _dry_run.real()
     eager = torch.compiler.set_stance("force_eager")  # these sizes are no example of the user's
-    with simulation_off(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), eager:
+    rng = torch.random.fork_rng(devices=[])
+    with simulation_off(), real, rng, torch.inference_mode(False), eager:
         generator = torch.Generator().manual_seed(0)
         both = torch.randn(_STEPS + 1, 2, *_SHAPE, generator=generator)
         both[:, 1] *= 3

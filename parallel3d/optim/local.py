@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel3d import _dry_run
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.param import owner_of
 from parallel3d.optim.elementwise import check_elementwise, check_one_by_one
@@ -76,11 +75,10 @@ def local(
         matrix = _needs_whole(optimizer_class)
     first = given[0] if given and isinstance(given[0], dict) else {}
     own = {k: v for k, v in first.items() if k not in ("params", "param_names")}
-    with _dry_run.real():  # a dry run has no numbers to try it on
-        if matrix:
-            check_one_by_one(optimizer_class, options, own)
-        else:
-            check_elementwise(optimizer_class, options, own, _device(given))
+    if matrix:
+        check_one_by_one(optimizer_class, options, own)
+    else:
+        check_elementwise(optimizer_class, options, own, _device(given))
     made: Any = _local_class(optimizer_class, matrix)
     return made(given, **options)
 
