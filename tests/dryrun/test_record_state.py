@@ -81,26 +81,25 @@ def test_layers_of_llama_70b_on_4096_ranks():
 
 
 WHOLE = """
-import json, resource, sys
+import json, resource, sys, time
 from parallel3d.dryrun import record
 from parallel3d.dryrun.program import script
-from parallel3d.dryrun.as_json import to_json
 run = record(script(sys.argv[1], sys.argv[2:]), 4096)
 end = run.memory[-1].by_kind
 counters = 4 * len(run.parameters)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([end["parameters"], end["gradients"], end["optimizer state"] - counters]))
-print(json.dumps([run.seconds, peak, run.steps, len(run.collectives)]))
+print(json.dumps([time.process_time(), peak, run.steps, len(run.collectives)]))
 """
 
 
 @pytest.mark.full
 def test_train_py_with_llama_70b_on_4096_ranks():
-    """The example as it is, in a process of its own: under a minute and 4 GiB on a quiet machine."""
+    """The example as it is, in a process of its own: under a minute of one core, and 4 GiB."""
     example = Path(__file__).parents[2] / "examples" / "train.py"
     options = "--size 70b --replicate 16 --shard 32 --tp 8 --batch 512 --mixed-precision --steps 1"
     command = [sys.executable, "-c", WHOLE, str(example), *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
     found, (seconds, memory, steps, collectives) = map(eval, done.stdout.splitlines()[-2:])
     assert tuple(found) == planned(SIZES["70b"].n_layers)
     assert steps == 1 and collectives > 600
