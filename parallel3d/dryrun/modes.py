@@ -55,9 +55,8 @@ class DryMode(RecordingMode):
         self._overwritten: set[int] = set()  # storages of real tensors, kept alive below
         self._kept: list[Any] = []
         self._works: list[DryWork] = []  # kept alive: see there
-        self._results: dict[
-            int, int
-        ] = {}  # of functional collectives: id of the output -> collective
+        # Of functional collectives: id of the output -> collective.
+        self._results: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused or in_fake_mode():  # not ours, which is on only when this mode is off
