@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-__all__ = ["active", "real", "set_active"]
+__all__ = ["accelerator", "active", "real", "running"]
 
-_active = 0
+_active = False
+_accelerator: Any = None
 
 
 def active() -> bool:
     """Whether this process is in a dry run now: tensors have no values, other ranks aren't there."""
-    return _active > 0
+    return _active
+
+
+def accelerator() -> Any:
+    """In a dry run of GPUs what ``torch.cuda`` is on them, as far as streams go; elsewhere None."""
+    return _accelerator
 
 
 def real() -> AbstractContextManager[None]:
@@ -23,7 +31,12 @@ def real() -> AbstractContextManager[None]:
     return unrecorded()
 
 
-def set_active(more: int) -> None:
-    """One dry run more (1) or less (-1)."""
-    global _active
-    _active += more
+@contextmanager
+def running(accelerator: Any) -> Iterator[None]:
+    """The body is a dry run; ``accelerator``: see there."""
+    global _active, _accelerator
+    _active, _accelerator = True, accelerator
+    try:
+        yield
+    finally:
+        _active, _accelerator = False, None

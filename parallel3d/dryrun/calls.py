@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallel3d._recorder import Collective
 from parallel3d.dryrun.durations import latency_of, link_of
 from parallel3d.dryrun.result import DryRun
-from parallel3d.dryrun.spans import DATA_AXES
+from parallel3d.dryrun.spans import COMPUTE, DATA_AXES
 from parallel3d.dryrun.timeline import Timeline
 
 __all__ = ["Call", "calls_of"]
@@ -62,7 +62,7 @@ def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
     exposed: dict[int, float] = {}
     computed = [0.0] * (len(run.operations) + 1)  # seconds of kernels before each operation
     for span in timeline.spans:
-        if span.kind in _KERNELS:
+        if span.kind in _KERNELS and span.stream == COMPUTE:
             computed[span.operation + 1] = span.seconds
         elif span.collective is not None:
             into = exposed if span.kind == "wait" else lasts

@@ -21,6 +21,7 @@ from parallel3d.dryrun.ledger import Held, Ledger
 from parallel3d.dryrun.operations import work_of
 from parallel3d.dryrun.place import Place
 from parallel3d.dryrun.result import Operation
+from parallel3d.dryrun.streams import Streams
 from parallel3d.dryrun.unknown import caller
 from parallel3d.dryrun.works import DryWork, answer, inputs_and_outputs
 from parallel3d.errors import DryRunError
@@ -38,6 +39,7 @@ class DryMode(RecordingMode):
 
     Attributes:
         operations: what was done. recorder: its collectives. ledger: the memory of the fake tensors.
+        streams: those of a GPU, if the engine is to use them.
         paused: what is done meanwhile is done for real and is not recorded.
     """
 
@@ -49,6 +51,7 @@ class DryMode(RecordingMode):
         place.on_backward = self._begin_backward
         self.operations: list[Operation] = []
         self.ledger = Ledger()
+        self.streams = Streams(self._wait)
         self.paused = False
         self._fakes = FakeRunner()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
@@ -177,10 +180,15 @@ class DryMode(RecordingMode):
 
     def _add(self, kind: str, name: str, **more: Any) -> None:
         place = self.place
-        self.ledger.operation = len(self.operations)
+        position = self.ledger.operation = len(self.operations)
+        if kind != "wait":
+            more["stream"], more["after"] = self.streams.place(position)
         self.operations.append(
             Operation(kind, name, place.module, place.phase, place.steps, **more)
         )
+
+    def _wait(self, index: int, after: tuple[int, ...] = ()) -> None:
+        self._add("wait", self.recorder.calls[index].op, collective=index, after=after)
 
     def _scalar(self, tensor: Tensor) -> float:
         """torch itself needs the value; for a floating-point one NaN will do."""
@@ -214,6 +222,8 @@ class DryMode(RecordingMode):
         if len(self.recorder.calls) > count:
             dtype = next((str(t.dtype).removeprefix("torch.") for t in read), "")
             self._add("collective", signature.op, collective=index, dtype=dtype)
+        if not self.recorder.calls[index].asynchronous:
+            self.streams.arrived(index)
         if work is not None:
             work.index = index
             self._works.append(work)
@@ -231,13 +241,14 @@ class DryMode(RecordingMode):
                     held.roles.add(f"{role} {op}")
 
     def _waited(self, index: int) -> None:
-        self._add("wait", self.recorder.calls[index].op, collective=index)
+        if self.streams.arrived(index):
+            self._wait(index)
 
     def _wait_for(self, func: Any, args: Any, kwargs: Any) -> Any:
         index = self._results.pop(id(args[0]), None) if args else None
         out = self._run(func, args, kwargs)
         if index is not None:
-            self._add("wait", self.recorder.calls[index].op, collective=index)
+            self._waited(index)
         for tensor in tensors_in(out):
             self._held(tensor, "wait")
         return out

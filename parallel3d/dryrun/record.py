@@ -54,7 +54,7 @@ def record(
     Args:
         steps: end ``fn`` after so many optimizer steps; by default it runs to its own end.
         gpus_per_node: for ``LOCAL_RANK``, and for what crosses nodes.
-        backend: whose collectives the engine chooses: ``nccl``, or ``gloo`` as on CPUs.
+        backend: ``nccl``: the engine does what it does on GPUs, with its streams; ``gloo``: on CPUs.
 
     Raises:
         DryRunError: ``fn`` decides by a value that nobody knows, or names a device; names the line.
@@ -69,7 +69,7 @@ def record(
             f"gpus_per_node={gpus_per_node}, backend={backend!r}: it must be 1 or more, 'nccl' or 'gloo'"
         )
     check_no_group("record")
-    run = _Run(steps)
+    run = _Run(steps, backend)
     start = time.perf_counter()
     world = played_rank(
         rank,
@@ -103,22 +103,22 @@ def real() -> Iterator[None]:
 
 @contextmanager
 def _as_active(run: _Run) -> Iterator[None]:
-    _dry_run.set_active(1)
     _current.append(run)
     try:
-        yield
+        with _dry_run.running(run.accelerator):
+            yield
     finally:
         _current.pop()
-        _dry_run.set_active(-1)
 
 
 class _Run:
     """One call of ``record``."""
 
-    def __init__(self, steps: int | None) -> None:
+    def __init__(self, steps: int | None, backend: str) -> None:
         self.place = Place(self._after_step)
         self.meshes: list[DeviceMesh] = []
         self.mode = DryMode(self.place, self.meshes)
+        self.accelerator = self.mode.streams if backend == "nccl" else None
         self.reading = ReadMode(self.mode.is_unknown, DEVICE_TYPE)
         self.steps = steps
 

@@ -49,6 +49,10 @@ class Operation:
             attention.
         dtype: of what it writes, such as ``bfloat16``.
         collective: position among ``DryRun.collectives``, of a collective and of its wait.
+        stream: on which it runs; 0 is the one that computes. A collective is put on it by the program, and
+            runs on the backend's own.
+        after: positions of operations on other streams that are to be over before. What is not on stream 0
+            comes after all that was put on that one before.
     """
 
     kind: str
@@ -61,6 +65,8 @@ class Operation:
     sizes: tuple[int, int, int] | None = None
     dtype: str = ""
     collective: int | None = None
+    stream: int = 0
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from parallel3d._recorder import Collective
 from parallel3d.dryrun.durations import collective_seconds, kernel_seconds, link_of
 from parallel3d.dryrun.result import DryRun, Operation
-from parallel3d.dryrun.spans import COMPUTE, DATA_AXES, Span, stream_of, unit_of
+from parallel3d.dryrun.spans import COMPUTE, COPIES, DATA_AXES, Span, stream_of, unit_of
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import constant
 
@@ -34,6 +34,8 @@ class Schedule:
         self._streams: dict[str, float] = defaultdict(float)
         self._axes: dict[object, float] = defaultdict(float)
         self._ends: dict[int, float] = {}  # of collectives
+        self._aside: dict[int, float] = {}  # position -> end, of what is not on the computation's stream
+        self._names: dict[int, str] = {}  # of streams
         self._reduced: dict[str, float] = {}  # unit -> when its last reduce-scatter ends
         self._running = 0.0  # until when any collective runs
         self._starts: list[float] = []
@@ -60,6 +62,9 @@ class Schedule:
         return (*(self._starts or [0.0]), end), tuple(self._late or [0.0])
 
     def _calculate(self, position: int, operation: Operation) -> None:
+        if operation.stream:
+            self._copy(position, operation)
+            return
         start = max(self._compute, self._host)
         self._late[operation.step] += start - self._compute
         seconds = kernel_seconds(operation, self._cluster.gpu)
@@ -67,6 +72,19 @@ class Schedule:
         self._compute = start + seconds + self._slowdown * beside
         self.times[position] = start
         self._span(COMPUTE, operation, position, start, self._compute)
+
+    def _copy(self, position: int, operation: Operation) -> None:
+        """What runs beside the computation."""
+        start = max(self._compute, self._host, self._before(operation))
+        end = start + kernel_seconds(operation, self._cluster.gpu)
+        self._aside[position] = end
+        stream = self._names.get(operation.stream, COPIES)
+        self._streams[stream] = max(self._streams[stream], end)
+        self._span(stream, operation, position, start, end)
+
+    def _before(self, operation: Operation) -> float:
+        """When all is over, on other streams, that the operation comes after."""
+        return max((self._aside.get(position, 0.0) for position in operation.after), default=0.0)
 
     def _issue(self, position: int, operation: Operation) -> None:
         if operation.collective is None:
@@ -78,15 +96,19 @@ class Schedule:
             self._streams[stream],
             self._axes[axis],
             self._after(call),
+            self._before(operation),
         )
         link = link_of(self._run, call, self._cluster)
         end = start + collective_seconds(call, link, self._cluster)
         self._streams[stream] = self._axes[axis] = self._ends[operation.collective] = end
+        self._aside[position] = end
+        if operation.stream:
+            self._names[operation.stream] = stream
         self._running = max(self._running, end)
         if call.op == "reduce_scatter" and call.axis in DATA_AXES:
             self._reduced[call.unit] = end
         self._span(stream, operation, position, start, end, call)
-        if not call.asynchronous:
+        if not call.asynchronous and not operation.stream:
             self._hold(position, operation, call, end)
         if call.op == "barrier":
             self._host = max(self._host, end)
@@ -101,7 +123,8 @@ class Schedule:
         if operation.collective is None:
             return
         call = self._run.collectives[operation.collective]
-        self._hold(position, operation, call, self._ends.get(operation.collective, 0.0))
+        end = max(self._ends.get(operation.collective, 0.0), self._before(operation))
+        self._hold(position, operation, call, end)
 
     def _hold(self, position: int, operation: Operation, call: Collective, end: float) -> None:
         """The computation goes on when the collective has ended."""

@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from parallel3d._recorder import Collective
 
-__all__ = ["COMPUTE", "DATA_AXES", "STREAMS", "Span", "stream_of", "unit_of"]
+__all__ = ["COMPUTE", "COPIES", "DATA_AXES", "STREAMS", "Span", "stream_of", "unit_of"]
 
 COMPUTE = "compute"
-STREAMS = (COMPUTE, "tp", "gather", "reduce", "all-reduce")
+COPIES = "copies"
+STREAMS = (COMPUTE, "tp", COPIES, "gather", "reduce", "all-reduce")
 """In the order in which they are drawn; others follow."""
 
 DATA_AXES = ("replicate", "shard", "dp_replicate", "dp_shard", "dp")
@@ -22,7 +23,7 @@ class Span:
     """Something that runs on a stream from ``start`` to ``end``, predicted seconds.
 
     Attributes:
-        stream: ``compute``, or the collectives' (``stream_of``).
+        stream: ``compute``, ``copies`` (into what is sent), or the collectives' (``stream_of``).
         kind: the operation's; ``wait``: the computation stands still until a collective ends.
         name: of the operation; of a wait the collective's.
         module: in which it runs. unit: the engine's of a collective, else the block that the module is of.

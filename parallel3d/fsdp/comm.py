@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from parallel3d import _dry_run
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.buckets.joint_gather import JointGather
@@ -65,9 +66,10 @@ class Comm(Protocol):
 
 def make_comm(device_type: str) -> Comm:
     """Streams where the device has them, asynchronous works otherwise."""
-    if device_type in ("cpu", "meta"):
+    played = _dry_run.accelerator()
+    if played is None and device_type in ("cpu", "meta"):
         return CpuComm()
-    return StreamComm(torch.get_device_module(device_type))
+    return StreamComm(played or torch.get_device_module(device_type))
 
 
 def limit_inputs(comm: Comm, buckets: Iterable[Bucket], *, at_least: int = 1) -> None:

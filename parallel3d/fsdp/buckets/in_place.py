@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import Replicate
 
+from parallel3d import _dry_run
 from parallel3d.fsdp.param import ShardedParam
 
 __all__ = ["count_in_place", "is_small", "packs_as_chunks", "pieces", "put_first"]
@@ -72,7 +73,8 @@ def _is_large(param: ShardedParam, device_type: str) -> bool:
 
 def is_small(param: ShardedParam, device_type: str) -> bool:
     """Whether a copy of it is worth less than a call."""
-    least = CPU_BYTES if device_type == "cpu" else ACCELERATOR_BYTES
+    on_cpu = device_type == "cpu" and _dry_run.accelerator() is None
+    least = CPU_BYTES if on_cpu else ACCELERATOR_BYTES
     return param.parts * param.slot_numel * param.dtype.itemsize < least
 
 
