@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Event", "Stream", "Streams"]
+__all__ = ["Event", "PlayedStream", "Streams"]
 
 
 class Event:
-    """A point in a stream; see ``Stream`` for the attributes."""
+    """A point in a stream; see ``PlayedStream`` for the attributes."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: PlayedStream) -> None:
         self._streams = stream.streams
         stream.collectives -= self._streams.over
         self.after = frozenset(stream.after)
@@ -21,12 +21,12 @@ class Event:
         """The host waits, and with it what is put on any stream later."""
         self._streams.compute.wait_event(self)
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: PlayedStream | None = None) -> None:
         """``stream`` waits, or else the current one."""
         (stream or self._streams.current_stream()).wait_event(self)
 
 
-class Stream:
+class PlayedStream:
     """One stream, with CUDA's interface as far as the engine uses it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Stream:
         self.after |= event.after
         self.collectives |= event.collectives
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: PlayedStream) -> None:
         """What is put on it from now on comes after what ``other`` has been given so far."""
         self.wait_event(other.record_event())
 
@@ -76,21 +76,21 @@ class Streams:
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
         self._on_wait = on_wait
         self._made = 0
-        self.compute = Stream(self, 0)
+        self.compute = PlayedStream(self, 0)
         self._now = self.compute
         self.over: set[int] = set()
 
-    def Stream(self, priority: int = 0) -> Stream:
+    def Stream(self, priority: int = 0) -> PlayedStream:
         """A new one."""
         self._made += 1
-        return Stream(self, self._made)
+        return PlayedStream(self, self._made)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> PlayedStream:
         """On which operations are put."""
         return self._now
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: PlayedStream) -> Iterator[None]:
         """Operations are put on ``stream`` in the body."""
         before, self._now = self._now, stream
         try:

@@ -11,18 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from handmade_dcp import Folder, flat, make, small
-from hostile_dcp_cases import (
-    DISK,
-    FLIPS,
-    LR,
-    PICKLES,
-    RUN,
-    TABLES,
-    Calls,
-    forget_extension,
-    touch,
-)
+from handmade_dcp import Calls, Folder, flat, make, small
+from hostile_dcp_cases import DISK, FLIPS, LR, TABLES
+from hostile_pickles import PICKLES, RUN, forget_extension, touch
 
 from parallel3d.checkpoint import load_dcp
 from parallel3d.errors import CheckpointError, CorruptCheckpointError

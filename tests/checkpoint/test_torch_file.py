@@ -10,7 +10,7 @@ import pytest
 import torch
 from dcp_models import adamw, check_equal, everything, ours, plain, step
 from handmade_dcp import Calls, flat, small
-from hostile_dcp_cases import touch
+from hostile_pickles import touch
 from torch import distributed as dist
 from torch import nn
 

@@ -49,8 +49,8 @@ class Program:
     def attention(self, flops: float, moved: int) -> None:
         self._add("attention", "sdpa", flops=flops, moved=moved, dtype="bfloat16")
 
-    def elementwise(self, moved: int, name: str = "mul") -> None:
-        self._add("elementwise", name, moved=moved, dtype="bfloat16")
+    def elementwise(self, moved: int, name: str = "mul", **more: Any) -> None:
+        self._add("elementwise", name, moved=moved, dtype="bfloat16", **more)
 
     def issue(
         self,
@@ -61,6 +61,7 @@ class Program:
         asynchronous: bool = True,
         dtype: str = "bfloat16",
         group_size: int | None = None,
+        **more: Any,
     ) -> int | None:
         """Its index; on an axis of one rank there is none."""
         ranks = group_size or (len(self.axis_ranks[axis]) if axis else self.layout.world_size)
@@ -68,12 +69,12 @@ class Program:
             return None
         index = len(self.collectives)
         self.collectives.append(Collective(index, op, axis, unit, size, ranks, asynchronous))
-        self._add("collective", op, collective=index, dtype=dtype)
+        self._add("collective", op, collective=index, dtype=dtype, **more)
         return index
 
-    def wait(self, index: int | None) -> None:
+    def wait(self, index: int | None, **more: Any) -> None:
         if index is not None:
-            self._add("wait", "wait", collective=index)
+            self._add("wait", "wait", collective=index, **more)
 
     def hold(self, kind: str, more: int) -> None:
         self.held[kind] = self.held.get(kind, 0) + more
