@@ -9,6 +9,8 @@ import torch
 
 __all__ = ["cast_floats", "map_tensors", "tensors_in", "to_device"]
 
+_SCALARS = (int, float, str, type(None))  # most of what operations are given; told apart quickly
+
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with ``fn`` applied to each tensor in tuples, lists, mappings and dataclasses.
@@ -45,17 +47,25 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, found as ``map_tensors`` finds them."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
+    elif isinstance(value, _SCALARS):
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            _collect(getattr(value, field.name), found)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -88,7 +88,10 @@ class DryMode(RecordingMode):
             return self._scalar(given[0])
         if func.namespace == "_c10d_functional":
             return self._wait_for(func, args, kwargs)
-        out = self._run(func, args, kwargs)
+        if not _all_fake(given) or func._schema.is_mutable:
+            out = self._run(func, args, kwargs)
+        else:
+            out = self._fakes.run(func, tuple(args), kwargs)
         self._note(func, args, given, out)
         return out
 
@@ -276,6 +279,10 @@ def _is_elementwise_list(func: Any, args: Any) -> bool:
         if any(p != placed[0] or any(each.is_partial() for each in p) for p in placed):
             return False
     return True
+
+
+def _all_fake(tensors: list[Tensor]) -> bool:
+    return all(type(tensor) is FakeTensor for tensor in tensors)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ def played_rank(
             (dist, "init_process_group", _already_there(world_size)),
             (dist, "destroy_process_group", lambda group=None: None),
             (DeviceMesh, "__init__", _mesh_init(on_mesh)),
+            (torch, "compile", _uncompiled()),
             (torch.autocast, "__init__", _autocast_init()),
             (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
             (torch.amp.GradScaler, SCALED_STEP, _stepped),
@@ -123,6 +124,16 @@ def _mesh_init(on_mesh: Callable[[DeviceMesh], None]) -> Callable[..., None]:
         on_mesh(self)
 
     return __init__
+
+
+def _uncompiled() -> Callable[..., Any]:
+    """Calls what it is given; without the import of a compiler, which takes seconds."""
+    original = torch.compile
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        return original(model, backend="eager")
+
+    return compile
 
 
 def _autocast_init() -> Callable[..., None]:

@@ -13,7 +13,6 @@ from parallel3d.dryrun import record
 from parallel3d.testing import fake_world
 
 CASES = [
-    Training((1, 2, 1)),
     Training((2, 2, 2), sequence=True, recompute=True),
     Training((2, 2, 1), tied=True, hfsdp=True),
     Training((1, 1, 2), mixed=False, vocabulary=250, hidden=170),

@@ -18,8 +18,8 @@ CASES = [
     Training((2, 2, 2), sequence=True),
     Training((2, 4, 1), recompute=True),
     Training((2, 2, 1), hfsdp=True),
-    Training((3, 1, 2), vocabulary=259),
-    Training((1, 5, 1), dim=80, hidden=90, vocabulary=251),
+    Training((3, 1, 2), vocabulary=259, steps=1),
+    Training((1, 5, 1), dim=80, hidden=90, vocabulary=251, steps=1),
 ]
 
 
@@ -66,7 +66,7 @@ def test_sum_over_replicate_is_issued_at_once_after_what_it_reads():
 
 
 def test_computation_waits_for_each_collective_once():
-    case = Training((2, 2, 1), recompute=True)
+    case = Training((2, 2, 1), recompute=True, steps=1)
     run = record(lambda: train(case), case.world_size)
     waits = [o.collective for o in run.operations if o.kind == "wait"]
     assert len(waits) == len(set(waits))
@@ -77,7 +77,7 @@ def test_computation_waits_for_each_collective_once():
 
 
 def test_gloo_has_no_streams():
-    case = Training((2, 2, 1))
+    case = Training((2, 2, 1), steps=1)
     run = record(lambda: train(case), case.world_size, backend="gloo")
     assert all(o.stream == 0 and o.after == () for o in run.operations)
 
