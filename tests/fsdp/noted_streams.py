@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+from parallel3d.fsdp.buckets import tp_sums
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.comms import stream_comm
 
@@ -59,7 +60,7 @@ class Device:
         self.priorities: list[int] = []
 
     def Stream(self, priority: int = 0) -> Stream:
-        names = ("copy_in", "gather", "scatter", "replicate")
+        names = ("copy_in", "gather", "scatter", "replicate", "over_tp")
         self.priorities.append(priority)
         self.made += 1
         return Stream(self, names[self.made - 1])
@@ -93,6 +94,7 @@ def note(device: Device, monkeypatch) -> None:
         noting(Bucket, name, name)
     for name in ("all_gather", "reduce_scatter", "all_reduce", "copy_home"):
         noting(stream_comm, name, name)
+    noting(tp_sums, "all_reduce", "sum_over_tp")
     monkeypatch.setattr(
         "parallel3d.fsdp.running.context.make_comm",
         lambda device_type: stream_comm.StreamComm(device),

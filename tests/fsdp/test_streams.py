@@ -1,5 +1,7 @@
 """Who waits for whom on an accelerator, shown without one: streams and events that take notes."""
 
+import functools
+
 import pytest
 import torch
 from models import Lm, lm_loss, tokens
@@ -7,9 +9,11 @@ from noted_streams import Device, find, happens_before, note
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import collectives
+from parallel3d.fsdp.buckets import tp_sums
 from parallel3d.fsdp.comms import stream_comm
 from parallel3d.fsdp.running.members import unit_of
-from parallel3d.testing import fake_world
+from parallel3d.testing import assert_parity, fake_world
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 
 @pytest.fixture
@@ -138,3 +142,63 @@ def test_memory_is_not_reused_under_a_reader(device: Device) -> None:
 def test_collectives_module_is_what_comm_uses() -> None:
     """``note`` wraps the names of ``stream_comm``: they must be the ones of ``collectives``."""
     assert stream_comm.all_gather is collectives.all_gather
+
+
+PLAN = {
+    "embed": VocabParallel(output="sequence"),
+    "layers.*.norm": SequenceParallel(),
+    "layers.*.up": Colwise(input="sequence"),
+    "layers.*.down": Rowwise(output="sequence"),
+    "norm": SequenceParallel(),
+    "head": Colwise(input="sequence", output="replicate"),
+}
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_sum_over_tp_holds_up_no_layer(device: Device, monkeypatch, inputs) -> None:
+    """It is on the communicator of the layers' own collectives, which runs one after another. When it is
+    issued the computation has waited for the reduce-scatter whose result it sums, but at the end."""
+    reduce = tp_sums.all_reduce
+
+    def noting(*args, unit):
+        device.compute.put(f"meanwhile {unit}")
+        return reduce(*args, unit=unit)
+
+    monkeypatch.setattr(tp_sums, "all_reduce", noting)
+    with fake_world(0, 8):
+        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        model = parallelize(Lm(layers=3, vocab=20), mesh, PLAN)
+        model.set_reduce_scatter_max_input_buffers(inputs)
+        batch = tokens(0, length=4, vocab=20)
+        lm_loss(model, batch).backward()
+        device.log.clear()
+        lm_loss(model, batch).backward()
+        device.compute.put("optimizer")
+    log, waited = device.log, []
+    units = [what.split()[1] for what, _, _ in log if what.startswith("sum_over_tp")]
+    assert units == ["norm", "layers.2", "layers.1", "layers.0"]
+    for unit in units:
+        (scatter,), (total,) = find(log, f"reduce_scatter {unit}"), find(log, f"sum_over_tp {unit}")
+        (replicas,), (meanwhile,) = find(log, f"all_reduce {unit}"), find(log, f"meanwhile {unit}")
+        assert happens_before(scatter, total) and happens_before(total, replicas)
+        assert happens_before(replicas, find(log, "optimizer")[0])
+        waited.append(happens_before(scatter, meanwhile))
+    assert all(waited[:-inputs])
+
+
+@pytest.mark.parametrize("layout", [MeshLayout(1, 2, 2), MeshLayout(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("defer", ["nothing", "sync"])
+def test_sums_over_tp_on_streams_are_right(device: Device, layout, defer) -> None:
+    result = assert_parity(
+        functools.partial(Lm, vocab=20),
+        functools.partial(tokens, length=4, vocab=20),
+        layout,
+        loss=lm_loss,
+        tp_plan=PLAN,
+        defer=defer,
+        micro_batches=1 if defer == "nothing" else 3,
+        steps=2,
+        fp32=False,
+    )
+    assert result.grads["float64"] < 1e-12
+    assert any(what.startswith("sum_over_tp") for what, _, _ in device.log)

@@ -27,18 +27,22 @@ class _InFlight:
         list[torch.Tensor] | None
     )  # the reduce-scatter's inputs, allocated on the compute stream
     scattered: Any  # event: the input has been read
-    done: Any  # event: the result is final
+    done: Any  # event: what has been put on streams for it is over; at last the result is final
     on_device: torch.Tensor | None = None  # what the result was copied home from
     between: torch.Tensor | None = None  # what the second reduce-scatter of HFSDP reads
 
 
 class StreamComm:
-    """Four streams beside the compute stream, on any accelerator with CUDA's stream interface.
+    """Streams beside the compute stream, on any accelerator with CUDA's stream interface.
 
     - copy_in (high priority): fetches and casts shards and allocates gather buffers, off the compute stream.
     - gather (high): all-gathers; what compute waits for next, so it goes before other kernels.
     - scatter (high): reduce-scatters; apart from ``gather`` so that neither queues behind the other.
     - replicate (normal): HSDP's all-reduces, so that one overlaps the next bucket's reduce-scatter.
+    - over_tp (high; if there are such): sums of partial gradients over tp. The layers' own collectives are on
+      the same communicator, which runs one after another: one that waited for a reduce-scatter would hold up
+      the next layer's. So a bucket's sum is issued when the next but ``max_inputs`` is reduced, as its
+      reduce-scatter is over by then.
 
     No memory is handed back while a stream may still read it. Buffers of the copy_in pool are freed from
     the CPU at once, which is safe because copy_in waits for the compute stream before each new use;
@@ -49,6 +53,7 @@ class StreamComm:
     Attributes:
         in_flight: reductions whose result is not in ``.grad`` yet, oldest first.
         holding: of these, those whose input is still held; at most ``max_inputs``.
+        unsummed: of these, those still to be summed over tp; at most ``max_inputs``.
         host_read: event: the shards in the CPU's memory have been read (CPU offload).
     """
 
@@ -62,6 +67,8 @@ class StreamComm:
         self.post_optim_event: Any = None
         self.in_flight: deque[_InFlight] = deque()
         self.holding: deque[_InFlight] = deque()
+        self.over_tp: Any = None
+        self.unsummed: deque[_InFlight] = deque()
         self.host_read: Any = None
         self._ref = weakref.ref(self)
 
@@ -137,6 +144,8 @@ class StreamComm:
         compute = self.device.current_stream()
         while len(self.holding) >= self.max_inputs:
             self._free_oldest_input()
+        while len(self.unsummed) >= self.max_inputs:
+            self._sum_over_tp(self.unsummed[0])
         job = bucket.grads.start(all_reduce=all_reduce)
         source = job.inputs
         self.scatter.wait_stream(compute)  # the gradients were copied in on compute
@@ -145,17 +154,40 @@ class StreamComm:
             if bucket.scatter_group is not None:
                 memory = bucket.grads.result_memory(job)
                 work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm, memory)
-            job.finish_scatter(work)
+            job.free_inputs(work)
+            later = work is not None and bucket.tp_group is not None
+            if not later:
+                job.finish_scatter(None)
             scattered = self.scatter.record_event()
         flight = _InFlight(job, source, scattered, done=scattered)
         self.in_flight.append(flight)
         self.holding.append(flight)
         bucket.grads.in_flight = self._ref
-        last = self._all_reduce(flight)
-        if bucket.offloaded:
-            self._copy_home(flight, last)
+        if later:
+            self.unsummed.append(flight)
+        else:
+            self._go_on(flight, self.scatter)
         if bucket.guard is not None:
             self._complete_early(flight)
+
+    def _sum_over_tp(self, flight: _InFlight) -> None:
+        """What comes after its reduce-scatter, if a sum over tp does; all ranks call it at the same place."""
+        if flight not in self.unsummed:
+            return
+        self.unsummed.remove(flight)
+        if self.over_tp is None:
+            self.over_tp = self.device.Stream(priority=-1)
+        self.over_tp.wait_event(flight.scattered)
+        with self.device.stream(self.over_tp):
+            flight.job.finish_scatter(None)
+            flight.done = self.over_tp.record_event()
+        self._go_on(flight, self.over_tp)
+
+    def _go_on(self, flight: _InFlight, stream: Any) -> None:
+        """What comes after the sum over tp; ``stream``: what it is on."""
+        last = self._all_reduce(flight, stream)
+        if flight.job.bucket.offloaded:
+            self._copy_home(flight, last)
 
     def _complete_early(self, newest: _InFlight) -> None:
         """Hands over gradients to be used within the backward, but the newest."""
@@ -165,16 +197,15 @@ class StreamComm:
                 self._complete(flight)
         self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
-    def _all_reduce(self, flight: _InFlight) -> Any:
-        """What follows the reduce-scatter; returns the stream of its last step."""
+    def _all_reduce(self, flight: _InFlight, last: Any) -> Any:
+        """The sum over replicate, after what is on the stream ``last``; returns that of its last step."""
         job = flight.job
         bucket = job.bucket
-        last = self.scatter
         if bucket.second_group is not None and job.final:
             last = self._scatter_again(flight, bucket.second_group)
         elif job.all_reduce and bucket.replicate_groups:
             last = self.replicate
-            last.wait_event(flight.scattered)  # it sums the reduce-scatter's result
+            last.wait_event(flight.done)  # it sums the reduce-scatter's result
             reduce = all_reduce if bucket.comm_hook is None else bucket.comm_hook.all_reduce
             with self.device.stream(last):
                 for group in bucket.replicate_groups:
@@ -196,7 +227,7 @@ class StreamComm:
     def _scatter_again(self, flight: _InFlight, group: ProcessGroup) -> Any:
         """HFSDP's second reduce-scatter, over replicate; returns its stream."""
         job, stream = flight.job, self.replicate
-        stream.wait_event(flight.scattered)  # it sums the first one's result
+        stream.wait_event(flight.done)  # it sums the first one's result
         flight.between = between = job.tensor
         with self.device.stream(stream):
             job.tensor = _scatter(job.bucket, [between], group).wait()
@@ -213,6 +244,7 @@ class StreamComm:
             flight.done = stream.record_event()
 
     def _complete(self, flight: _InFlight) -> None:
+        self._sum_over_tp(flight)
         self._wait_for(flight)
         if flight.on_device is not None:
             flight.done.synchronize()  # .grad is in the CPU's memory, which knows no streams
@@ -249,6 +281,8 @@ class StreamComm:
 
     def finish(self) -> None:
         """See ``Comm``."""
+        while self.unsummed:
+            self._sum_over_tp(self.unsummed[0])
         while self.in_flight:
             self._complete(self.in_flight.popleft())
         self.holding.clear()
@@ -257,13 +291,15 @@ class StreamComm:
     def abandon(self) -> None:
         """See ``Comm``."""
         compute = self.device.current_stream()
-        for stream in (self.copy_in, self.gather, self.scatter, self.replicate):
-            compute.wait_stream(stream)  # also for what an exception has kept out of our lists
+        for stream in (self.copy_in, self.gather, self.scatter, self.replicate, self.over_tp):
+            if stream is not None:
+                compute.wait_stream(stream)  # also for what an exception has kept out of our lists
         for flight in self.in_flight:
             self._wait_for(flight)
             flight.job.bucket.grads.in_flight = None
         self.in_flight.clear()
         self.holding.clear()
+        self.unsummed.clear()
         self.settle_host()
 
     def settle_host(self) -> None:
