@@ -2,9 +2,10 @@
 its GPUs."""
 
 import sys
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
+import llama
 import pytest
 
 from parallel3d.dryrun import record
@@ -46,31 +47,45 @@ def test_each_launcher_starts_it(name):
         assert str(recipe.cluster["nodes"]) in text
 
 
-@cache
-def run_of(name):
+def dry_run(recipe):
     """The first rank's first step, of one micro-batch."""
-    recipe = read(name)
     batch = recipe.train["micro_batch"] * recipe.layout.data_size
     program = script(EXAMPLES / "train.py", recipe.arguments(batch=batch))
     return record(program, recipe.world_size, 0, steps=1)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_dry_run_on_all_its_gpus(name):
+def check(recipe, run, model):
     """The mesh is the recipe's; memory fits; parameters, gradients and AdamW's state are what the planner
     says, to the byte; every axis that divides something communicates."""
-    recipe, run = read(name), run_of(name)
     planned = recipe.prediction()
     assert run.mesh == recipe.mesh and run.world_size == recipe.world_size
     assert run.steps == 1
     assert run.peak.bytes < planned.memory.capacity - 4 * 2**30  # what the context and NCCL take
     held = run.memory[-1].by_kind
-    state = state_memory(planned.model, planned.layout, planned.workload)
+    state = state_memory(model, planned.layout, planned.workload)
     assert held["parameters"] == state.parameters
     assert held["optimizer state"] - state.optimizer in range(8 * len(run.parameters))  # steps
     assert held["gradients"] == state.gradients
     axes = {call.axis for call in run.collectives}
     assert {axis for axis, size in recipe.mesh.items() if size > 1} <= axes
-    assert sum(
-        call.op == "reduce_scatter" and call.axis == "shard" for call in run.collectives
-    ) == (2 + len({p.name.split(".")[1] for p in run.parameters if p.name.startswith("layers.")}))
+    reduced = [c for c in run.collectives if (c.op, c.axis) == ("reduce_scatter", "shard")]
+    assert len(reduced) == 2 + model.blocks
+
+
+@pytest.mark.parametrize(
+    "name", [*ALL[:2], *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:])]
+)
+def test_a_dry_run_on_all_its_gpus(name):
+    recipe = read(name)
+    check(recipe, dry_run(recipe), recipe.prediction().model)
+
+
+@pytest.mark.parametrize("name", ALL[2:])
+def test_some_layers_on_all_its_gpus(name, monkeypatch):
+    """Of the large ones; all their layers take minutes (-m full)."""
+    recipe, layers = read(name), 8
+    size = recipe.train["size"]
+    monkeypatch.setitem(llama.SIZES, size, replace(llama.SIZES[size], n_layers=layers))
+    model = recipe.prediction().model
+    units = [replace(u, count=layers) if u.kind == "block" else u for u in model.units]
+    check(recipe, dry_run(recipe), replace(model, units=tuple(units)))
