@@ -41,6 +41,7 @@ MESHES = {
     ),
     "two shard axes, tp": (("fsdp", "cp", "tp"), (2, 1, 2), {"shard": ("fsdp", "cp")}, "tp"),
 }
+LIKE_OTHERS = ("shard", "hsdp", "ddp, tp", "two shard axes")  # the rest has all that they have
 # DTensor takes seconds to plan an operation on four axes: these are only laid out.
 FOUR_AXES = {
     "hsdp, two shard axes, tp": (
@@ -154,7 +155,9 @@ def beside_torch(key: str) -> None:
     "argument: dp_mesh_dims: shard and replicate",
     "argument: dp_mesh_dims: tuple of axes",
 )
-@pytest.mark.parametrize("key", MESHES)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=[pytest.mark.full] * (key in LIKE_OTHERS)) for key in MESHES]
+)
 def test_equal_to_torch_and_to_the_plain_model(gloo_pool, key) -> None:
     size = torch.Size(MESHES[key][1]).numel()
     gloo_pool.run(beside_torch, key, world_size=size)
