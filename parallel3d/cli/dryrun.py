@@ -114,8 +114,8 @@ def _world(world_size: int | None, nodes: int | None, gpus_per_node: int) -> int
         return product
     if nodes is not None and world_size != product:
         raise DryRunError(
-            f"--world-size {world_size} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = {product}; "
-            "leave one out"
+            f"--world-size {world_size} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = "
+            f"{product}; leave one out"
         )
     return world_size
 

@@ -50,9 +50,9 @@ def not_played(models: Iterable[nn.Module]) -> Iterator[DryRunWarning]:
     if any(isinstance(bucket.offload, CPUOffloadPolicy) for bucket in buckets):
         yield DryRunWarning(
             "offload not played",
-            "the model offloads to the CPU, and a dry run has only one memory: the shards, their gradients and "
-            "the optimizer's state are counted as if they stayed on the GPU, and the copies between the two "
-            "are neither listed nor timed.",
+            "the model offloads to the CPU, and a dry run has only one memory: the shards, their gradients "
+            "and the optimizer's state are counted as if they stayed on the GPU, and the copies between the "
+            "two are neither listed nor timed.",
         )
 
 
