@@ -39,7 +39,10 @@ def dryrun_command(
         int | None,
         typer.Option(rich_help_panel=_WORLD, help="Play this rank too, and compare the two."),
     ] = None,
-    nodes: Annotated[int, typer.Option(rich_help_panel=_WORLD, min=1, help="How many nodes.")] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_WORLD, min=1, help="How many nodes; 1 by default."),
+    ] = None,
     gpus_per_node: Annotated[
         int, typer.Option(rich_help_panel=_WORLD, min=1, help="Ranks of a node.")
     ] = 8,
@@ -84,8 +87,12 @@ def dryrun_command(
     """
     from parallel3d.dryrun.program import script as as_program
     from parallel3d.dryrun.record import record
+    from parallel3d.testing.worlds import check_rank
 
-    world = world_size if world_size is not None else nodes * gpus_per_node
+    world = _world(world_size, nodes, gpus_per_node)
+    check_rank(rank, world)
+    _check_against(against, rank, world)
+    _check_folders(html=html, trace=trace)
     program = as_program(script, arguments or [])
     cluster = _cluster(gpu, world, gpus_per_node, nic, profile)
     with redirect_stdout(sys.stderr):  # of the script, so that ours is ours
@@ -99,6 +106,43 @@ def dryrun_command(
         options += ["--steps", str(steps)] if steps is not None else []
         other = _in_another_process(options, [script, *(arguments or [])])
     _show(run, other, cluster, json=json, html=html, trace=trace)
+
+
+def _world(world_size: int | None, nodes: int | None, gpus_per_node: int) -> int:
+    product = (nodes or 1) * gpus_per_node
+    if world_size is None:
+        return product
+    if nodes is not None and world_size != product:
+        raise DryRunError(
+            f"--world-size {world_size} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = "
+            f"{product}; leave one out"
+        )
+    return world_size
+
+
+def _check_against(against: int | None, rank: int, world: int) -> None:
+    """Before the program is played, which may take a minute."""
+    if against is None:
+        return
+    if not 0 <= against < world:
+        raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
+    if against == rank:
+        raise DryRunError(
+            f"--against {against} is the rank that is played (--rank {rank}); give another"
+        )
+
+
+def _check_folders(**files: Path | None) -> None:
+    """What can't be written is said before the program is played."""
+    for option, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise DryRunError(
+                f"--{option} {path} is a folder; give a file, such as {path / option}"
+            )
+        if not path.parent.is_dir():
+            raise DryRunError(f"--{option} {path}: there is no folder {path.parent}; make it first")
 
 
 def _cluster(
@@ -142,11 +186,11 @@ def _show(
     from parallel3d.dryrun.summary import print_summary
     from parallel3d.dryrun.timeline import timeline
     from parallel3d.dryrun.trace import write_trace
-    from parallel3d.dryrun.warnings import warnings_of
+    from parallel3d.dryrun.warnings import all_warnings
 
     divergence = compare(run, other) if other is not None else None
     times = timeline(run, cluster)
-    run = replace(run, warnings=warnings_of(run, times, divergence))
+    run = replace(run, warnings=all_warnings(run, times, divergence))
     if trace is not None:
         write_trace(run, trace, times)
     if html is not None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from parallel3d.dryrun.result import UnknownRead
-from parallel3d.dryrun.unknown import Unknown, caller
+from parallel3d.dryrun.unknown import NOT_KNOWN, Unknown, caller
 from parallel3d.errors import DryRunError
 
 __all__ = ["ReadMode", "refuse_device"]
@@ -129,7 +129,7 @@ class ReadMode(TorchFunctionMode):
 
     def _float(self, func: Any, tensor: Tensor, rest: Any) -> Any:
         self._item(func, tensor, rest)
-        return float("nan")
+        return NOT_KNOWN
 
     def _format(self, func: Any, tensor: Tensor, rest: Any) -> Any:
         if tensor.ndim:

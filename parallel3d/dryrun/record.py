@@ -23,6 +23,7 @@ from parallel3d.dryrun.reads import ReadMode
 from parallel3d.dryrun.refused import why_not
 from parallel3d.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.dryrun.unknown import raised_at
+from parallel3d.dryrun.warnings_memory import not_played
 from parallel3d.dryrun.world import DEVICE_TYPE, played_rank
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
@@ -64,10 +65,10 @@ def record(
     check_rank(rank, world_size)
     if _dry_run.active():
         raise StateError("record: this process is in a dry run already")
-    if gpus_per_node < 1 or backend not in ("nccl", "gloo"):
-        raise DryRunError(
-            f"gpus_per_node={gpus_per_node}, backend={backend!r}: it must be 1 or more, 'nccl' or 'gloo'"
-        )
+    if gpus_per_node < 1:
+        raise DryRunError(f"gpus_per_node={gpus_per_node}: it must be 1 or more")
+    if backend not in ("nccl", "gloo"):
+        raise DryRunError(f"backend={backend!r}: it must be 'nccl' (GPUs) or 'gloo' (CPUs)")
     check_no_group("record")
     run = _Run(steps, backend)
     start = time.perf_counter()
@@ -152,7 +153,7 @@ class _Run:
                 fn()
         except _Enough:
             pass
-        except (*VALUE_ERRORS, TypeError, RuntimeError, AssertionError) as error:
+        except (*VALUE_ERRORS, TypeError, ValueError, RuntimeError, AssertionError) as error:
             reason = why_not(error)
             if reason is None:
                 raise
@@ -183,6 +184,7 @@ class _Run:
             parameters=_parameters(place.roots),
             unknown=self.reading.found,
             step_peak=step_peak,
+            warnings=tuple(not_played(place.roots)),
             seconds=time.perf_counter() - start,
         )
 

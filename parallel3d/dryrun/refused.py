@@ -36,6 +36,11 @@ def why_not(error: BaseException) -> str | None:
             "an operation depends on tensors' values, which a dry run does not know "
             f"({type(error).__name__}: {text}); skip the lines with parallel3d.dryrun.active()"
         )
+    if isinstance(error, ValueError) and text == "cannot convert float NaN to integer":
+        return (
+            "an int is made of NaN: float(tensor), which a dry run does not know; say what to take for it: "
+            "parallel3d.dryrun.assume(float(tensor), default)"
+        )
     if isinstance(error, TypeError) and Unknown.__name__ in text:
         return (
             "an argument of an operation is a number that a dry run does not know, as it comes from a tensor "

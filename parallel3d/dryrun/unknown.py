@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from typing import Any, NoReturn, TypeVar
 
 from parallel3d.errors import DryRunError
 
-__all__ = ["Unknown", "asking", "assume", "caller", "raised_at"]
+__all__ = ["NOT_KNOWN", "Unknown", "asking", "assume", "caller", "raised_at"]
 
 _T = TypeVar("_T")
+
+_BITS = 0x7FF8_0000_0D12_70AD  # no processor makes this NaN by itself; arithmetic hands it on
+_SIGN = 1 << 63
+NOT_KNOWN: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
+"""The plain NaN that ``float(tensor)`` gives: ``float()`` makes a plain number of an ``Unknown``."""
 
 
 class Unknown(float):
@@ -21,7 +27,7 @@ class Unknown(float):
     """
 
     def __new__(cls) -> Unknown:
-        return super().__new__(cls, "nan")
+        return super().__new__(cls, NOT_KNOWN)
 
     def __reduce__(self) -> Any:
         return Unknown, ()
@@ -36,7 +42,14 @@ def assume(value: _T, default: Any) -> _T:
     For the places where a program decides by a number: ``if assume(stopping, 0.0) > 0: break``. Outside a dry
     run it returns ``value``.
     """
-    return default if isinstance(value, Unknown) else value
+    return default if _is_unknown(value) else value
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether it is an ``Unknown``, or was made of one by ``float()``."""
+    if not isinstance(value, float):
+        return False
+    return bool(struct.unpack("<Q", struct.pack("<d", value))[0] & ~_SIGN == _BITS)
 
 
 def _calculated(name: str) -> Any:
@@ -67,7 +80,8 @@ def asking(name: str) -> Any:
     decided = _decided(name, f"the program asks math.{name}")
 
     def function(value: Any) -> bool:
-        return decided(value) if isinstance(value, Unknown) else exact(value)
+        number = float(value) if hasattr(value, "__torch_function__") else value
+        return decided(value) if _is_unknown(number) else exact(value)
 
     return function
 
@@ -93,7 +107,9 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("parallel3d", "torch")
+    """Also Python's own library, to which the user's code may have given a number."""
+    package = module.partition(".")[0]
+    return package in ("parallel3d", "torch") or package in sys.stdlib_module_names
 
 
 for _name in (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d.dryrun.result import DryRun, DryRunWarning, ParameterPlacement
 from parallel3d.dryrun.timeline import Timeline
 from parallel3d.dryrun.wording import in_bytes, some
+from parallel3d.fsdp.running.members import units_of
 from parallel3d.planner.constants import constant
 
-__all__ = ["memory_warnings", "needed_bytes"]
+__all__ = ["memory_warnings", "needed_bytes", "not_played"]
 
 _LARGE = 16 * 2**20
 _AGAIN = 2.3  # matmul FLOPs of backward over those of forward, from which on some of it is computed again
@@ -37,6 +41,19 @@ def memory_warnings(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
     yield from _capacity(run, times)
     yield from _checkpointing(run, times)
     yield from _whole(run)
+
+
+def not_played(models: Iterable[nn.Module]) -> Iterator[DryRunWarning]:
+    """On what the models ask for and a dry run does not do, seen when the program is over."""
+    units = [unit for model in models for unit in units_of(model, recurse=True)]
+    buckets = [bucket for unit in units for bucket in unit.group.buckets]
+    if any(isinstance(bucket.offload, CPUOffloadPolicy) for bucket in buckets):
+        yield DryRunWarning(
+            "offload not played",
+            "the model offloads to the CPU, and a dry run has only one memory: the shards, their gradients "
+            "and the optimizer's state are counted as if they stayed on the GPU, and the copies between the "
+            "two are neither listed nor timed.",
+        )
 
 
 def _capacity(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:

@@ -22,8 +22,9 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 _SET_BY_LAUNCHER = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
+_READ_ONLY = {"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ class LaunchJob:
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("gpus_per_node", 1), ("max_restarts", 0), ("grace", 0)):
             self._set(name, as_count(name, getattr(self, name), least))
+        if self.domain is not None:
+            self._set("domain", as_count("domain", self.domain, 1))
         if self.device not in ("cuda", "cpu"):
             raise LaunchError(f"device is {self.device!r}; it must be 'cuda' or 'cpu'")
         check_name(self.name)
@@ -132,7 +135,7 @@ class LaunchJob:
         """Each layer waits for its tp group: over the network between nodes that takes most of the time."""
         if self.layout is None or self.layout.tp == 1:
             return
-        tp, domain = self.layout.tp, as_count("domain", self.domain or self.gpus_per_node, 1)
+        tp, domain = self.layout.tp, self.domain or self.gpus_per_node
         if domain % tp:
             fitting = max(
                 size for size in range(1, domain + 1) if domain % size == 0 and size <= tp
@@ -173,6 +176,8 @@ def check_env(env: Mapping[str, str]) -> None:
             raise LaunchError(
                 f"env has {name}, which the launcher sets in each process; leave it out"
             )
+        if name in _READ_ONLY:
+            raise LaunchError(f"env has {name}, which bash does not let anyone set; leave it out")
     if env.get("CUDA_DEVICE_MAX_CONNECTIONS", "32") in ("1", "0"):
         raise LaunchError(
             "env has CUDA_DEVICE_MAX_CONNECTIONS=1, a habit from Megatron that puts FSDP's collectives in "

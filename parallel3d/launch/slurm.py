@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.launch.environment import exports
+from parallel3d.launch.error import LaunchError
 from parallel3d.launch.job import LaunchJob
 from parallel3d.launch.torchrun import LIMITS, training_words
 
@@ -10,7 +11,17 @@ __all__ = ["slurm_file"]
 
 
 def slurm_file(job: LaunchJob) -> str:
-    """Directives, what runs on each node, and a loop that starts it, watches for signals and requeues."""
+    """Directives, what runs on each node, and a loop that starts it, watches for signals and requeues.
+
+    Raises:
+        LaunchError: the job would be asked to stop as it starts, and so be requeued for ever.
+    """
+    if job.seconds is not None and 0 < job.seconds <= job.grace:
+        raise LaunchError(
+            f"time is {job.time!r} and grace {job.grace} seconds: the job would be asked to stop as it "
+            f"starts, and be requeued for ever; give a time of {job.grace // 60 + 2} minutes or more, or "
+            "--grace 0"
+        )
     return "\n\n".join(
         (
             _directives(job),
@@ -57,7 +68,7 @@ def _directives(job: LaunchJob) -> str:
 
 def _settings(job: LaunchJob) -> str:
     return f"""\
-# shellcheck disable=SC2016,SC2317  # dollars in the training script's arguments; what only nodes call
+# shellcheck disable=SC1003,SC2016,SC2317  # quotes and dollars in arguments; what only nodes call
 set -euo pipefail
 
 {exports(job)}

@@ -30,7 +30,7 @@ def torchrun_file(job: LaunchJob) -> str:
 def _one_node(job: LaunchJob) -> str:
     return f"""\
 #   bash FILE
-# shellcheck disable=SC2016  # dollars in the training script's arguments
+# shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
 set -euo pipefail
 
 {exports(job)}
@@ -50,7 +50,7 @@ def _many_nodes(job: LaunchJob) -> str:
     return f"""\
 # On each of the {job.nodes} nodes the same line, with one node's address and a name new for each run:
 #   HEAD=node-1 RUN=second-try bash FILE
-# shellcheck disable=SC2016  # dollars in the training script's arguments
+# shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
 set -euo pipefail
 
 : "${{HEAD:?the host name or address of one of the nodes, the same on all}}"

@@ -50,7 +50,7 @@ def test_what_is_read_of_this_machine(tmp_path: Path) -> None:
     assert (
         facts.disk is not None and facts.disk.free > 0 and facts.disk.kind and not facts.disk.error
     )
-    assert not list((tmp_path / "new").iterdir())
+    assert not list(tmp_path.iterdir())
     assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
 
@@ -104,6 +104,15 @@ def test_limits_of_a_container(files: dict[str, str], own: str, expected, tmp_pa
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "Not a directory" in read_disk(tmp_path / "file" / "folder").error
+
+
+def test_a_folder_for_checkpoints_is_not_made(tmp_path):
+    """Of a share that isn't mounted it would be one of this node's own."""
+    found = read_disk(tmp_path / "share" / "run")
+    assert not found.error and found.path == str(tmp_path) and found.total
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    assert "No such file" in read_disk(tmp_path / "run").error
 
 
 def test_what_nvidia_smi_says() -> None:

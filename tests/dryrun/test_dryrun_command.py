@@ -82,5 +82,24 @@ def test_mistakes_are_one_line(tmp_path):
     assert "train.py:15" in deciding.stderr and "decides" in deciding.stderr
     rank = run("--world-size", 4, "--rank", 4, "--", script(tmp_path), 2)
     assert rank.exit_code == 2 and "rank=4" in rank.stderr
+    both = ("--nodes", 2, "--gpus-per-node", 8, "--world-size", 4)
+    nodes = run(*both, "--", script(tmp_path), 2)
+    assert nodes.exit_code == 2 and "--nodes 2 x --gpus-per-node 8 = 16" in nodes.stderr
     gpu = run("--world-size", 4, "--gpu", "h1000", "--", script(tmp_path), 2)
     assert gpu.exit_code == 2 and "h100" in gpu.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--html", "nowhere/r.html"), "there is no folder nowhere"),
+        (("--trace", "."), "--trace . is a folder"),
+        (("--against", 4), "--against 4: it must be a rank from 0 to 3"),
+        (("--against", 0), "--against 0 is the rank that is played"),
+    ],
+)
+def test_what_can_not_be_shown_is_said_before_the_program_runs(tmp_path, options, words):
+    """Which may take a minute."""
+    result = run("--world-size", 4, *options, "--", script(tmp_path), 2)
+    assert result.exit_code == 2 and words in result.stderr
+    assert "the script's own output" not in result.stderr

@@ -105,6 +105,9 @@ def test_events_bring_what_streams_have_waited_for():
         streams.arrived(3)
     sums.record_event().synchronize()
     assert waited[1:] == [(2, ()), (3, (6,))]
+    other = streams.Stream()
+    other.wait_event(object())  # of a real GPU, made by the program
+    assert not other.collectives
 
 
 def _program() -> Program:

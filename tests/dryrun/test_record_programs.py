@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
 
 import parallel3d as p3d
 from parallel3d.dryrun.record import record
 from parallel3d.dryrun.result import DryRun
+from parallel3d.dryrun.warnings import all_warnings
 from parallel3d.errors import DryRunError
 
 RANK = 3
@@ -314,3 +316,15 @@ def test_what_needs_a_gpu_is_named_by_its_line() -> None:
     ):
         with pytest.raises(DryRunError, match=rf"{__file__}:\d+, in <lambda>: .*(cuda|CUDA)"):
             run(program)
+
+
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OffloadPolicy()])
+def test_offload_that_is_not_played_is_a_warning(policy):
+    def program():
+        model = nn.Linear(8, 8)
+        p3d.fully_shard(model, mesh=own_mesh(1, 8, 1)["shard"], offload_policy=policy)
+        model(torch.randn(2, 8)).sum().backward()
+
+    found = all_warnings(run(program))
+    kinds = [each.kind for each in found]
+    assert ("offload not played" in kinds) == isinstance(policy, CPUOffloadPolicy)

@@ -1,6 +1,7 @@
 """Values that nobody knows, devices that are not there: what a dry run answers, or why it can not."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -53,6 +54,24 @@ def test_what_is_calculated_from_a_read_is_unknown():
     assert assume(4.0, 3.0) == 4.0
 
 
+def test_plain_numbers_of_tensors_can_be_assumed():
+    def program():
+        assert assume(float(one()), 3.0) == 3.0
+        assert assume(1 - 2 * float(one()), 3.0) == 3.0
+        assert math.isnan(assume(float("nan"), 3.0)) and not math.isnan(2)
+
+    record(program, 2)
+
+
+@pytest.mark.parametrize(
+    "program", [lambda: int("x"), lambda: int(float("nan") if many is None else float("inf"))]
+)
+def test_errors_of_the_program_stay_its_own(program):
+    with pytest.raises((ValueError, OverflowError)) as error:
+        record(program, 2)
+    assert not isinstance(error.value, DryRunError)
+
+
 def test_tensors_made_of_unknown_numbers_are_unknown():
     def program():
         made = torch.tensor([one().item(), 1.0])
@@ -84,6 +103,11 @@ DECISIONS = [
     lambda: torch.isnan(many()).any() and None,
     lambda: not torch.isfinite(one()),
     lambda: math.isnan(one().item()),
+    lambda: math.isfinite(one()),
+    lambda: math.isnan(float(one()) * 2),
+    lambda: statistics.mean([one().item(), 1.0]),
+    lambda: int(float(one())),
+    lambda: round(float(one())),
     lambda: math.floor(one().item()),
     lambda: round(one().item()),
     lambda: torch.equal(many(), many()),

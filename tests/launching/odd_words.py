@@ -5,6 +5,7 @@ ODD = [
     " ",
     "a b",
     "it's",
+    "\\'",
     'say "hi"',
     "$HOME ${HOME} $(touch oops) `touch oops`",
     "; touch oops #",

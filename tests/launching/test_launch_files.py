@@ -13,6 +13,7 @@ import pytest
 from odd_words import ODD
 
 from parallel3d.launch import TARGETS, LaunchJob, launch_file
+from parallel3d.launch.error import LaunchError
 from parallel3d.mesh import MeshLayout
 
 yaml = pytest.importorskip("yaml")
@@ -206,7 +207,7 @@ def test_skypilot_gets_each_word(nodes: int, fake: Path, tmp_path: Path) -> None
     assert document["resources"]["job_recovery"] == {"max_restarts_on_errors": 2}
     assert document["envs"].items() >= ENV.items()
     file = tmp_path / "run.sh"
-    file.write_text("#!/bin/bash\n# shellcheck disable=SC2016\n" + document["run"])
+    file.write_text("#!/bin/bash\n# shellcheck disable=SC1003,SC2016\n" + document["run"])
     if shutil.which("shellcheck"):
         done = subprocess.run(["shellcheck", str(file)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
@@ -264,3 +265,11 @@ def test_a_torchrun_that_comes_back_is_let_in(target):
         job = LaunchJob(command=("train.py",), nodes=nodes, max_restarts=restarts, **more)
         wanted = nodes > 1 and restarts > 0
         assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in launch_file(target, job)) is wanted
+
+
+def test_slurm_refuses_a_job_that_would_be_requeued_for_ever() -> None:
+    """SLURM would ask it to stop as it starts."""
+    with pytest.raises(LaunchError, match="4 minutes or more, or --grace 0"):
+        launch_file("slurm", LaunchJob(command=("train.py",), time="2"))
+    assert "USR1@" not in launch_file("slurm", LaunchJob(command=("t.py",), time="2", grace=0))
+    launch_file("slurm", LaunchJob(command=("train.py",), time="3"))

@@ -50,6 +50,9 @@ SCRIPT = ("train.py",)
         ({"env": {"A": "\0"}}, "without NUL"),
         ({"env": {"RANK": "0"}}, "the launcher sets"),
         ({"env": {"PET_NNODES": "1"}}, "the launcher sets"),
+        ({"env": {"ROLE_RANK": "1"}}, "the launcher sets"),
+        ({"env": {"UID": "5"}}, "UID, which bash does not let"),
+        ({"domain": 0}, "domain is 0"),
         ({"env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, "leave it out or give 16 or more"),
         (
             {"layout": MeshLayout(tp=16), "nodes": 2},

@@ -98,17 +98,22 @@ def _space(path: Path) -> tuple[int, int]:
 
 
 def read_disk(folder: Path) -> Disk:
-    """Makes the folder if it is not there, and a file in it, which is removed again."""
+    """Makes a file in it, which is removed again; if it is not there yet, in the nearest folder above it.
+
+    It is not made: a share that isn't mounted would leave a folder of this node's own, and seem to be well.
+    """
     path = str(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.absolute()
+        while not os.path.lexists(folder):
+            folder = folder.parent
         probe = folder / f".doctor-{os.uname().nodename}-{os.getpid()}"
         probe.write_bytes(b"doctor")
         probe.unlink()
         usage = shutil.disk_usage(folder)
     except OSError as error:
         return Disk(path, error=f"{path}: {error.strerror or error}")
-    return Disk(path, usage.free, usage.total, kind=_kind(folder))
+    return Disk(str(folder), usage.free, usage.total, kind=_kind(folder))
 
 
 def _kind(folder: Path) -> str:
