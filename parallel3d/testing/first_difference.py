@@ -259,7 +259,8 @@ def _give_to_each(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if type(buffer) is torch.Tensor:
                 if id(buffer) not in own_buffers:
-                    own_buffers[id(buffer)] = torch.empty_like(buffer).copy_(buffer)
+                    copied = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer)
+                    own_buffers[id(buffer)] = copied
                 module._buffers[name] = own_buffers[id(buffer)]
 
 
