@@ -103,7 +103,7 @@ def verify(
     is named: in the order of the forward, then of the backward, then weights after a step. Beyond that:
     parameters that are tied, frozen or of another dtype in one model only, buffers, and dropout, which is
     left out of the comparison and checked by its masks. Other random numbers in a forward would be a
-    difference; so is a norm over the batch, which on data ranks is another computation.
+    difference; so are the running statistics of a batch norm, which data ranks don't share.
 
     Without a process group the ranks are simulated in this process; within one every rank calls this.
 
@@ -112,8 +112,8 @@ def verify(
         batch: inputs of sample ``i``: a tensor, a tuple or list of tensors, or a dict of keyword arguments.
         layout: the mesh; a size of -1 can't be.
         loss: ``loss(model, *inputs)`` (of a dict: ``loss(model, **inputs)``) -> scalar. By default the
-            output itself if it is a scalar, its ``loss``, or the mean square of its first floating-point
-            tensor.
+            output's ``loss`` (an attribute, or in a dict), the output itself if it is a scalar, or the mean
+            square of its first floating-point tensor.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
         steps, micro_batches, fp32, tolerance: as of ``assert_parity``.
         seed_of: ``seed_of(layout, rank, step)``, what your training seeds a rank's generators with; by
