@@ -231,4 +231,5 @@ def _as_json(found: Verification) -> dict[str, Any]:
         "difference": None if found.difference is None else found.difference.as_dict(),
         "largest": {"loss": parity.loss, "gradients": parity.grads, "weights": parity.weights},
         "dropouts": found.dropouts,
+        "without_gradient": list(found.without_gradient),
     }

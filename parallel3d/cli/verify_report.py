@@ -15,6 +15,8 @@ from parallel3d.testing import Difference, Verification
 
 __all__ = ["show"]
 
+_NAMES = 4  # of parameters, before "more"
+
 
 def show(found: Verification, model: str, parallelize: str) -> None:
     """Prints the verdict: the first module that differs, or the largest differences."""
@@ -40,7 +42,23 @@ def show(found: Verification, model: str, parallelize: str) -> None:
             f"{parity.grads[dtype]:.1e}, weights {parity.weights[dtype]:.1e}"
         )
     if found.dropouts:
-        console.print(f"{found.dropouts} calls of dropout draw as they must")
+        calls = (
+            "1 call of dropout draws as it"
+            if found.dropouts == 1
+            else f"{found.dropouts} calls of dropout draw as they"
+        )
+        console.print(f"{calls} must")
+    if found.without_gradient:
+        console.print(Text(_unreached(found.without_gradient), style="yellow"))
+
+
+def _unreached(names: tuple[str, ...]) -> str:
+    some = ", ".join(names[:_NAMES])
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return (
+        f"not compared: gradients of {some}{more}, which the loss doesn't reach, and outputs that it "
+        "doesn't read (--loss)"
+    )
 
 
 def _difference(found: Difference) -> Panel:

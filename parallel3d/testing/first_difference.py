@@ -44,12 +44,15 @@ class Verification:
         difference: the first one; None: the parallel model computes what the plain one does.
         parity: the largest differences that ``assert_parity`` saw; empty where it did not pass.
         dropouts: how many calls of dropout were looked at.
+        without_gradient: trained parameters that the loss doesn't reach: of their gradients, and of outputs
+            that the loss doesn't read, nothing can be said.
     """
 
     layout: MeshLayout
     difference: Difference | None = None
     parity: Parity = field(default_factory=Parity)
     dropouts: int = 0
+    without_gradient: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def verify(
     is named: in the order of the forward, then of the backward, then weights after a step. Beyond that:
     parameters that are tied, frozen or of another dtype in one model only, buffers, and dropout, which is
     left out of the comparison and checked by its masks. Other random numbers in a forward would be a
-    difference; so is a norm over the batch, which on data ranks is another computation.
+    difference; so are the running statistics of a batch norm, which data ranks don't share.
 
     Without a process group the ranks are simulated in this process; within one every rank calls this.
 
@@ -109,8 +112,8 @@ def verify(
         batch: inputs of sample ``i``: a tensor, a tuple or list of tensors, or a dict of keyword arguments.
         layout: the mesh; a size of -1 can't be.
         loss: ``loss(model, *inputs)`` (of a dict: ``loss(model, **inputs)``) -> scalar. By default the
-            output itself if it is a scalar, its ``loss``, or the mean square of its first floating-point
-            tensor.
+            output's ``loss`` (an attribute, or in a dict), the output itself if it is a scalar, or the mean
+            square of its first floating-point tensor.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
         steps, micro_batches, fp32, tolerance: as of ``assert_parity``.
         seed_of: ``seed_of(layout, rank, step)``, what your training seeds a rank's generators with; by
@@ -146,8 +149,9 @@ def verify(
             parity = _assert(job, tolerance, fp32)
     except Exception as error:  # the model's too: the search says where
         return _located(job, runs, error)
-    found, dropouts = _beyond(job, runs[0])
-    return Verification(layout, found, parity, dropouts)
+    # What assert_parity doesn't look at, of models that it has found equal.
+    search = _search(job, runs[0], 1)
+    return Verification(layout, search.found, parity, search.dropouts, search.without_gradient)
 
 
 def _assert(job: _Job, tolerance: float, fp32: bool) -> Parity:
@@ -170,14 +174,15 @@ def _located(job: _Job, runs: tuple[Run, ...], error: Exception) -> Verification
     """Which module it is that ``assert_parity`` has complained of."""
     largest = Parity()
     for run in runs:
-        found, dropouts, local = _search(job, run, job.steps)
-        if found is not None:
-            return Verification(job.layout, found, largest, dropouts)
-        if not local:
+        search = _search(job, run, job.steps)
+        rest = largest, search.dropouts, search.without_gradient
+        if search.found is not None:
+            return Verification(job.layout, search.found, *rest)
+        if not search.local:
             break
     else:
         # assert_parity wants parameters of the plain shapes; these were compared part by part.
-        return Verification(job.layout, None, largest, dropouts)
+        return Verification(job.layout, None, *rest)
     text = str(error)
     named = next((w for w in text.split() if "." in w and w.strip(".,:").isidentifier()), "")
     return Verification(
@@ -186,14 +191,18 @@ def _located(job: _Job, runs: tuple[Run, ...], error: Exception) -> Verification
     )
 
 
-def _beyond(job: _Job, run: Run) -> tuple[Difference | None, int]:
-    """What ``assert_parity`` doesn't look at, of models that it has found equal."""
-    found, dropouts, _ = _search(job, run, 1)
-    return found, dropouts
-
-
-def _search(job: _Job, run: Run, steps: int) -> tuple[Difference | None, int, bool]:
+@dataclass(frozen=True)
+class _Search:
     """The first difference, how many dropouts there are, and whether parameters are held as plain parts."""
+
+    found: Difference | None
+    dropouts: int
+    local: bool
+    without_gradient: tuple[str, ...]
+
+
+def _search(job: _Job, run: Run, steps: int) -> _Search:
+    """Trains both models recorded, until the first difference."""
     torch.manual_seed(job.seed)
     plain = job.build().to(run.dtype)
     parallel = copy.deepcopy(plain)
@@ -212,7 +221,7 @@ def _search(job: _Job, run: Run, steps: int) -> tuple[Difference | None, int, bo
     if found is not None:
         kind = types.get(found.module, "")
         found = Difference(**{**found.__dict__, "module_type": kind})
-    return found, dropouts, local
+    return _Search(found, dropouts, local, pair.without_gradient)
 
 
 def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..., nn.Module]:
@@ -233,8 +242,9 @@ def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..
 
 
 def _give_to_each(model: nn.Module) -> None:
-    """One parameter for all simulated ranks would be changed by each of them in a step. Ties stay."""
+    """One tensor for all simulated ranks would be changed by each of them in a step. Ties stay."""
     own: dict[int, nn.Parameter] = {}
+    own_buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             # What is no plain tensor is each rank's own; one with hooks can't be replaced.
@@ -246,6 +256,12 @@ def _give_to_each(model: nn.Module) -> None:
                 copied = torch.empty(param.shape, dtype=param.dtype).copy_(param.detach())
                 own[id(param)] = nn.Parameter(copied, requires_grad=param.requires_grad)
             module._parameters[name] = own[id(param)]
+        for name, buffer in module._buffers.items():
+            if type(buffer) is torch.Tensor:
+                if id(buffer) not in own_buffers:
+                    copied = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer)
+                    own_buffers[id(buffer)] = copied
+                module._buffers[name] = own_buffers[id(buffer)]
 
 
 # ---- inputs and losses ----
@@ -265,6 +281,9 @@ def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
     return guarded
 
 
+_INPUTS = "a tensor, a tuple of tensors or a dict of tensors is needed"
+
+
 def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], Any]:
     """Inputs as a tuple; ``names`` are those of keyword arguments."""
 
@@ -272,19 +291,21 @@ def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], An
         value = batch(index)
         if isinstance(value, torch.Tensor):
             return (value,)
+        if not isinstance(value, Mapping | tuple | list) or not value:
+            empty = "an empty " if isinstance(value, Mapping | tuple | list) else ""
+            raise Parallel3dError(
+                f"the inputs of sample {index} are {empty}{type(value).__name__}: {_INPUTS}"
+            )
+        parts = value if isinstance(value, Mapping) else dict(enumerate(value))
+        for name, part in parts.items():
+            if not isinstance(part, torch.Tensor):
+                number = "" if isinstance(value, Mapping) else "number "
+                raise Parallel3dError(
+                    f"of the inputs of sample {index}, {number}{name} is {type(part).__name__}: {_INPUTS}"
+                )
         if isinstance(value, Mapping):
             names[:] = list(value)
-            value = tuple(value.values())
-        if (
-            not isinstance(value, tuple | list)
-            or not value
-            or not all(isinstance(v, torch.Tensor) for v in value)
-        ):
-            raise Parallel3dError(
-                f"the inputs of sample {index} are {type(value).__name__}: a tensor, a tuple of tensors or "
-                "a dict of tensors is needed"
-            )
-        return tuple(value)
+        return tuple(parts.values())
 
     return inputs
 
@@ -301,7 +322,7 @@ def _loss_of(loss: LossFn, names: list[str]) -> LossFn:
 def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
     """The model's own loss, or the mean square of what it puts out."""
     output = model(*args, **kwargs)
-    own = getattr(output, "loss", None)
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
     floats = [t for t in tensors_in(output) if t.is_floating_point()]

@@ -8,7 +8,7 @@ group where they hold the same tensor, and only there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,30 @@ def first_in_dropout(
         )
         if problem:
             return _found(key, problem[0], problem[1]), count
-    return None, count
+    return _in_one_model(plain, parallel), count
+
+
+def _in_one_model(plain: Trace, parallel: Trace) -> Difference | None:
+    """A dropout that the other model hasn't: neither there, nor as much of it in another place."""
+    theirs, ours = _drops(plain), _drops(parallel)
+    lost = {key: rate for key, rate in theirs.items() if key not in parallel.calls}
+    new = {key: rate for key, rate in ours.items() if key not in plain.calls}
+    for key, rate in lost.items():
+        if not _among(rate, new.values()):
+            return _found(key, f"it drops nothing, in the plain model {rate:g} of the elements", 0)
+    for key, rate in new.items():
+        in_parts = [theirs[other] for other in theirs if other[0] == key[0]]
+        if not _among(rate, [*lost.values(), *in_parts]):
+            return _found(key, f"it drops {rate:g} of the elements, in the plain model nothing", 0)
+    return None
+
+
+def _drops(trace: Trace) -> dict[Key, float]:
+    return {key: call.rate for key, call in trace.calls.items() if call.rate}
+
+
+def _among(rate: float, rates: Iterable[float]) -> bool:
+    return any(math.isclose(rate, other, rel_tol=1e-6) for other in rates)
 
 
 def _found(key: Key, what: str, rank: int) -> Difference:

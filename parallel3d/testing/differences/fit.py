@@ -178,6 +178,7 @@ def _doubles(tensor: Tensor) -> Tensor:
 
 
 def _scale(want: Tensor, floor: float) -> float:
+    floor = floor if want.is_floating_point() or want.is_complex() else max(floor, 1.0)
     finite = _doubles(want)
     finite = finite[finite.isfinite()]
     return max(float(finite.abs().max()) if finite.numel() else 0.0, floor, 1e-30)

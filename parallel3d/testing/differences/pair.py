@@ -43,6 +43,9 @@ class Pair:
         case: what to run.
         plain, parallel: with the same values.
         seed_of: the seed of a rank's generators in a step.
+
+    Attributes:
+        without_gradient: the plain model's parameters that the loss of the first step does not reach.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Pair:
         self.own = own
         self.forward = Forward()
         self.traces = Trace(), Trace()
+        self.without_gradient: tuple[str, ...] = ()
 
     # ---- the search ----
 
@@ -98,8 +102,11 @@ class Pair:
             if found is not None:
                 first = first_in_forward(self.traces[0], self.forward, step, self.bound)
                 found = first or output_of(self.forward, found) or found
+        if step == 0:
+            self.without_gradient = self.state.without_gradient()
         if found is not None:
-            return found
+            # The mode explains what is computed, but nothing that is raised.
+            return found if found.kind == "error" else self.state.modes() or found
         optimizers[0].step()
         optimizers[0].zero_grad()
         with inside(self.case.world):

@@ -95,6 +95,24 @@ class State:
                 return Difference(module, "structure", what)
         return None
 
+    def modes(self) -> Difference | None:
+        """The first module that is in evaluation in one model and in training in the other."""
+        ours = {plain_name(name): module.training for name, module in self.parallel.named_modules()}
+        for name, module in self.plain.named_modules():
+            if ours.get(plain_name(name), module.training) != module.training:
+                which = "parallel" if module.training else "plain"
+                what = f"it is in evaluation mode in the {which} model only"
+                return Difference(plain_name(name), "structure", what)
+        return None
+
+    def without_gradient(self) -> tuple[str, ...]:
+        """The plain model's trained parameters that have no gradient now."""
+        return tuple(
+            name
+            for name, param in self.plain.named_parameters()
+            if param.requires_grad and param.grad is None
+        )
+
     def weights_at_start(self, bound: float) -> Difference | None:
         """A weight or buffer that begins with another value. Notes in which form ranks hold them."""
         ours, gaps = self.names(self.parallel), {}
