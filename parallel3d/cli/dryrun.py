@@ -95,6 +95,8 @@ def dryrun_command(
     _check_folders(html=html, trace=trace)
     program = as_program(script, arguments or [])
     cluster = _cluster(gpu, world, gpus_per_node, nic, profile)
+    if sys.stderr.isatty():  # it may take a minute
+        typer.echo(f"playing rank {rank} of {world:,}: {script}", err=True)
     with redirect_stdout(sys.stderr):  # of the script, so that ours is ours
         run = record(
             program, world, rank, steps=steps, gpus_per_node=gpus_per_node, backend=backend
