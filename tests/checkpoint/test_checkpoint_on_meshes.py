@@ -112,7 +112,11 @@ def there_and_back(kind: str, dtype: torch.dtype, path: str) -> None:
     same(whole(again, agains), whole(model, its))
 
 
-@pytest.mark.parametrize("kind", ["local AdamW", "Muon", "Adafactor", "in backward"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Muon", "in backward"]
+    + [pytest.param(k, marks=pytest.mark.full) for k in ("local AdamW", "Adafactor")],
+)
 def test_optimizers(gloo_pool: GlooPool, tmp_path: Path, kind: str) -> None:
     gloo_pool.run(there_and_back, kind, torch.float32, str(tmp_path), world_size=2, timeout=60)
 

@@ -103,7 +103,7 @@ def goes_on(model: Any, optimizer: Any, found: Any, loaded: Any) -> None:
     ("form", "layout"),
     [
         ("usual", LAYOUTS[0]),
-        ("titan", LAYOUTS[1]),
+        pytest.param("titan", LAYOUTS[1], marks=FULL),
         pytest.param("tutorial", LAYOUTS[2], marks=FULL),
         pytest.param("raw", LAYOUTS[0], marks=FULL),
     ],

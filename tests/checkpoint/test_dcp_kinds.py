@@ -40,7 +40,9 @@ def load(path: str, kind: str, layout: MeshLayout) -> None:
         advance(kind, model, optimizer, 6)
 
 
-@pytest.mark.parametrize("kind", ["packed", "tied", "frozen"])
+@pytest.mark.parametrize(
+    "kind", ["packed", *(pytest.param(k, marks=pytest.mark.full) for k in ("tied", "frozen"))]
+)
 def test_kinds(gloo_pool, tmp_path: Path, kind: str) -> None:
     path = str(tmp_path)
     gloo_pool.run(save, path, kind, "fsdp + tp", world_size=4)

@@ -11,6 +11,7 @@ from parallel3d.testing import GlooPool
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.full  # benchmarks/checkpoint_memory.py measures it, too
 def test_peak_memory(gloo_pool: GlooPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import checkpoint_memory as script

@@ -11,7 +11,11 @@ from safetensors import safe_open
 from parallel3d.testing import GlooPool
 
 CASES = [(kind, n % 2 == 0) for n, kind in enumerate(CONFIGS)]
-MESHES = [(1, 1, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1)]
+MESHES = [
+    (1, 2, 2),
+    (2, 1, 2),
+    *(pytest.param(sizes, marks=pytest.mark.full) for sizes in ((1, 1, 1), (1, 4, 1))),
+]
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def load_on(sizes, path: str, want: dict[str, torch.Tensor]) -> None:
     train(model, optimizer)
 
 
-MESHES = [(1, 2, 2), (2, 2, 1), None]
+MESHES = [(1, 2, 2), pytest.param((2, 2, 1), marks=pytest.mark.full), None]
 
 
 @pytest.mark.parametrize("sizes", MESHES)

@@ -154,9 +154,9 @@ def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
 CASES = [
     ("plain", "fsdp + tp", make_adamw),
     ("plain", "hsdp", make_local),
-    ("tied", "fsdp", make_in_backward),
 ]
 MORE = [
+    ("tied", "fsdp", make_in_backward),
     ("packed", "tp", make_adamw),
     *((kind, "fsdp + tp", make_adamw) for kind in ("tied", "frozen", "packed")),
     *(("plain", layout, make_local) for layout in ("fsdp", "tp", "fsdp + tp")),

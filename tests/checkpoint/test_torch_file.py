@@ -60,7 +60,9 @@ def local_of(model: Any) -> torch.optim.Optimizer:
     return local(torch.optim.AdamW, model, lr=1.0, fused=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.full] * (f == "both")) for f in FORMS]
+)
 def test_a_plain_file_loads_on_a_mesh(gloo_pool, tmp_path: Path, form: str) -> None:
     model, optimizer = trained(plain(1))
     path = str(tmp_path / "it.pt")

@@ -8,12 +8,11 @@ from parallel3d.dryrun import record
 from parallel3d.testing import fake_world
 
 CASES = [
-    Training((2, 2, 2)),
     Training((2, 2, 2), sequence=True),
     Training((2, 2, 1), hfsdp=True, tied=True),
     Training((1, 4, 1), reshard=False, recompute=True),
-    Training((1, 1, 2), sequence=True, recompute=True),
 ]
+MORE = [Training((2, 2, 2)), Training((1, 1, 2), sequence=True, recompute=True)]
 ODD = [
     Training((1, 3, 2), vocabulary=250, hidden=170, mixed=False, steps=1),
     Training((1, 5, 1), dim=80, hidden=90, vocabulary=251, steps=1),
@@ -26,7 +25,9 @@ def dry(case: Training, rank: int) -> list:
     return list(run.collectives)
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=named
+)
 def test_equal_those_of_real_processes(gloo_pool, case):
     """All real ranks have the same list, and so have the dry runs of the first and the last."""
     real = gloo_pool.run(recorded, case, world_size=case.world_size)

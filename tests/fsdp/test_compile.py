@@ -145,11 +145,11 @@ def compare(case: Case) -> None:
 CASES = [
     Case("parallelize"),
     Case("parallelize", checkpointing=True, tp=2, bf16=True),
-    Case("before"),
     Case("whole"),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (
+            Case("before"),
             Case("after"),
             Case("parallelize", bf16=True),
             Case("parallelize", checkpointing=True),

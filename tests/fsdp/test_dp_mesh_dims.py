@@ -182,7 +182,9 @@ def test_four_axes_are_laid_out_as_torch_does(key) -> None:
             assert torch.equal(mine.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize("key", ["hsdp, tp", "two shard axes, tp"])
+@pytest.mark.parametrize(
+    "key", [pytest.param("hsdp, tp", marks=pytest.mark.full), "two shard axes, tp"]
+)
 def test_on_simulated_ranks(key) -> None:
     """Eight of them; every rank's gradient against the plain model's."""
     names, _, dims, tp = MESHES[key]

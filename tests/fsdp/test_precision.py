@@ -202,6 +202,8 @@ def all_cases(sizes):
         case(None, MeshLayout(*sizes))
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[1]], ids=str
+)
 def test_gloo(gloo_pool, sizes) -> None:
     gloo_pool.run(all_cases, sizes, world_size=4)

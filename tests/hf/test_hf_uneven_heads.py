@@ -67,7 +67,10 @@ def parity(name: str, grid: list[tuple[int, int]], mesh: tuple[int, int, int]) -
     return worst
 
 
-@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.full] * (n == "gpt_neox")) for n in ORDINARY],
+)
 def test_uneven_heads(gloo_pool, name):
     worst = gloo_pool.run(parity, name, ORDINARY[name], (1, 1, 4), world_size=4)
     assert max(worst) < 1e-12

@@ -66,6 +66,7 @@ def run(tmp_path: Path) -> Run:
 SIX = ("--steps", "6", "--batch", "24")
 
 
+@pytest.mark.full  # the tests of several hosts kill and resume, too
 def test_killed_on_the_same_processes(tmp_path: Path) -> None:
     killer = Killer(tmp_path, random.Random(1))
     killer.kill(Job("HSDP", ((2, 1, 1),), ("--save-every", "2", "--async-save", "--steps", "6")), 2)

@@ -27,7 +27,8 @@ _SURE = 25.0  # nats: that two independent masks are equal has the chance exp(-2
 _BY_ELEMENT = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 _OTHER = (F.alpha_dropout, F.feature_alpha_dropout, torch.feature_dropout, torch.alpha_dropout)
 _ATTENTION = F.scaled_dot_product_attention
-_MHA_RATE = 10  # the position of dropout_p among multi_head_attention_forward's arguments
+# Positions of dropout_p and training among multi_head_attention_forward's arguments.
+_MHA_RATE, _MHA_TRAINING = 10, 13
 
 
 class DropoutMode(TorchFunctionMode):
@@ -51,7 +52,9 @@ class DropoutMode(TorchFunctionMode):
         if func is _ATTENTION:
             return self._attention(*args, **kwargs)
         if func is F.multi_head_attention_forward and not self.masks:
-            args, kwargs = _without_rate(args, kwargs)
+            rate, args, kwargs = _without_rate(args, kwargs)
+            if rate:
+                self._note(func.__name__, args[:3], rate)
         return func(*args, **kwargs)
 
     def _note(self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Any = None) -> None:
@@ -105,10 +108,15 @@ class DropoutMode(TorchFunctionMode):
         return weights @ (value.repeat_interleave(repeats, -3) if repeats > 1 else value)
 
 
-def _without_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _without_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any, Any]:
+    """The rate of an attention (its own calls are not seen), and its arguments without it."""
+    training = kwargs.get("training", args[_MHA_TRAINING] if len(args) > _MHA_TRAINING else True)
     if len(args) > _MHA_RATE:
-        return (*args[:_MHA_RATE], 0.0, *args[_MHA_RATE + 1 :]), kwargs
-    return args, {**kwargs, "dropout_p": 0.0}
+        rate = args[_MHA_RATE]
+        args = (*args[:_MHA_RATE], 0.0, *args[_MHA_RATE + 1 :])
+    else:
+        rate, kwargs = kwargs.get("dropout_p", 0.0), {**kwargs, "dropout_p": 0.0}
+    return float(rate) if training else 0.0, args, kwargs
 
 
 def first_in_dropout(
