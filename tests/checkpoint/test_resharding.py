@@ -61,6 +61,7 @@ def test_all_pairs(gloo_pool: GlooPool, tmp_path: Path) -> None:
     matrix(gloo_pool, tmp_path, LAYOUTS, False, "torch")
 
 
+@pytest.mark.full
 def test_hybrid_optimizer_on_local_tensors(gloo_pool: GlooPool, tmp_path: Path) -> None:
     matrix(gloo_pool, tmp_path, [(2, 2, 2), (1, 1, 4), (8, 1, 1)], True, "local")
 

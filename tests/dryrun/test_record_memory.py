@@ -15,9 +15,9 @@ from parallel3d.testing import fake_world
 CASES = [
     Training((2, 2, 2), sequence=True, recompute=True),
     Training((2, 2, 1), tied=True, hfsdp=True),
-    Training((1, 1, 2), mixed=False, vocabulary=250, hidden=170),
-    Training((1, 3, 2), mixed=False, reshard=False, vocabulary=250, hidden=170),
+    Training((1, 3, 2), mixed=False, reshard=False, vocabulary=250, hidden=170, steps=1),
 ]
+MORE = [Training((1, 2, 1)), Training((1, 1, 2), mixed=False, vocabulary=250, hidden=170)]
 
 
 def ledger_of_this_run() -> Any:
@@ -48,7 +48,9 @@ def changes(memory: FloatMemory) -> list[int]:
     return [size for size, _ in itertools.groupby(size for _, size in memory.series)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=named
+)
 def test_equal_that_of_real_tensors(case, monkeypatch):
     rank = case.world_size - 1
     with monkeypatch.context() as patch, fake_world(rank, case.world_size):
