@@ -26,7 +26,7 @@ def calibrate_command(
     largest: Annotated[int, typer.Option(help="Rows of the largest matmul.", min=512)] = 8192,
     seconds: Annotated[float, typer.Option(help="Stop measuring matmuls after this long.")] = 60.0,
 ) -> None:
-    """Measures matmuls and memory; under torchrun (-m parallel3d.cli calibrate) collectives too."""
+    """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too."""
     from torch import distributed as dist
 
     from parallel3d.planner.calibrate import calibrate, write_profile

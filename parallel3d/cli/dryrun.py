@@ -160,7 +160,7 @@ def _in_another_process(options: Sequence[str], command: Sequence[str]) -> DryRu
     from parallel3d.dryrun.as_json import from_json
 
     with tempfile.TemporaryFile("w+") as out:
-        asked = [sys.executable, "-m", "parallel3d.cli", "dryrun", "--json", *options, "--"]
+        asked = [sys.executable, "-m", "parallel3d", "dryrun", "--json", *options, "--"]
         done = subprocess.run([*asked, *command], stdout=out, check=False)
         if done.returncode:
             shown = [*options, "--", *command]

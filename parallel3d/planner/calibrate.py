@@ -1,7 +1,7 @@
 """calibrate: measures matmuls, memory and collectives of the machine at hand, for a hardware profile.
 
 parallel3d calibrate --out profile.toml
-torchrun --nproc-per-node 8 -m parallel3d.cli calibrate --out profile.toml     # collectives too
+torchrun --nproc-per-node 8 -m parallel3d calibrate --out profile.toml     # collectives too
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 "
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "
-    "-m parallel3d.cli doctor --replicate 4 --shard 1 --tp 8 "
+    "-m parallel3d doctor --replicate 4 --shard 1 --tp 8 "
     "--checkpoint /shared/run": "tests/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",

@@ -20,7 +20,7 @@ def start(
     host: Host, site: Site, options: str, output: Path, **variables: str
 ) -> subprocess.Popen[str]:
     command = [*site.python, "-m", "torch.distributed.run", *TORCHRUN.split(), "--no-python"]
-    command += [*site.python, "-m", "parallel3d.cli", "doctor", "--json", *options.split()]
+    command += [*site.python, "-m", "parallel3d", "doctor", "--json", *options.split()]
     return host.start(command, output=output, OMP_NUM_THREADS="1", **variables)
 
 
@@ -80,7 +80,7 @@ def test_a_host_set_up_in_another_way_is_named(site: Site, tmp_path: Path) -> No
 
 def alone(site: Site, rank: int, output: Path) -> subprocess.Popen[str]:
     """A rank as srun starts it."""
-    command = [*site.python, "-m", "parallel3d.cli", "doctor", "--json", "--timeout", "3"]
+    command = [*site.python, "-m", "parallel3d", "doctor", "--json", "--timeout", "3"]
     slurm = {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
     nodes = {"SLURM_NODEID": str(rank), "SLURM_STEP_NODELIST": "node-[0-1]"}
     each = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_ID": "17", "OMP_NUM_THREADS": "1"}

@@ -143,7 +143,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "2",
     ]
     done = subprocess.run(
-        [*torchrun, "-m", "parallel3d.cli", "verify", *words],
+        [*torchrun, "-m", "parallel3d", "verify", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,

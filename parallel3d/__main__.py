@@ -1,0 +1,5 @@
+"""``python -m parallel3d``: the command without its script."""
+
+from parallel3d.cli import main
+
+main()
