@@ -34,9 +34,7 @@ class Schedule:
         self._streams: dict[str, float] = defaultdict(float)
         self._axes: dict[object, float] = defaultdict(float)
         self._ends: dict[int, float] = {}  # of collectives
-        self._aside: dict[
-            int, float
-        ] = {}  # position -> end, of what is not on the computation's stream
+        self._aside: dict[int, float] = {}  # position -> end, of what runs beside the computation
         self._names: dict[int, str] = {}  # of streams
         self._reduced: dict[str, float] = {}  # unit -> when its last reduce-scatter ends
         self._running = 0.0  # until when any collective runs
