@@ -13,6 +13,7 @@ mesh. No sample is consumed twice or left out. SIGTERM and SIGUSR1 (SLURM's ``--
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,6 +87,7 @@ def main(options: Options) -> None:
         before_micro_batch=lambda number: p3d.seed_step(
             mesh, seed=seed, step=run.step, micro_batch=number
         ),
+        optimizer=partial(p3d.optim.local, torch.optim.AdamW),
     )
     run = Run(
         options.checkpoint,

@@ -42,6 +42,8 @@ class Trainer:
         accumulate: ``accumulate(model, micro_batches)`` yields these: ``p3d.optim.accumulate`` for a model
             on a mesh, so that replicas exchange gradients once.
         before_micro_batch: called with the number of each micro-batch before its forward.
+        optimizer: makes it, of parameters and AdamW's options: ``partial(p3d.optim.local, AdamW)`` for a
+            model on a mesh, so that it steps on a few plain tensors instead of all DTensors.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class Trainer:
         micro_batch: int | None = None,
         accumulate: Callable[[nn.Module, Iterable[Tensor]], Iterator[Tensor]] | None = None,
         before_micro_batch: Callable[[int], object] | None = None,
+        optimizer: Callable[..., Optimizer] = torch.optim.AdamW,
     ) -> None:
         self.model, self.clip = model, clip
         self.micro_batch, self.accumulate = micro_batch, accumulate
         self.before_micro_batch = before_micro_batch
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = optimizer(
             model.parameters(), lr=schedule.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule.factor)

@@ -17,6 +17,7 @@ __all__ = ["WINDOW", "Progress"]
 
 WINDOW = 20
 """Steps over which loss and speed are smoothed, and between two lines."""
+SHOWN_STRAGGLERS = 4  # lines for one step
 
 
 class Progress:
@@ -83,8 +84,12 @@ class Progress:
         self.bar.update(self.task, completed=self.done, description=line)
         if not self.live and (self.done % WINDOW == 0 or self.done in (1, self.steps)):
             self.print(f"step {self.done:4d}/{self.steps}  {line}")
-        for straggler in record.get("stragglers", ()):
+        slow = record.get("stragglers", ())
+        for straggler in slow[:SHOWN_STRAGGLERS]:
             self.print(f"step {self.done:4d}/{self.steps}  {straggler['text']}")
+        if len(slow) > SHOWN_STRAGGLERS:
+            more = len(slow) - SHOWN_STRAGGLERS
+            self.print(f"step {self.done:4d}/{self.steps}  and {more} more parts of the mesh are slow")
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = []

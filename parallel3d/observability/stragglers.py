@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import prod
 from statistics import median_low
 from typing import Any
 
@@ -74,33 +76,35 @@ def find_stragglers(
         for index, place in enumerate(places)
         if own[index] >= slow * median and own[index] - median >= _LEAST
     }
-    found = []
-    for coordinates in _boxes(axes, left):
-        inside = [i for i, place in enumerate(places) if _is_in(place, coordinates)]
-        mine = [index for place, index in left.items() if _is_in(place, coordinates)]
-        if len(mine) < len(inside):
-            continue
-        left = {place: index for place, index in left.items() if index not in mine}
-        slowly = any(computing[i] >= slow * usual for i in mine)
-        names = list(axes)
-        found.append(
-            Straggler(
-                {names[axis]: at for axis, at in coordinates.items()},
-                min(own[i] for i in mine) / max(median, 1e-9),
-                "computation" if slowly else "loading data",
+    found, names = [], list(axes)
+    for chosen in _choices(axes):
+        whole = len(places) // prod(axes[names[axis]] for axis in chosen)
+        for at, mine in sorted(_by_coordinates(left, chosen).items()):
+            if len(mine) < whole:
+                continue
+            for index in mine:
+                del left[places[index]]
+            slowly = any(computing[i] >= slow * usual for i in mine)
+            found.append(
+                Straggler(
+                    dict(zip((names[axis] for axis in chosen), at, strict=True)),
+                    min(own[i] for i in mine) / max(median, 1e-9),
+                    "computation" if slowly else "loading data",
+                )
             )
-        )
     return found
 
 
-def _boxes(axes: Mapping[str, int], slow: Mapping[Place, int]) -> Iterator[dict[int, int]]:
-    """Parts of the mesh that have slow ranks, as {axis: coordinate}: large ones first."""
+def _choices(axes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    """Sets of the axes longer than 1, small sets first: these leave large parts of the mesh."""
     long = [axis for axis, size in enumerate(axes.values()) if size > 1]
     for count in range(1, len(long) + 1):
-        for chosen in combinations(long, count):
-            for at in sorted({tuple(place[axis] for axis in chosen) for place in slow}):
-                yield dict(zip(chosen, at, strict=True))
+        yield from combinations(long, count)
 
 
-def _is_in(place: Place, coordinates: Mapping[int, int]) -> bool:
-    return all(place[axis] == at for axis, at in coordinates.items())
+def _by_coordinates(slow: Mapping[Place, int], chosen: Sequence[int]) -> dict[Place, list[int]]:
+    """Coordinates on the chosen axes -> slow ranks there."""
+    found: dict[Place, list[int]] = defaultdict(list)
+    for place, index in slow.items():
+        found[tuple(place[axis] for axis in chosen)].append(index)
+    return found

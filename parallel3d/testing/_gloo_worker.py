@@ -72,9 +72,12 @@ def serve(connection: Connection, threads: int) -> None:
     loopback = _loopback_interface()
     if loopback is not None:  # gloo would look up the host name, which may not resolve
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    gc.freeze()  # what is there stays: not to be looked through after each job
     _send(connection, "ready", None)
+    modules = 0
     while True:
+        if len(sys.modules) > modules:  # what was imported stays: not to be looked through after each job
+            modules = len(sys.modules)
+            gc.freeze()
         try:
             job: Job = pickle.loads(connection.recv_bytes())
             _run(connection, job)

@@ -167,8 +167,11 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert last.startswith("step   20/40  loss 1.0000") and " GiB" in last
     assert hint == "step   21/40  shard 3 is 1.4 x slower"
+    progress.write(record | {"stragglers": [{"text": f"shard {at} is slow"} for at in range(7)]})
+    shown = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert shown[-2:] == ["shard 3 is slow", "and 3 more parts of the mesh are slow"]
     values = dict(pair.split("=") for pair in progress.result.split())
-    assert values["steps"] == "21" and values["smoothed_loss"] == "1.900000"
+    assert values["steps"] == "22" and values["smoothed_loss"] == "1.900000"
     assert "waits: tp 25%" in progress._line(record)
 
 

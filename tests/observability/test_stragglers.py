@@ -46,6 +46,21 @@ def test_a_node_and_another_rank() -> None:
     ]
 
 
+def test_many_ranks_of_a_large_mesh() -> None:
+    """199 of the 256 ranks of a replica: 24 whole rows of tp, and 7 of the next."""
+    axes = {"replicate": 16, "shard": 32, "tp": 8}
+    own = [1.0] * 4096
+    own[512 : 512 + 199] = [2.0] * 199
+    found = [each.coordinates for each in find_stragglers(own, axes)]
+    assert found == [{"replicate": 2, "shard": at} for at in range(24)] + [
+        {"replicate": 2, "shard": 24, "tp": at} for at in range(7)
+    ]
+    own[::9] = [3.0] * len(own[::9])  # nearly 500 more, here and there
+    found = [each.coordinates for each in find_stragglers(own, axes)]
+    assert found[:25] == [{"replicate": 2, "shard": at} for at in range(25)]
+    assert all(len(each) == 3 for each in found[25:]) and len(found) == 25 + 433
+
+
 def test_two_coordinates_of_an_axis() -> None:
     assert named(times({p: 2.0 for p in PLACES if p[1] in (0, 2)})) == [{"shard": 0}, {"shard": 2}]
 
