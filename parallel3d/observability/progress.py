@@ -89,7 +89,9 @@ class Progress:
             self.print(f"step {self.done:4d}/{self.steps}  {straggler['text']}")
         if len(slow) > SHOWN_STRAGGLERS:
             more = len(slow) - SHOWN_STRAGGLERS
-            self.print(f"step {self.done:4d}/{self.steps}  and {more} more parts of the mesh are slow")
+            self.print(
+                f"step {self.done:4d}/{self.steps}  and {more} more parts of the mesh are slow"
+            )
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = []

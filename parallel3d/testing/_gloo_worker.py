@@ -75,7 +75,8 @@ def serve(connection: Connection, threads: int) -> None:
     _send(connection, "ready", None)
     modules = 0
     while True:
-        if len(sys.modules) > modules:  # what was imported stays: not to be looked through after each job
+        if len(sys.modules) > modules:
+            # What was imported stays: not to be looked through after each job.
             modules = len(sys.modules)
             gc.freeze()
         try:
