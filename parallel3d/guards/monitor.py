@@ -63,11 +63,12 @@ class Monitor(threading.Thread):
         self._lock = threading.Lock()
         self._waking = threading.Lock()
         self._ended = threading.Event()
+        self._closed = threading.Event()
         self._seen: float | None = None  # when the first failure was
         self._woken = False
-        self._do(lambda: self._board.settle(rank, self.host))
         if silence is not None:
-            Sentinel(self, silence, self._ended).start()
+            Sentinel(self, silence, self._closed).start()
+        self._ask(lambda: self._board.settle(rank, self.host))
 
     # -- for the main thread -------------------------------------------------------------------------
 
@@ -82,19 +83,19 @@ class Monitor(threading.Thread):
 
     def post(self, note: Note) -> None:
         """Tells the others."""
-        self._do(lambda: self._board.post(note))
+        self._ask(lambda: self._board.post(note))
 
     def answers(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
         """Those of ``ranks`` that have answered the roll call."""
-        return self._do(lambda: self._board.answers(ranks)) or {}
+        return self._ask(lambda: self._board.answers(ranks)) or {}
 
     def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
         """On which machines those of ``ranks`` are, or were, that have come into the watched part."""
-        return self._do(lambda: self._board.hosts(ranks)) or {}
+        return self._ask(lambda: self._board.hosts(ranks)) or {}
 
     def look(self) -> None:
         """Reads what there is now, without waiting for the thread to do so."""
-        self._do(self._read)
+        self._ask(self._read)
 
     def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Waits for ``done()``, reading on; whether it came in time."""
@@ -107,18 +108,43 @@ class Monitor(threading.Thread):
         return True
 
     def end(self) -> None:
-        """Stops the thread; nothing is woken any more."""
+        """Stops the thread; nothing is woken any more. The store can still be asked, and fall silent."""
         with self._waking:
             self._ended.set()
         if self._pulse is not None:
-            self._do(self._pulse.end)
+            self._ask(self._pulse.end)
+
+    def close(self) -> None:
+        """The last call: nobody looks any more whether the store answers."""
+        self._closed.set()
+
+    def _ask(self, what: Callable[[], Any]) -> Any:
+        """``what()`` in a thread of its own: a store that is silent holds that one up, and not this."""
+        if self._closed.is_set() or self.silence is None:
+            return self._do(what)
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                results.append(self._do(what))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="parallel3d-guards-asks", daemon=True)
+        thread.start()
+        while thread.is_alive() and not self.store_silent:
+            thread.join(0.1)
+        if errors:
+            raise errors[0]
+        return results[0] if results else None
 
     # -- the thread ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until ``end``."""
         while not self._ended.wait(self.grace / 10) and not self.store_lost:
-            self.look()
+            self._do(self._read)
             self._do(self._feel)
             self._wake()
 

@@ -70,12 +70,12 @@ class Sentinel(threading.Thread):
     """Tells ``asker`` if the store has not answered it for ``silence`` seconds: the thread that asked waits
     in the kernel, and will for many minutes."""
 
-    def __init__(self, asker: Asker, silence: float, ended: threading.Event) -> None:
+    def __init__(self, asker: Asker, silence: float, closed: threading.Event) -> None:
         super().__init__(name="parallel3d-guards-silence", daemon=True)
-        self._asker, self._silence, self._ended = asker, silence, ended
+        self._asker, self._silence, self._closed = asker, silence, closed
 
     def run(self) -> None:
-        while not self._ended.wait(min(1.0, self._silence / 6)):
+        while not self._closed.wait(min(1.0, self._silence / 6)):
             since = self._asker.waits_since()
             if since is not None and time.monotonic() - since > self._silence:
                 self._asker.store_is_silent(self._silence)

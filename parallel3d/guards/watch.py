@@ -110,7 +110,13 @@ class Session:
         monitor = self.open()
         if monitor is None:
             return None
-        monitor.end()
+        try:
+            monitor.end()
+            return self._tell(monitor, error)
+        finally:
+            monitor.close()
+
+    def _tell(self, monitor: Monitor, error: BaseException | None) -> PeerFailureError | None:
         where = str(here)
         if error is None or _is_exit(error):
             monitor.post(Note("left", monitor.rank, "", where, here.step))
