@@ -124,9 +124,10 @@ def in_all_reduce(patch: Patch) -> None:
 
 
 def in_optimizer(patch: Patch) -> None:
-    import torch
+    """Not AdamW's own step: optim.local tries that on a few numbers when it makes the optimizer."""
+    from parallel3d.optim.local import LocalSteps
 
-    patch(torch.optim.AdamW, "step", after=True)
+    patch(LocalSteps, "step", after=True)
 
 
 def in_copy(patch: Patch) -> None:
