@@ -1,5 +1,6 @@
 """What all tests share: the pool of gloo processes, the engine under test, a guard against leaked groups."""
 
+import gc
 from collections.abc import Generator, Iterator
 
 import hosts
@@ -34,6 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {"gloo_pool", "site"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is imported and collected stays: the garbage collector need not look through it again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
