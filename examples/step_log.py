@@ -34,6 +34,8 @@ class StepLog:
 
     def start(self, step: int, samples: int) -> None:
         """From where it goes on."""
+        if self.path is not None and self.rank == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         place = {"world": self.world, "mesh": list(self.layout.sizes)}
         self._append(event="start", step=step, samples=samples, **place)
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,14 @@ def _end_of_last_line(file: int) -> int:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float):
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):  # numpy's too
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
     return str(value)

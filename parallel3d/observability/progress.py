@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -18,13 +22,26 @@ __all__ = ["WINDOW", "Progress"]
 WINDOW = 20
 """Steps over which loss and speed are smoothed, and between two lines."""
 SHOWN_STRAGGLERS = 4  # lines for one step
+SPEED_PERIOD = 600  # seconds behind the time that remains: several steps, also of slow ones
+
+
+class _Console(Console):
+    """One whose reader may leave, as ``head`` does: a training doesn't end because nobody looks at it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError):  # or Python, as it ends, tries once more and fails
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        warnings.warn("nobody reads standard output: progress is shown no more", stacklevel=2)
 
 
 class Progress:
     """Shows the records of each step; needs the package rich.
 
-    Use it as a context manager around the steps: it owns the live line. The loss must be logged as
-    ``loss``; ``grad_norm`` is shown if it is.
+    ``Metrics`` starts and ends the live line; as a context manager around more than the steps it is there
+    for longer. The loss must be logged as ``loss``; ``grad_norm`` is shown if it is.
 
     Args:
         steps: of the whole run.
@@ -38,15 +55,21 @@ class Progress:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.speeds: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
         self.began = time.perf_counter()
-        self.console = Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        self.console = _Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
         columns = (
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
         )
-        self.live = self.console.is_terminal and not quiet
-        self.bar = Bar(*columns, console=self.console, disable=not self.live)
+        able = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = able and not quiet
+        self.bar = Bar(
+            *columns,
+            console=self.console,
+            disable=not self.live,
+            speed_estimate_period=SPEED_PERIOD,
+        )
         self.task = self.bar.add_task("", total=steps)
         self._total_memory: int | None = None
         self._exposed = ""
@@ -70,6 +93,7 @@ class Progress:
     def start(self, about: Mapping[str, Any]) -> None:
         """What is known of the run."""
         self._total_memory = about.get("memory_total")
+        self.bar.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Takes one step's record; shows it if it is time to."""

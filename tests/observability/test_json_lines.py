@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,12 @@ def test_a_kill(tmp_path: Path) -> None:
         last = max(i for i, line in enumerate(lines) if line.get("event"))
         steps = [line["step"] for line in lines[last + 1 :]]
         assert steps == list(range(len(steps))) and len(steps) >= written.value
+
+
+def test_numbers_of_other_kinds(tmp_path: Path) -> None:
+    """numpy's, say, are Python's by their abstract types only."""
+    sink = JsonLines(tmp_path / "run.jsonl")
+    sink.start({})
+    sink.write({"step": 0, "half": Fraction(1, 2)})
+    sink.close()
+    assert list(read_json_lines(tmp_path / "run.jsonl"))[-1]["half"] == 0.5

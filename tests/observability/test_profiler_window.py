@@ -46,7 +46,8 @@ def test_a_trace(
 
 def test_other_ranks_and_other_steps(tmp_path: Path) -> None:
     run(ProfilerWindow(tmp_path / "a", 2, 3), range(5))  # rank 0 only
-    run(ProfilerWindow(tmp_path / "b", 2, 3, ranks=[3]), range(1))
+    with pytest.warns(UserWarning, match="ended after step 0, before the steps 2 to 3"):
+        run(ProfilerWindow(tmp_path / "b", 2, 3, ranks=[3]), range(1))
     run(ProfilerWindow(tmp_path / "c", 2, 3, ranks=[3]), range(4, 9))
     assert not list(tmp_path.iterdir())
 
@@ -55,6 +56,30 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="could not be written"):
         run(ProfilerWindow(tmp_path / "file", 1, 1, ranks=None), range(3))
+
+
+def test_a_trace_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says nothing when the disk is full."""
+    monkeypatch.setattr(
+        torch.profiler.profile,
+        "export_chrome_trace",
+        lambda self, path: Path(path).write_text('{"traceEvents": [{"na'),
+    )
+    with pytest.warns(UserWarning, match="could not be written: it is cut"):
+        run(ProfilerWindow(tmp_path, 1, 1, ranks=None), range(3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profiler_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one is on, say: the training goes on, and it isn't tried again."""
+
+    def start(self: object) -> None:
+        raise RuntimeError("already enabled")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", start)
+    with pytest.warns(UserWarning, match="already enabled") as seen:
+        run(ProfilerWindow(tmp_path, 1, 3, ranks=None), range(5))
+    assert len(seen) == 1
 
 
 def test_arguments() -> None:
