@@ -245,7 +245,7 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     shown = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()]
     assert shown[-2:] == ["shard 3 is slow", "and 3 more parts of the mesh are slow"]
     values = dict(pair.split("=") for pair in progress.result.split())
-    assert values["steps"] == "22" and values["smoothed_loss"] == "1.900000"
+    assert values["steps"] == "22" and values["smoothed_loss"] == "1.850000"
     assert "waits: tp 25%" in progress._line(record)
 
 
