@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Collection
@@ -143,29 +142,14 @@ class ProfilerWindow:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(part))
-            if not _is_whole(part):
-                raise OSError("it is cut; is the disk full?")
             part.replace(path)
         except (OSError, RuntimeError) as error:
-            with suppress(OSError):
-                part.unlink()
+            for left in self.folder.glob(f"{part.name}*"):  # torch writes to yet another name first
+                with suppress(OSError):
+                    left.unlink()
             warnings.warn(f"the trace {path} could not be written: {error}", stacklevel=2)
         else:
             self.path = path
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether all of a trace was written: torch ends in silence where it could not."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 8))
-        if file.read().rstrip().endswith(b"\n}"):  # events are indented
-            return True
-        file.seek(0)
-        try:
-            json.load(file)
-        except ValueError:
-            return False
-    return True
 
 
 def parse_steps(text: str) -> tuple[int, int]:

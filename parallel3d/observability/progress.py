@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 
 from parallel3d._dry_run import active
 
@@ -22,6 +23,7 @@ __all__ = ["WINDOW", "Progress"]
 WINDOW = 20
 """Steps over which loss and speed are smoothed, and between two lines."""
 SHOWN_STRAGGLERS = 4  # lines for one step
+WIDE = 100  # columns of a terminal, from which on there is a bar
 SPEED_PERIOD = 600  # seconds behind the time that remains: several steps, also of slow ones
 
 
@@ -56,11 +58,13 @@ class Progress:
         self.speeds: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
         self.began = time.perf_counter()
         self.console = _Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        # The text takes what the others leave, and is cut; by default it would push them all out of the line.
+        rest = Column(no_wrap=True, ratio=1)
         columns = (
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            *((BarColumn(20),) if self.console.width >= WIDE else ()),
+            TextColumn("{task.description}", markup=False, table_column=rest),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
         )
         able = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = able and not quiet
@@ -68,6 +72,7 @@ class Progress:
             *columns,
             console=self.console,
             disable=not self.live,
+            expand=True,
             speed_estimate_period=SPEED_PERIOD,
         )
         self.task = self.bar.add_task("", total=steps)

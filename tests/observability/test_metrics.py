@@ -1,6 +1,7 @@
 """Metrics on real ranks and on one: records, sinks that fail, the slow rank by its coordinates."""
 
 import os
+import re
 import sys
 import time
 import warnings
@@ -277,15 +278,18 @@ def test_progress_on_a_terminal_that_cannot_go_back(
         assert capsys.readouterr().out.startswith("step    1/2  loss 2.0000")
 
 
+@pytest.mark.parametrize("columns", [40, 80, 120])
 def test_progress_on_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What must go is the bar, and the end of the line, not the loss."""
-    on_a_terminal(monkeypatch, COLUMNS="40")
+    """The bar and the end of the line go, not the step, the loss and the time."""
+    on_a_terminal(monkeypatch, COLUMNS=str(columns))
     with Progress(300) as progress:
-        progress.write(of_a_step(0))
-    lines = capsys.readouterr().out.splitlines()
-    assert any("1/300" in line and "loss 2.0000" in line for line in lines)
+        progress.write(of_a_step(0) | {"grad_norm": 0.5, "mfu": 0.4, "memory_peak": 2**36})
+    text = re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", capsys.readouterr().out)
+    (line,) = [line for line in re.split(r"[\r\n]", text) if "loss 2.0000" in line]
+    assert line.strip().startswith("1/300") and line.endswith("-:--:--")
+    assert len(line) <= columns
 
 
 def test_progress_knows_the_end_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,14 +58,14 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
         run(ProfilerWindow(tmp_path / "file", 1, 1, ranks=None), range(3))
 
 
-def test_a_trace_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says nothing when the disk is full."""
-    monkeypatch.setattr(
-        torch.profiler.profile,
-        "export_chrome_trace",
-        lambda self, path: Path(path).write_text('{"traceEvents": [{"na'),
-    )
-    with pytest.warns(UserWarning, match="could not be written: it is cut"):
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of what could be written."""
+
+    def export(self: object, path: str) -> None:
+        Path(f"{path}.tmp").write_text("{")  # as torch does
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    with pytest.warns(UserWarning, match="could not be written"):
         run(ProfilerWindow(tmp_path, 1, 1, ranks=None), range(3))
     assert not list(tmp_path.iterdir())
 
