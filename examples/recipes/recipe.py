@@ -224,7 +224,9 @@ def _show(name: str, recipe: Recipe) -> None:
     print(f"{recipe.name}: {recipe.why}")
     print(f"\ndry run:\n  parallel3d dryrun --world-size {recipe.world_size} --steps 1 -- ", end="")
     print(f"examples/train.py {arguments}")
-    print(f"\nlaunch:\n  python examples/recipes/recipe.py {shlex.quote(name)} --to slurm > train.sbatch")
+    print(
+        f"\nlaunch:\n  python examples/recipes/recipe.py {shlex.quote(name)} --to slurm > train.sbatch"
+    )
     print("\nexpected by the planner:")
     for key, value in recipe.expectation().items():
         print(f"  {key} {value:,}")

@@ -66,8 +66,8 @@ class Metrics:
     few microseconds; nothing in the engine changes. Let a step end in something that waits for the device, as
     ``item()`` does, or its time is that of the host.
 
-    A sink that fails is closed and left out from then on, with a warning: no other rank notices. In a dry run nothing is
-    written but what ``Progress`` shows.
+    A sink that fails is closed and left out from then on, with a warning: no other rank notices. In a dry run
+    nothing is written but what ``Progress`` shows.
 
     Args:
         mesh: that the model was parallelized on.
@@ -230,7 +230,9 @@ class Metrics:
             StateError: the step before hasn't ended, or the run hasn't begun.
         """
         if not self._running:
-            raise StateError(f"step {number} is not within the run; put all steps into `with metrics:`")
+            raise StateError(
+                f"step {number} is not within the run; put all steps into `with metrics:`"
+            )
         if self._in_step:
             raise StateError(f"step {number} begins within step {self._number}; end that one first")
         self._in_step, self._number, self._loading = True, number, 0.0

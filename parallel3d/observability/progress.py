@@ -106,12 +106,13 @@ class Progress:
         if "loss" in record:
             self.losses.append(record["loss"])
         seconds = record["step_seconds"]
+        first = not self.speeds  # of this process, which may go on from others' steps
         self.speeds.append((record["tokens_per_second"] * seconds, seconds))
         if "exposed_seconds" in record:
             self._exposed = _shares(record["exposed_seconds"], seconds)
         line = self._line(record)
         self.bar.update(self.task, completed=self.done, description=line)
-        if not self.live and (self.done % WINDOW == 0 or self.done in (1, self.steps)):
+        if not self.live and (first or self.done % WINDOW == 0 or self.done == self.steps):
             self.print(f"step {self.done:4d}/{self.steps}  {line}")
         slow = record.get("stragglers", ())
         for straggler in slow[:SHOWN_STRAGGLERS]:

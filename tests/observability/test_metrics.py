@@ -125,7 +125,7 @@ def test_a_sink_that_fails_is_left_out() -> None:
 
 
 def test_what_is_logged_between_steps() -> None:
-    """An evaluation's result comes into the next record, also if a step between fails; none is lost in silence."""
+    """An evaluation's result comes into the next record, also after a step that fails; or a warning."""
     with fake_world(0, 1):
         kept = Kept()
         with (
@@ -218,7 +218,6 @@ def test_a_snapshot_when_there_is_no_memory(
         ({"flops": 6e9}, "flops is 6000000000.0; .* model_flops"),
         ({"profiler": (1, 2)}, r"profiler is \(1, 2\); .* ProfilerWindow"),
         ({"snapshots": "traces"}, "snapshots is 'traces'; .* OomSnapshots"),
-
     ],
 )
 def test_bad_arguments(options: dict[str, Any], text: str) -> None:
@@ -248,6 +247,16 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[-2:] == ["shard 3 is slow", "and 3 more parts of the mesh are slow"]
     values = dict(pair.split("=") for pair in progress.result.split())
     assert values["steps"] == "22" and values["smoothed_loss"] == "1.850000"
+
+
+def test_progress_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step of a process is shown, whichever it is."""
+    progress = Progress(100)
+    progress.go_on_from(50)
+    for number in (50, 51):
+        progress.write(of_a_step(number))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step   51/100  loss 2.0000")
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
