@@ -34,8 +34,6 @@ class StepLog:
 
     def start(self, step: int, samples: int) -> None:
         """From where it goes on."""
-        if self.path is not None and self.rank == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
         place = {"world": self.world, "mesh": list(self.layout.sizes)}
         self._append(event="start", step=step, samples=samples, **place)
 
@@ -66,6 +64,7 @@ class StepLog:
 
     def _append(self, **line: Any) -> None:
         if self.path is not None and self.rank == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 

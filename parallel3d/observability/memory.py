@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,6 +75,8 @@ class OomSnapshots:
             self.folder.mkdir(parents=True, exist_ok=True)
             dump_snapshot(str(path))
         except Exception as error:
+            with suppress(OSError):
+                path.unlink()  # a part of one
             warnings.warn(f"the memory snapshot {path} could not be written: {error}", stacklevel=2)
             return None
         return path

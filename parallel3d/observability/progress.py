@@ -133,7 +133,9 @@ class Progress:
             return "  ".join(parts)
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if "mfu" in record:
-            parts.append(f"MFU {record['mfu']:.1%}")
+            # Of the same steps as the speed beside it.
+            mfu = record["mfu"] / record["tokens_per_second"] * self.tokens_per_second
+            parts.append(f"MFU {mfu:.1%}")
         if "memory_peak" in record:
             total = self._total_memory
             share = f" ({record['memory_peak'] / total:.0%})" if total else ""

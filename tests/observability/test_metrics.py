@@ -197,6 +197,7 @@ def test_a_snapshot_when_there_is_no_memory(
         assert [f.name for f in (tmp_path / "new").iterdir()] == ["oom-step-7-rank-00000.pickle"]
 
         def fails(path: str) -> None:
+            Path(path).write_text("a part")
             raise RuntimeError("no CUDA")
 
         monkeypatch.setattr(memory_module, "dump_snapshot", fails)
@@ -206,6 +207,7 @@ def test_a_snapshot_when_there_is_no_memory(
             metrics.step(9),
         ):
             raise torch.OutOfMemoryError("again")
+        assert len(list((tmp_path / "new").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,6 +259,14 @@ def test_progress_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
         progress.write(of_a_step(number))
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step   51/100  loss 2.0000")
+
+
+def test_progress_smooths_all_speeds_alike() -> None:
+    progress = Progress(100)
+    for number, seconds in enumerate((0.5, 1.5)):
+        progress.write(of_a_step(number) | {"step_seconds": seconds, "tokens_per_second": 1e3 / seconds})
+    line = progress._line(of_a_step(2) | {"mfu": 0.4, "tokens_per_second": 500.0})
+    assert "1,000 tokens/s  MFU 80.0%" in line
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
