@@ -48,6 +48,17 @@ def test_a_line_that_was_cut(tmp_path: Path, left: str) -> None:
     assert len(lines) == (1 if not left.strip() else 3 if '{"step": 1}' in left else 2)
 
 
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    """Its last line has no newline, and would be taken for one that a kill has cut."""
+    path = tmp_path / "notes.txt"
+    path.write_text("first\nsecond")
+    sink = JsonLines(path)
+    with pytest.raises(Parallel3dError, match=r"notes.txt is there already"):
+        sink.start({})
+    sink.close()
+    assert path.read_text() == "first\nsecond"
+
+
 def test_reading(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, ')
