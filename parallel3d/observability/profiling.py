@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import profiler
 
+from parallel3d._arguments import as_count
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["ProfilerWindow", "parse_steps"]
@@ -43,9 +44,10 @@ class ProfilerWindow:
         shapes: bool = False,
         memory: bool = False,
     ) -> None:
-        if not 0 <= first <= last:
+        first, last = (as_count("ProfilerWindow: a step", step) for step in (first, last))
+        if first > last:
             raise Parallel3dError(
-                f"ProfilerWindow: the steps {first} to {last}: the first is 0 or more, and not after the last"
+                f"ProfilerWindow: the steps {first} to {last}: the first is after the last"
             )
         self.folder, self.first, self.last = Path(folder), first, last
         self.ranks = None if ranks is None else frozenset(ranks)

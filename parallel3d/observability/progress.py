@@ -28,15 +28,19 @@ SPEED_PERIOD = 600  # seconds behind the time that remains: several steps, also 
 
 
 class _Console(Console):
-    """One whose reader may leave, as ``head`` does: a training doesn't end because nobody looks at it."""
+    """One whose reader may leave, as ``head`` does, or whose disk be full: that doesn't end a training."""
 
     def on_broken_pipe(self) -> None:
+        self.give_up("nobody reads standard output")
+
+    def give_up(self, why: object) -> None:
+        """Shows nothing from now on."""
         self.quiet = True
         with suppress(OSError):  # or Python, as it ends, tries once more and fails
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-        warnings.warn("nobody reads standard output: progress is shown no more", stacklevel=2)
+        warnings.warn(f"progress is shown no more: {why}", stacklevel=2)
 
 
 class Progress:
@@ -93,7 +97,13 @@ class Progress:
 
     def print(self, line: object) -> None:
         """A line of its own."""
-        self.console.print(str(line))
+        try:
+            self.console.print(str(line))
+        except OSError as error:
+            self.console.give_up(error)
+
+    def __repr__(self) -> str:
+        return f"Progress({self.steps})"
 
     def start(self, about: Mapping[str, Any]) -> None:
         """What is known of the run."""

@@ -264,7 +264,9 @@ def test_progress_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress_smooths_all_speeds_alike() -> None:
     progress = Progress(100)
     for number, seconds in enumerate((0.5, 1.5)):
-        progress.write(of_a_step(number) | {"step_seconds": seconds, "tokens_per_second": 1e3 / seconds})
+        progress.write(
+            of_a_step(number) | {"step_seconds": seconds, "tokens_per_second": 1e3 / seconds}
+        )
     line = progress._line(of_a_step(2) | {"mfu": 0.4, "tokens_per_second": 500.0})
     assert "1,000 tokens/s  MFU 80.0%" in line
 
@@ -329,7 +331,17 @@ def test_progress_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(write, "w", buffering=1) as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         progress = Progress(2)
-        with pytest.warns(UserWarning, match="shown no more"):
+        with pytest.warns(UserWarning, match="shown no more: nobody reads"):
+            progress.print("hello")
+        progress.write(of_a_step(0))
+        assert progress.done == 1
+
+
+def test_progress_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        progress = Progress(2)
+        with pytest.warns(UserWarning, match="shown no more: .*No space left"):
             progress.print("hello")
         progress.write(of_a_step(0))
         assert progress.done == 1

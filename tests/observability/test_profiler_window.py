@@ -89,3 +89,5 @@ def test_arguments() -> None:
             parse_steps(text)
     with pytest.raises(Parallel3dError, match="the steps 3 to 2"):
         ProfilerWindow("x", 3, 2)
+    with pytest.raises(Parallel3dError, match="a step is '1'"):
+        ProfilerWindow("x", "1", 2)  # type: ignore[arg-type]
