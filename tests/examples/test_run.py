@@ -10,6 +10,7 @@ from run import Run
 from step_log import StepLog
 
 import parallel3d as p3d
+from parallel3d._dry_run import running
 from parallel3d.testing import fake_world
 
 
@@ -28,3 +29,10 @@ def test_the_step_logs_folder_is_made(tmp_path: Path) -> None:
     with fake_world(0, 2):
         StepLog(path, p3d.MeshLayout(1, 2, 1), torch.device("cpu")).start(3, 12)
     assert path.read_text().startswith('{"event": "start", "step": 3')
+
+
+def test_a_dry_run_leaves_the_step_log_alone(tmp_path: Path) -> None:
+    with fake_world(0, 2), running(None):
+        log = StepLog(tmp_path / "steps.jsonl", p3d.MeshLayout(1, 2, 1), torch.device("cpu"))
+        log.start(0, 0)
+    assert not list(tmp_path.iterdir())
