@@ -129,6 +129,9 @@ class Options:
         Path | None, Option(help="File to append to: what each step consumed, and its loss.")
     ] = None
 
+    def __post_init__(self) -> None:
+        _ = self.window  # refused before anything starts
+
     @property
     def model(self) -> LlamaConfig:
         """The model's sizes."""

@@ -51,7 +51,7 @@ class Run:
             return None
         info = p3d.checkpoint.load(self.folder, model, optimizer)
         for option, now in self.fixed.items():
-            then = info.extra["fixed"].get(option)
+            then = info.extra.get("fixed", {}).get(option)
             if then != now:
                 raise p3d.CheckpointError(
                     f"{info.path} is of a run with {option} {then}; this one has {now}. Go on with the "

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 import parallel3d as p3d
+from parallel3d.dryrun import active
 
 __all__ = ["StepLog", "digest_of_rows", "digest_of_weights"]
 
@@ -25,11 +26,12 @@ class StepLog:
     again.
 
     Args:
-        path: of the file; None: nothing is written, and nothing sent.
+        path: of the file; None, and in a dry run: nothing is written, and nothing sent.
     """
 
     def __init__(self, path: Path | None, layout: p3d.MeshLayout, device: torch.device) -> None:
-        self.path, self.layout, self.device = path, layout, device
+        self.path = None if active() else path
+        self.layout, self.device = layout, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def start(self, step: int, samples: int) -> None:
@@ -64,6 +66,7 @@ class StepLog:
 
     def _append(self, **line: Any) -> None:
         if self.path is not None and self.rank == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 

@@ -111,11 +111,11 @@ def main(options: Options) -> None:
         checker = Checker(config, device, options.torch_dtype, schedule, seed=seed)
 
     consumed = StepLog(options.step_log, layout, device)
-    consumed.start(run.step, run.samples)
     rows, data_rank = options.batch // layout.data_size, layout.data_rank(rank)
     metrics = make_metrics(options, mesh, report, flops)
     # Watched, so that a rank that fails ends all, and each says which it was, and why.
     with p3d.guards.watch(), report, metrics, p3d.checkpoint.StopSignal() as stop:
+        consumed.start(run.step, run.samples)
         while run.step < steps:
             with metrics.step(run.step):
                 with metrics.loading_data():

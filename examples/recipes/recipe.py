@@ -5,12 +5,17 @@
     python examples/recipes/recipe.py llama-70b-512gpus --to slurm  # its launch file
     python examples/recipes/recipe.py llama-70b-512gpus --expect    # writes what the planner expects into it
 
-``[train]`` has the options of examples/train.py by name.
+``[train]`` has the options of examples/train.py by name. A recipe of your own is given by its path, which
+ends with .toml; ``[expected]`` is what --expect writes.
 """
 
+import re
+import shlex
 import sys
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +25,13 @@ import parallel3d as p3d
 from parallel3d.launch import LaunchJob, launch_file
 from parallel3d.planner import Cluster, Prediction, Workload, predict, spec_from_hf_config
 
+FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER.parent))
+
+from options import Options  # noqa: E402
+
 __all__ = ["FOLDER", "Recipe", "names", "read"]
 
-FOLDER = Path(__file__).parent
 _GIB = 2**30
 _MODELS = {
     "1b": "llama-3.2-1b",
@@ -30,6 +39,10 @@ _MODELS = {
     "70b": "llama-3.1-70b",
     "405b": "llama-3.1-405b",
 }
+_CLUSTER, _MESH = ("gpu", "nodes", "gpus_per_node"), ("replicate", "shard", "tp")
+_TRAIN = tuple(option.name for option in fields(Options) if option.name not in _MESH)
+_EXPECTED = ("memory_gib", "tokens_per_second_per_gpu", "mfu", "step_seconds")
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,10 @@ class Recipe:
     Attributes:
         cluster: GPU's name, nodes, GPUs of a node. mesh: replicate, shard, tp. train: options of train.py.
         expected: by the planner: ``memory_gib`` a GPU, ``tokens_per_second_per_gpu``, ``mfu``,
-            ``step_seconds``.
+            ``step_seconds``; empty before it was asked.
+
+    Raises:
+        Parallel3dError: by ``prediction`` and ``expectation``: the planner doesn't know an option's value.
     """
 
     name: str
@@ -47,7 +63,7 @@ class Recipe:
     cluster: dict[str, Any]
     mesh: dict[str, int]
     train: dict[str, Any]
-    expected: dict[str, float]
+    expected: dict[str, float] = field(default_factory=dict)
 
     @property
     def layout(self) -> p3d.MeshLayout:
@@ -83,22 +99,38 @@ class Recipe:
 
     def prediction(self) -> Prediction:
         """What the planner says of it now."""
-        train = self.train
+        train = Options(**self.train)
+        for option, known in (
+            ("size", tuple(_MODELS)),
+            ("dtype", tuple(_PRECISIONS)),
+            ("double", (False,)),
+            ("loss_parallel", ("none", "split")),
+            ("hfsdp", (False,)),
+        ):
+            value = getattr(train, option)
+            if value not in known:
+                raise p3d.Parallel3dError(
+                    f"recipe {self.name}: the planner does not know {option} = {value!r}, but only "
+                    f"{', '.join(map(repr, known))}; leave it out to see what the rest would take"
+                )
+        stored = _PRECISIONS[train.dtype]
+        layout = self.layout.resolve(self.world_size)
         work = Workload(
-            seq_len=train["seq_len"],
-            micro_batch=train["micro_batch"],
-            global_batch=train["batch"],
-            precision="bf16" if train["mixed_precision"] else "fp32",
-            checkpointing=train.get("activation_checkpointing", "none"),
-            compile=train.get("compile", False),
-            sequence_parallel=train.get("sequence_parallel", False),
-            loss_parallel=train.get("loss_parallel", "none") == "split",
-            reshard_after_forward=not train.get("no_reshard", False),
+            seq_len=train.model.max_seq_len,
+            micro_batch=train.micro_batch or train.batch // layout.data_size,
+            global_batch=train.batch,
+            precision="bf16" if train.mixed_precision else stored,
+            param_dtype=stored,
+            checkpointing=str(train.activation_checkpointing),
+            compile=train.compile,
+            sequence_parallel=train.sequence_parallel,
+            loss_parallel=train.loss_parallel == "split",
+            reshard_after_forward=not train.no_reshard,
         )
         cluster = Cluster.of(
             self.cluster["gpu"], self.cluster["nodes"], self.cluster["gpus_per_node"]
         )
-        return predict(spec_from_hf_config(_MODELS[train["size"]]), self.layout, cluster, work)
+        return predict(spec_from_hf_config(_MODELS[train.size]), layout, cluster, work)
 
     def expectation(self) -> dict[str, float]:
         """``expected`` as the planner has it now, rounded."""
@@ -117,19 +149,50 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Recipe:
-    """The recipe called so, or in this file."""
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    """The recipe called so, or in this file.
+
+    Raises:
+        Parallel3dError: it is not there, or has something that a recipe hasn't.
+    """
+    path = _path(name)
     if not path.is_file():
-        raise typer.BadParameter(f"there is no recipe {name!r}; there are {', '.join(names())}")
-    return Recipe(path.stem, **tomllib.loads(path.read_text()))
+        raise p3d.Parallel3dError(f"there is no recipe {name!r}; there are {', '.join(names())}")
+    try:
+        found = tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise p3d.Parallel3dError(f"{path} is no TOML: {error}") from None
+    _check_keys(f"{path}", found, needed=("why", "cluster", "mesh", "train"), also=("expected",))
+    tables = {"cluster": (_CLUSTER, ()), "mesh": ((), _MESH), "train": (("size", "batch"), _TRAIN)}
+    for table, (needed, also) in {**tables, "expected": ((), _EXPECTED)}.items():
+        _check_keys(f"{path}: [{table}]", found.get(table, {}), needed=needed, also=also)
+    return Recipe(path.stem, **found)
+
+
+def _path(name: str) -> Path:
+    return Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+
+
+def _check_keys(
+    where: str, found: object, *, needed: Collection[str], also: Collection[str]
+) -> None:
+    if not isinstance(found, dict):
+        raise p3d.Parallel3dError(f"{where} is {found!r}; it must be a table")
+    known = {*needed, *also}
+    for key in found:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+            raise p3d.Parallel3dError(f"{where} has {key!r}, which is not a key of it; {hint}")
+    if absent := [key for key in needed if key not in found]:
+        raise p3d.Parallel3dError(f"{where} lacks {', '.join(absent)}")
 
 
 def write_expectation(name: str) -> None:
-    """Puts what the planner expects now into the file."""
-    path = FOLDER / f"{name}.toml"
-    head, _, _ = path.read_text().partition("[expected]")
+    """Puts what the planner expects now into the file, in place of what it expected before."""
+    path = _path(name)
     lines = [f"{key} = {value}" for key, value in read(name).expectation().items()]
-    path.write_text(head + "\n".join(["[expected]", *lines]) + "\n")
+    rest = re.sub(r"(?ms)^\[expected\].*?(?=^\[|\Z)", "", path.read_text()).rstrip()
+    path.write_text("\n".join([rest, "", "[expected]", *lines]) + "\n")
 
 
 def main(
@@ -153,19 +216,24 @@ def main(
     elif to is not None:
         sys.stdout.write(launch_file(to, recipe.job(image=image, gpu=gpu)))
     else:
-        _show(recipe)
+        _show(name, recipe)
 
 
-def _show(recipe: Recipe) -> None:
-    arguments = " ".join(recipe.arguments())
+def _show(name: str, recipe: Recipe) -> None:
+    arguments = shlex.join(recipe.arguments())
     print(f"{recipe.name}: {recipe.why}")
     print(f"\ndry run:\n  parallel3d dryrun --world-size {recipe.world_size} --steps 1 -- ", end="")
     print(f"examples/train.py {arguments}")
-    print(f"\nlaunch:\n  python examples/recipes/recipe.py {recipe.name} --to slurm > train.sbatch")
+    print(
+        f"\nlaunch:\n  python examples/recipes/recipe.py {shlex.quote(name)} --to slurm > train.sbatch"
+    )
     print("\nexpected by the planner:")
     for key, value in recipe.expectation().items():
         print(f"  {key} {value:,}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except p3d.Parallel3dError as error:
+        sys.exit(f"error: {error}")

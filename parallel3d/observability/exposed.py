@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
 from parallel3d._compat_waits import COLLECTIVES
+from parallel3d._dry_run import active
 
 __all__ = ["OTHER", "WORLD", "Clock", "ExposedTime", "HostClock"]
 
 WORLD = "world"
 """What the default group is called where no axis has it."""
 OTHER = "other"
-"""Groups that are of no mesh."""
+"""Groups whose ranks are not those of one axis."""
 
 
 class Clock(Protocol):
@@ -44,8 +46,8 @@ class Clock(Protocol):
     def patches(self, patch: Patch) -> None:
         """Replaces more methods, while it measures."""
 
-    def take(self) -> tuple[float, dict[str, float]]:
-        """(seconds since ``begin``, seconds of the waits by axis)."""
+    def take(self, *, failed: bool = False) -> tuple[float, dict[str, float]]:
+        """(seconds since ``begin``, seconds of the waits by axis); ``failed``: an error ended the step."""
 
 
 class HostClock:
@@ -79,7 +81,7 @@ class HostClock:
     def patches(self, patch: Patch) -> None:
         """See ``Clock``."""
 
-    def take(self) -> tuple[float, dict[str, float]]:
+    def take(self, *, failed: bool = False) -> tuple[float, dict[str, float]]:
         """See ``Clock``."""
         return self.now() - self.began, dict(self.seconds)
 
@@ -113,24 +115,29 @@ class ExposedTime:
     waits for slower ones. Not seen are collectives in compiled code, and those of C++ (DDP's).
 
     Args:
-        meshes: that name the groups. Of axes that share a group, the first.
-        clock: ``HostClock()`` by default.
+        meshes: that name the groups; axes without names are called "0", "1". Of axes that share a group, the
+            first. A group of no mesh whose ranks are all in one axis's counts as that axis's: so are those
+            that the engine makes for itself.
+        clock: by default the device's: ``StreamClock(torch.cuda)`` for meshes of GPUs, else ``HostClock()``.
 
     Attributes:
         seconds: by axis, of the last body; axes without any are absent. ``"world"``: the default group, where
-            it is no axis's; ``"other"``: groups of no mesh.
-        total: seconds of the last body.
+            it is no axis's; ``"other"``: groups of several axes, or of none.
+        total: seconds of the last body. After an error on a GPU nothing is known: 0, and no axes.
     """
 
     def __init__(self, *meshes: DeviceMesh, clock: Clock | None = None) -> None:
-        self.clock: Clock = HostClock() if clock is None else clock
-        self.axes: dict[str, str] = {}
+        self.clock: Clock = _clock_of(meshes) if clock is None else clock
+        self.axes: dict[str, str] = {}  # name of a group -> axis
+        self._ranks: dict[str, set[int]] = {}  # of axes
         self.seconds: dict[str, float] = {}
         self.total = 0.0
         self._kinds: set[type] = set()
         for mesh in meshes:
-            for axis in mesh.mesh_dim_names or ():
-                self._add(mesh.get_group(axis), axis)
+            for at, axis in enumerate(mesh.mesh_dim_names or map(str, range(mesh.ndim))):
+                group = mesh.get_group(at)
+                self._add(group, axis)
+                self._ranks.setdefault(axis, set(dist.get_process_group_ranks(group)))
         if dist.is_initialized() and dist.group.WORLD is not None:
             self._add(dist.group.WORLD, WORLD)
         self._works: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -140,6 +147,17 @@ class ExposedTime:
     def _add(self, group: Any, axis: str) -> None:
         self.axes.setdefault(group.group_name, axis)
         self._kinds.add(type(group))
+
+    def _axis_of(self, group: Any) -> str:
+        name = group.group_name
+        if name not in self.axes:
+            try:
+                ranks = set(dist.get_process_group_ranks(group))
+            except (KeyError, ValueError):  # torch doesn't know it
+                ranks = set()
+            around = [axis for axis, all_of_it in self._ranks.items() if ranks <= all_of_it]
+            self.axes[name] = around[0] if len(ranks) > 1 and around else OTHER
+        return self.axes[name]
 
     @property
     def own(self) -> float:
@@ -156,9 +174,9 @@ class ExposedTime:
         self.clock.begin()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
         self._patch.undo()
-        self.total, self.seconds = self.clock.take()
+        self.total, self.seconds = self.clock.take(failed=kind is not None)
         self._works.clear()
 
     def _collective(self, original: Any) -> Callable[..., Any]:
@@ -168,7 +186,7 @@ class ExposedTime:
             thread = self._thread
             if thread.inside or not thread.counts:
                 return original(group, *args, **kwargs)
-            axis = self.axes.get(group.group_name, OTHER)
+            axis = self._axis_of(group)
             thread.inside = True
             started = clock.start()
             try:
@@ -219,4 +237,14 @@ class _Thread(threading.local):
 
 
 def _python_threads() -> Iterable[int | None]:
-    return {thread.ident for thread in threading.enumerate()}
+    """Without those that Python only knows of, as logging in a hook makes it know autograd's."""
+    return {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+
+
+def _clock_of(meshes: Iterable[DeviceMesh]) -> Clock:
+    on_gpus = any(mesh.device_type == "cuda" for mesh in meshes)
+    if not on_gpus or active() or not torch.cuda.is_available():
+        return HostClock()
+    from parallel3d.observability.stream_clock import StreamClock
+
+    return StreamClock(torch.cuda)

@@ -1,6 +1,6 @@
 """What the fields of a record mean; docs/observability.md has the same table."""
 
-__all__ = ["FIELDS", "START_FIELDS"]
+__all__ = ["FIELDS", "OWN_FIELDS", "START_FIELDS"]
 
 FIELDS = {
     "step": "number of the step, as given to `Metrics.step`",
@@ -27,6 +27,9 @@ FIELDS = {
     "stragglers": "sampled: list of {axes, times, cause, text}; empty while there are too few samples",
 }
 """Name -> meaning. What else is logged is there under its own name."""
+
+OWN_FIELDS = (frozenset(FIELDS) | {"event"}) - {"loss", "grad_norm"}
+"""Names that nothing else can be logged under."""
 
 START_FIELDS = {
     "event": '`"start"`: which no step has',

@@ -60,6 +60,8 @@ def model_flops(model: nn.Module | ModelSpec, seq_len: int, **options: Any) -> M
 
 
 _NAMES = (
+    (r"\bmig\b", None),  # a part of a device
+    ("gb300", None),
     ("mi355x", "mi355x"),
     ("mi325x", "mi325x"),
     ("mi300x", "mi300x"),

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,20 @@ class JsonLines:
         self._file: int | None = None
 
     def start(self, about: Mapping[str, Any]) -> None:
-        """Opens the file, and writes what is known of the run."""
+        """Opens the file, and writes what is known of the run.
+
+        Raises:
+            Parallel3dError: there is such a file, with something else in it.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, _BLOCK, 0).lstrip()[:1] not in (b"", b"{"):
+            raise Parallel3dError(
+                f"{self.path} is there already and is no file of JSON lines; give another one"
+            )
         whole = _end_of_last_line(self._file)
-        if whole < os.fstat(self._file).st_size:
+        if whole < size:
             os.ftruncate(self._file, whole)
         self.write({"event": "start", **about})
 
@@ -98,12 +108,14 @@ def _end_of_last_line(file: int) -> int:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float):
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):  # numpy's too
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
     return str(value)

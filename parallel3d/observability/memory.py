@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from parallel3d._compat_snapshot import dump_snapshot, record_history
 
-__all__ = ["OomSnapshots", "read_memory", "total_memory"]
+__all__ = ["OomSnapshots", "read_memory", "reset_memory", "total_memory"]
+
+
+def reset_memory(device_type: str) -> None:
+    """A step begins: what was before it, an evaluation say, is not its peak. On a CPU nothing forgets."""
+    if device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
 
 
 def read_memory(device_type: str) -> dict[str, int]:
-    """The memory fields of a record, of this rank, since the last call; counts since the process began.
+    """The memory fields of a record, of this rank, since ``reset_memory``; counts since the process began.
 
-    On CUDA it resets the allocator's peaks. On a CPU there is the most that was ever resident.
+    On a CPU there is the most that was ever resident.
     """
     if device_type == "cuda":
         stats = torch.cuda.memory_stats()
-        torch.cuda.reset_peak_memory_stats()
         return {
             "memory_peak": stats.get("allocated_bytes.all.peak", 0),
             "memory_reserved_peak": stats.get("reserved_bytes.all.peak", 0),
@@ -69,6 +75,8 @@ class OomSnapshots:
             self.folder.mkdir(parents=True, exist_ok=True)
             dump_snapshot(str(path))
         except Exception as error:
+            with suppress(OSError):
+                path.unlink()  # a part of one
             warnings.warn(f"the memory snapshot {path} could not be written: {error}", stacklevel=2)
             return None
         return path

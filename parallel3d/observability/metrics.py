@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import fmean, median_low
 from types import TracebackType
 from typing import Any, Protocol
@@ -18,13 +18,18 @@ from torch.distributed import DeviceMesh
 from parallel3d._dry_run import active
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh.agreement import check_agreement
-from parallel3d.observability.exposed import WORLD, ExposedTime
+from parallel3d.observability.exposed import OTHER, WORLD, ExposedTime
+from parallel3d.observability.fields import OWN_FIELDS
 from parallel3d.observability.flops import CONVENTION, ModelFlops, peak_of_device
 from parallel3d.observability.gathering import Gathering
-from parallel3d.observability.memory import OomSnapshots, read_memory, total_memory
+from parallel3d.observability.memory import (
+    OomSnapshots,
+    read_memory,
+    reset_memory,
+    total_memory,
+)
 from parallel3d.observability.profiling import ProfilerWindow
 from parallel3d.observability.stragglers import find_stragglers
-from parallel3d.observability.stream_clock import StreamClock
 
 __all__ = ["Metrics", "Sink"]
 
@@ -61,8 +66,8 @@ class Metrics:
     few microseconds; nothing in the engine changes. Let a step end in something that waits for the device, as
     ``item()`` does, or its time is that of the host.
 
-    A sink that fails is left out from then on, with a warning: no other rank notices. In a dry run nothing is
-    written but what ``Progress`` shows.
+    A sink that fails is closed and left out from then on, with a warning: no other rank notices. In a dry run
+    nothing is written but what ``Progress`` shows.
 
     Args:
         mesh: that the model was parallelized on.
@@ -99,6 +104,7 @@ class Metrics:
     ) -> None:
         _check(tokens_per_step=tokens_per_step, samples=samples)
         _check_rates(every=every, slow=slow, peak_tflops=peak_tflops)
+        _check_kinds(flops=flops, profiler=profiler, snapshots=snapshots)
         self.mesh, self.tokens_per_step, self.every = mesh, tokens_per_step, every
         self.sinks = list(sinks)
         self.flops, self.slow, self.samples = flops, slow, samples
@@ -113,17 +119,17 @@ class Metrics:
         self._exposed = self._meter() if every else None
         self._own: deque[tuple[float, float]] = deque(maxlen=samples)  # (own, loading data)
         self._logged: dict[str, Any] = {}
+        self._between: dict[str, Any] = {}  # what of it was logged before the step
         self._number, self._began, self._loading = -1, 0.0, 0.0
-        self._in_step = self._sampling = False
+        self._running = self._in_step = self._sampling = False
+        if profiler is not None and self.is_first:
+            profiler.check_ranks(dist.get_world_size())
         ranks = self.gathering.ranks
         check_agreement("observability", {"every": str(every)}, ranks=ranks)
 
     def _meter(self) -> ExposedTime | None:
-        if self.device_type == "cpu":
-            return ExposedTime(self.mesh)
-        if self.device_type == "cuda" and not active():
-            return ExposedTime(self.mesh, clock=StreamClock(torch.cuda))
-        return None
+        able = self.device_type == "cpu" or (self.device_type == "cuda" and not active())
+        return ExposedTime(self.mesh) if able else None
 
     # -- the run ---------------------------------------------------------------------------------------
 
@@ -136,7 +142,7 @@ class Metrics:
             if not self.is_first or (active() and not getattr(sink, "in_dry_runs", False)):
                 self.sinks.remove(sink)
         self._each_sink("start", self.about())
-        read_memory(self.device_type)  # what was before the steps is not theirs
+        self._running = True
         return self
 
     def __exit__(
@@ -147,6 +153,12 @@ class Metrics:
     ) -> None:
         if self.profiler is not None:
             self.profiler.close()
+        self._running = False
+        left, self._logged = self._logged, {}
+        if left and self.is_first and kind is None:
+            warnings.warn(
+                f"logged after the last step, and so in no record: {', '.join(left)}", stacklevel=2
+            )
         self._each_sink("close")
 
     def about(self) -> dict[str, Any]:
@@ -195,19 +207,37 @@ class Metrics:
             self._loading += time.perf_counter() - began
 
     def log(self, **values: Any) -> None:
-        """Puts values into the step's record: numbers, not tensors."""
+        """Puts values into the step's record, between two steps into that of the next: numbers, not tensors.
+
+        Raises:
+            Parallel3dError: a tensor; a name that is a field of every record.
+        """
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                raise Parallel3dError(
+                    f"log: {name} is a tensor, which would keep its graph; log its value: {name}.item()"
+                )
+            if name in OWN_FIELDS:
+                raise Parallel3dError(
+                    f"log: {name!r} is a field of every record; take another name, such as my_{name}"
+                )
         self._logged.update(values)
 
     def begin(self, number: int) -> None:
         """What ``with metrics.step(number):`` does when it is entered.
 
         Raises:
-            StateError: the step before hasn't ended.
+            StateError: the step before hasn't ended, or the run hasn't begun.
         """
+        if not self._running:
+            raise StateError(
+                f"step {number} is not within the run; put all steps into `with metrics:`"
+            )
         if self._in_step:
             raise StateError(f"step {number} begins within step {self._number}; end that one first")
         self._in_step, self._number, self._loading = True, number, 0.0
-        self._logged = {}
+        self._between = dict(self._logged)
+        reset_memory(self.device_type)
         self._sampling = self._exposed is not None and (number + 1) % self.every == 0
         if self.profiler is not None:
             self.profiler.begin(number, self.rank)
@@ -220,14 +250,16 @@ class Metrics:
         seconds = time.perf_counter() - self._began
         self._in_step = False
         if self._sampling and self._exposed is not None:
-            self._exposed.__exit__()
+            self._exposed.__exit__(None if error is None else type(error))
         if self.profiler is not None:
             self.profiler.end(self._number)
         if error is not None:
             if self.snapshots is not None and isinstance(error, torch.OutOfMemoryError):
                 self.snapshots.save(self._number, self.rank)
+            self._logged = self._between
             return
         record = {"step": self._number, "time": time.time(), **self._logged}
+        self._logged = {}
         record |= {"step_seconds": seconds, "data_seconds": self._loading}
         record |= self._speed(seconds)
         record |= read_memory(self.device_type)
@@ -253,7 +285,8 @@ class Metrics:
         meter = self._exposed
         assert meter is not None
         self._own.append((meter.own, self._loading))
-        axes = [axis for axis, size in self.axes.items() if size > 1] + [WORLD]
+        axes = [axis for axis, size in self.axes.items() if size > 1]
+        axes += [WORLD, OTHER]
         waits = [meter.seconds.get(axis, 0.0) for axis in axes]
         table = self.gathering([*min(self._own), memory, *waits])
         if table is None:  # a dry run, where nobody waits
@@ -284,6 +317,9 @@ class Metrics:
                 if active():
                     raise
                 self.sinks.remove(sink)
+                if what != "close":
+                    with suppress(Exception):
+                        sink.close()
                 warnings.warn(
                     f"{sink} can't {what} and is left out from now on: {type(error).__name__}: {error}",
                     stacklevel=2,
@@ -324,3 +360,13 @@ def _check_rates(*, every: object, slow: object, peak_tflops: object) -> None:
         raise Parallel3dError(f"Metrics: slow is {slow!r}; it must be a number above 1")
     if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):
         raise Parallel3dError(f"Metrics: peak_tflops is {peak_tflops!r}; it must be above 0")
+
+
+def _check_kinds(*, flops: object, profiler: object, snapshots: object) -> None:
+    for name, value, kind, what in (
+        ("flops", flops, ModelFlops, "what model_flops returns"),
+        ("profiler", profiler, ProfilerWindow, "a ProfilerWindow"),
+        ("snapshots", snapshots, OomSnapshots, "an OomSnapshots"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise Parallel3dError(f"Metrics: {name} is {value!r}; it must be {what}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import profiler
 
+from parallel3d._arguments import as_count
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["ProfilerWindow", "parse_steps"]
@@ -21,7 +23,8 @@ class ProfilerWindow:
 
     Each of them writes ``folder/steps-10-12-rank-00003.json`` at the end of the last step, or of the run.
     Open it in ui.perfetto.dev or chrome://tracing. The step before the first is profiled and dropped, as the
-    first one that is takes longer. Other steps cost nothing. A trace that can't be written is a warning.
+    first one that is takes longer. Other steps cost nothing. A profiler that fails, a trace that can't be
+    written and a run that ends before the first step are warnings.
 
     Args:
         folder: made if it is not there.
@@ -41,9 +44,10 @@ class ProfilerWindow:
         shapes: bool = False,
         memory: bool = False,
     ) -> None:
-        if not 0 <= first <= last:
+        first, last = (as_count("ProfilerWindow: a step", step) for step in (first, last))
+        if first > last:
             raise Parallel3dError(
-                f"ProfilerWindow: the steps {first} to {last}: the first is 0 or more, and not after the last"
+                f"ProfilerWindow: the steps {first} to {last}: the first is after the last"
             )
         self.folder, self.first, self.last = Path(folder), first, last
         self.ranks = None if ranks is None else frozenset(ranks)
@@ -55,22 +59,24 @@ class ProfilerWindow:
         self.path: Path | None = None
         self._profile: Any = None
         self._step: Any = None
-        self._rank = 0
+        self._rank, self._latest = 0, -1
+        self._over = False  # traced, or given up
 
     def begin(self, step: int, rank: int) -> None:
         """A step begins on this rank."""
+        if self._over or (self.ranks is not None and rank not in self.ranks):
+            return
+        self._rank, self._latest = rank, step
         if self._profile is None:
             # On from the step before the first; a run that goes on later takes what is left of the window.
-            if not max(self.first - 1, 0) <= step <= self.last or self.path is not None:
+            if not max(self.first - 1, 0) <= step <= self.last:
                 return
-            if self.ranks is not None and rank not in self.ranks:
-                return
-            self._start(step, rank)
-        self._step = profiler.record_function(f"step {step}")
-        self._step.__enter__()
+            self._attempt(lambda: self._start(step))
+        if self._profile is not None:
+            self._step = profiler.record_function(f"step {step}")
+            self._step.__enter__()
 
-    def _start(self, step: int, rank: int) -> None:
-        self._rank = rank
+    def _start(self, step: int) -> None:
         warmup = max(self.first - step, 0)
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -97,16 +103,39 @@ class ProfilerWindow:
             if step >= self.last:
                 self.close()
             else:
-                self._profile.step()
+                self._attempt(self._profile.step)
 
     def close(self) -> None:
         """Ends the window, with what there is of it."""
         if self._profile is not None:
-            profile, self._profile = self._profile, None
-            try:
-                profile.stop()  # which calls _save, unless all was warm-up
-            except RuntimeError as error:
-                warnings.warn(f"the profiler of rank {self._rank} failed: {error}", stacklevel=2)
+            self._attempt(self._profile.stop)  # which calls _save, unless all was warm-up
+            self._profile = None
+            self._over = self._over or self._latest >= self.first
+        if 0 <= self._latest < self.first and not self._over:
+            warnings.warn(
+                f"no trace of rank {self._rank}: the run ended after step {self._latest}, before the steps "
+                f"{self.first} to {self.last}",
+                stacklevel=2,
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Warns of ranks that there are not: a run may go on with fewer than it began with."""
+        absent = sorted((self.ranks or set()) - set(range(world_size)))
+        if absent:
+            warnings.warn(
+                f"no traces of the ranks {', '.join(map(str, absent))}: there are only {world_size}",
+                stacklevel=2,
+            )
+
+    def _attempt(self, what: Callable[[], object]) -> None:
+        """A failure of the profiler, say because another one is on, is not the training's."""
+        try:
+            what()
+        except Exception as error:
+            warnings.warn(
+                f"no trace of rank {self._rank}: the profiler failed: {error}", stacklevel=3
+            )
+            self._profile, self._over = None, True
 
     def _save(self, profile: Any) -> None:
         name = f"steps-{self.first}-{self.last}-rank-{self._rank:05d}.json"
@@ -117,6 +146,9 @@ class ProfilerWindow:
             profile.export_chrome_trace(str(part))
             part.replace(path)
         except (OSError, RuntimeError) as error:
+            for left in self.folder.glob(f"{part.name}*"):  # torch writes to yet another name first
+                with suppress(OSError):
+                    left.unlink()
             warnings.warn(f"the trace {path} could not be written: {error}", stacklevel=2)
         else:
             self.path = path

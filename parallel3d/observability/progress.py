@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 
 from parallel3d._dry_run import active
 
@@ -18,13 +23,31 @@ __all__ = ["WINDOW", "Progress"]
 WINDOW = 20
 """Steps over which loss and speed are smoothed, and between two lines."""
 SHOWN_STRAGGLERS = 4  # lines for one step
+WIDE = 100  # columns of a terminal, from which on there is a bar
+SPEED_PERIOD = 600  # seconds behind the time that remains: several steps, also of slow ones
+
+
+class _Console(Console):
+    """One whose reader may leave, as ``head`` does, or whose disk be full: that doesn't end a training."""
+
+    def on_broken_pipe(self) -> None:
+        self.give_up("nobody reads standard output")
+
+    def give_up(self, why: object) -> None:
+        """Shows nothing from now on."""
+        self.quiet = True
+        with suppress(OSError):  # or Python, as it ends, tries once more and fails
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        warnings.warn(f"progress is shown no more: {why}", stacklevel=2)
 
 
 class Progress:
     """Shows the records of each step; needs the package rich.
 
-    Use it as a context manager around the steps: it owns the live line. The loss must be logged as
-    ``loss``; ``grad_norm`` is shown if it is.
+    ``Metrics`` starts and ends the live line; as a context manager around more than the steps it is there
+    for longer. The loss must be logged as ``loss``; ``grad_norm`` is shown if it is.
 
     Args:
         steps: of the whole run.
@@ -38,15 +61,24 @@ class Progress:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.speeds: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
         self.began = time.perf_counter()
-        self.console = Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        self.console = _Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        # The text takes what the others leave, and is cut; by default it would push them all out of the line.
+        rest = Column(no_wrap=True, ratio=1)
         columns = (
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            *((BarColumn(20),) if self.console.width >= WIDE else ()),
+            TextColumn("{task.description}", markup=False, table_column=rest),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
         )
-        self.live = self.console.is_terminal and not quiet
-        self.bar = Bar(*columns, console=self.console, disable=not self.live)
+        able = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = able and not quiet
+        self.bar = Bar(
+            *columns,
+            console=self.console,
+            disable=not self.live,
+            expand=True,
+            speed_estimate_period=SPEED_PERIOD,
+        )
         self.task = self.bar.add_task("", total=steps)
         self._total_memory: int | None = None
         self._exposed = ""
@@ -65,11 +97,18 @@ class Progress:
 
     def print(self, line: object) -> None:
         """A line of its own."""
-        self.console.print(str(line))
+        try:
+            self.console.print(str(line))
+        except OSError as error:
+            self.console.give_up(error)
+
+    def __repr__(self) -> str:
+        return f"Progress({self.steps})"
 
     def start(self, about: Mapping[str, Any]) -> None:
         """What is known of the run."""
         self._total_memory = about.get("memory_total")
+        self.bar.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Takes one step's record; shows it if it is time to."""
@@ -77,12 +116,13 @@ class Progress:
         if "loss" in record:
             self.losses.append(record["loss"])
         seconds = record["step_seconds"]
+        first = not self.speeds  # of this process, which may go on from others' steps
         self.speeds.append((record["tokens_per_second"] * seconds, seconds))
         if "exposed_seconds" in record:
             self._exposed = _shares(record["exposed_seconds"], seconds)
         line = self._line(record)
         self.bar.update(self.task, completed=self.done, description=line)
-        if not self.live and (self.done % WINDOW == 0 or self.done in (1, self.steps)):
+        if not self.live and (first or self.done % WINDOW == 0 or self.done == self.steps):
             self.print(f"step {self.done:4d}/{self.steps}  {line}")
         slow = record.get("stragglers", ())
         for straggler in slow[:SHOWN_STRAGGLERS]:
@@ -103,7 +143,9 @@ class Progress:
             return "  ".join(parts)
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if "mfu" in record:
-            parts.append(f"MFU {record['mfu']:.1%}")
+            # Of the same steps as the speed beside it.
+            mfu = record["mfu"] / record["tokens_per_second"] * self.tokens_per_second
+            parts.append(f"MFU {mfu:.1%}")
         if "memory_peak" in record:
             total = self._total_memory
             share = f" ({record['memory_peak'] / total:.0%})" if total else ""

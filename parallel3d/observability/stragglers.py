@@ -69,8 +69,8 @@ def find_stragglers(
         )
     if not slow > 1:
         raise Parallel3dError(f"find_stragglers: slow is {slow!r}; it must be above 1")
-    computing = [t - d for t, d in zip(own, loading, strict=True)] if loading is not None else own
-    median, usual = median_low(own), median_low(computing)
+    loading = [0.0] * len(own) if loading is None else loading
+    median, usual = median_low(own), median_low(loading)
     left = {
         place: index
         for index, place in enumerate(places)
@@ -84,7 +84,8 @@ def find_stragglers(
                 continue
             for index in mine:
                 del left[places[index]]
-            slowly = any(computing[i] >= slow * usual for i in mine)
+            # Whether they were slow if they loaded data as fast as the others do.
+            slowly = any(own[i] - max(0.0, loading[i] - usual) >= slow * median for i in mine)
             found.append(
                 Straggler(
                     dict(zip((names[axis] for axis in chosen), at, strict=True)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
+from parallel3d._arguments import as_count
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["TensorBoard"]
@@ -19,10 +21,13 @@ class TensorBoard:
     Args:
         folder: for the event files.
         every: steps between two that are written to the disk.
+
+    Raises:
+        Parallel3dError: ``every`` is not a number of steps.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 10) -> None:
-        self.folder, self.every = os.fspath(folder), every
+        self.folder, self.every = os.fspath(folder), as_count("TensorBoard: every", every, 1)
         self._writer: Any = None
         self._count = 0
 
@@ -69,5 +74,5 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from scalars(value, f"{prefix}{name}/")
         elif isinstance(value, list):
             yield f"{prefix}{name}", len(value)
-        elif isinstance(value, int | float) and name not in ("step", "time"):
+        elif isinstance(value, Real) and name not in ("step", "time"):
             yield f"{prefix}{name}", float(value)

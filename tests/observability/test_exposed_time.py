@@ -1,7 +1,10 @@
 """Exposed time is what a step waits for communication, by axis; and nothing is left of measuring it."""
 
+import _thread
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 import parallel3d as p3d
 from parallel3d._compat import all_gather_single
 from parallel3d.observability import ExposedTime, HostClock, StreamClock
+from parallel3d.testing import fake_world
 from parallel3d.testing.emulated_network import EmulatedNetwork, Link, VirtualClock
 
 LINKS = {"nic": Link(latency=0.02), "nvlink": Link(latency=0.005)}
@@ -108,6 +112,50 @@ def test_all_is_as_before() -> None:
             1 / 0  # noqa: B018
         assert [dict(vars(kind)) for kind in kinds] == before
         assert set(meter.seconds) == {"tp"}
+
+
+def test_a_thread_of_autograds() -> None:
+    """Not one of Python's, also where Python has come to know it, as logging in a hook does."""
+    done = threading.Event()
+
+    def body() -> None:
+        threading.current_thread()
+        dist.all_reduce(torch.ones(2), group=group)
+        done.set()
+
+    with network():
+        mesh = mesh_of_eight()
+        group = mesh.get_group("shard")
+        with ExposedTime(mesh) as meter:
+            _thread.start_new_thread(body, ())
+            assert done.wait(10)
+    assert set(meter.seconds) == {"shard"}
+
+
+def test_groups_within_an_axis() -> None:
+    """The engine's own: a second one for the reduce-scatter, one of neighbours on the axis."""
+    with network():
+        mesh = mesh_of_eight()
+        for axis in ("shard", "tp"):
+            again = dist.new_group(dist.get_process_group_ranks(mesh.get_group(axis)))
+            with ExposedTime(mesh) as meter:
+                dist.all_reduce(torch.ones(2), group=again)
+            assert set(meter.seconds) == {axis}
+
+
+def test_a_mesh_without_names() -> None:
+    with fake_world(0, 4):
+        mesh = dist.DeviceMesh("cpu", torch.arange(4).view(2, 2))
+        meter = ExposedTime(mesh)
+        assert [meter.axes[mesh.get_group(at).group_name] for at in range(2)] == ["0", "1"]
+
+
+def test_the_clock_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh: Any = SimpleNamespace(device_type="cuda", mesh_dim_names=(), ndim=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(ExposedTime(mesh).clock, StreamClock)
+    mesh.device_type = "cpu"
+    assert isinstance(ExposedTime(mesh).clock, HostClock)
 
 
 def test_other_threads_and_other_groups() -> None:

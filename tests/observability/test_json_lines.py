@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_a_line_that_was_cut(tmp_path: Path, left: str) -> None:
     lines = [line for line in path.read_text().split("\n") if line]
     assert all(json.loads(line) for line in lines) and '"start"' in lines[-1]
     assert len(lines) == (1 if not left.strip() else 3 if '{"step": 1}' in left else 2)
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    """Its last line has no newline, and would be taken for one that a kill has cut."""
+    path = tmp_path / "notes.txt"
+    path.write_text("first\nsecond")
+    sink = JsonLines(path)
+    with pytest.raises(Parallel3dError, match=r"notes.txt is there already"):
+        sink.start({})
+    sink.close()
+    assert path.read_text() == "first\nsecond"
 
 
 def test_reading(tmp_path: Path) -> None:
@@ -96,3 +108,12 @@ def test_a_kill(tmp_path: Path) -> None:
         last = max(i for i, line in enumerate(lines) if line.get("event"))
         steps = [line["step"] for line in lines[last + 1 :]]
         assert steps == list(range(len(steps))) and len(steps) >= written.value
+
+
+def test_numbers_of_other_kinds(tmp_path: Path) -> None:
+    """numpy's, say, are Python's by their abstract types only."""
+    sink = JsonLines(tmp_path / "run.jsonl")
+    sink.start({})
+    sink.write({"step": 0, "half": Fraction(1, 2)})
+    sink.close()
+    assert list(read_json_lines(tmp_path / "run.jsonl"))[-1]["half"] == 0.5

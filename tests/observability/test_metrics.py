@@ -1,5 +1,8 @@
 """Metrics on real ranks and on one: records, sinks that fail, the slow rank by its coordinates."""
 
+import os
+import re
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -20,6 +23,7 @@ from parallel3d.observability import (
     Metrics,
     ModelFlops,
     OomSnapshots,
+    ProfilerWindow,
     Progress,
     read_json_lines,
 )
@@ -98,6 +102,11 @@ def test_nothing_is_left_of_an_error() -> None:
         assert dist.ProcessGroup.allreduce is allreduce
 
 
+def test_traces_of_ranks_that_are_not_there() -> None:
+    with fake_world(0, 2), pytest.warns(UserWarning, match="ranks 2, 5: there are only 2"):
+        one(profiler=ProfilerWindow("x", 1, 2, ranks=[0, 2, 5]))
+
+
 def test_a_sink_that_fails_is_left_out() -> None:
     with fake_world(0, 1):
         bad, good = Kept(fails_at=1), Kept()
@@ -112,6 +121,68 @@ def test_a_sink_that_fails_is_left_out() -> None:
                     pass
     assert len(seen) == 1
     assert [len(bad.records), len(good.records)] == [1, 4]
+    assert [bad.closed, good.closed] == [1, 1]
+
+
+def test_what_is_logged_between_steps() -> None:
+    """An evaluation's result comes into the next record, also after a step that fails; or a warning."""
+    with fake_world(0, 1):
+        kept = Kept()
+        with (
+            pytest.warns(UserWarning, match="after the last step, .* no record: eval_loss"),
+            one(sinks=[kept], every=0) as metrics,
+        ):
+            with metrics.step(0):
+                metrics.log(loss=3.0)
+            metrics.log(eval_loss=2.0)
+            with pytest.raises(ZeroDivisionError), metrics.step(1):
+                metrics.log(loss=1 / 1)
+                1 / 0  # noqa: B018
+            with metrics.step(2):
+                pass
+            metrics.log(eval_loss=1.0)
+    first, second = kept.records
+    assert first["loss"] == 3.0 and "eval_loss" not in first
+    assert second["eval_loss"] == 2.0 and "loss" not in second
+
+
+def test_what_cannot_be_logged() -> None:
+    with fake_world(0, 1), one() as metrics, metrics.step(0):
+        with pytest.raises(Parallel3dError, match=r"loss is a tensor.*item\(\)"):
+            metrics.log(lr=0.1, loss=torch.ones(()))
+        for name in ("step", "time", "event", "tokens_per_second"):
+            with pytest.raises(Parallel3dError, match=f"'{name}' is a field of every record"):
+                metrics.log(**{name: 1})
+
+
+def test_steps_belong_within_the_run() -> None:
+    """Before, nobody has said which rank writes; afterwards the sinks are closed."""
+    with fake_world(0, 1):
+        metrics = one(sinks=[Kept()])
+        with pytest.raises(StateError, match="with metrics:"):
+            metrics.begin(0)
+        with metrics, metrics.step(0):
+            pass
+        with pytest.raises(StateError, match="with metrics:"):
+            metrics.begin(1)
+
+
+def test_memory_between_steps_is_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation's peak, or a checkpoint's, on CUDA."""
+    device = {"allocated_bytes.all.peak": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: device)
+    monkeypatch.setattr(
+        torch.cuda,
+        "reset_peak_memory_stats",
+        lambda: device.update({"allocated_bytes.all.peak": 5}),
+    )
+    with fake_world(0, 1), one(every=0) as metrics:
+        metrics.device_type = "cuda"
+        for number in range(2):
+            device["allocated_bytes.all.peak"] = 100
+            with metrics.step(number):
+                device["allocated_bytes.all.peak"] += 10 * (number + 1)
+            assert metrics.record["memory_peak"] == 15 + 10 * number
 
 
 def test_a_snapshot_when_there_is_no_memory(
@@ -126,6 +197,7 @@ def test_a_snapshot_when_there_is_no_memory(
         assert [f.name for f in (tmp_path / "new").iterdir()] == ["oom-step-7-rank-00000.pickle"]
 
         def fails(path: str) -> None:
+            Path(path).write_text("a part")
             raise RuntimeError("no CUDA")
 
         monkeypatch.setattr(memory_module, "dump_snapshot", fails)
@@ -135,6 +207,7 @@ def test_a_snapshot_when_there_is_no_memory(
             metrics.step(9),
         ):
             raise torch.OutOfMemoryError("again")
+        assert len(list((tmp_path / "new").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,6 +217,9 @@ def test_a_snapshot_when_there_is_no_memory(
         ({"slow": 1.0}, "slow is 1.0"),
         ({"samples": 0}, "samples is 0"),
         ({"peak_tflops": 0}, "peak_tflops is 0"),
+        ({"flops": 6e9}, "flops is 6000000000.0; .* model_flops"),
+        ({"profiler": (1, 2)}, r"profiler is \(1, 2\); .* ProfilerWindow"),
+        ({"snapshots": "traces"}, "snapshots is 'traces'; .* OomSnapshots"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], text: str) -> None:
@@ -173,6 +249,102 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[-2:] == ["shard 3 is slow", "and 3 more parts of the mesh are slow"]
     values = dict(pair.split("=") for pair in progress.result.split())
     assert values["steps"] == "22" and values["smoothed_loss"] == "1.850000"
+
+
+def test_progress_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step of a process is shown, whichever it is."""
+    progress = Progress(100)
+    progress.go_on_from(50)
+    for number in (50, 51):
+        progress.write(of_a_step(number))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step   51/100  loss 2.0000")
+
+
+def test_progress_smooths_all_speeds_alike() -> None:
+    progress = Progress(100)
+    for number, seconds in enumerate((0.5, 1.5)):
+        progress.write(
+            of_a_step(number) | {"step_seconds": seconds, "tokens_per_second": 1e3 / seconds}
+        )
+    line = progress._line(of_a_step(2) | {"mfu": 0.4, "tokens_per_second": 500.0})
+    assert "1,000 tokens/s  MFU 80.0%" in line
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "200", **more}.items():
+        monkeypatch.setenv(name, value)
+
+
+def of_a_step(number: int) -> dict[str, Any]:
+    return {"step": number, "step_seconds": 0.5, "tokens_per_second": 1e3, "loss": 2.0}
+
+
+def test_progress_as_a_sink_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics starts and ends the live line."""
+    on_a_terminal(monkeypatch)
+    with fake_world(0, 1), one(sinks=[Progress(2)]) as metrics, metrics.step(0):
+        metrics.log(loss=2.0)
+    assert "loss 2.0000" in capsys.readouterr().out
+
+
+def test_progress_on_a_terminal_that_cannot_go_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_terminal(monkeypatch, TERM="dumb")
+    with Progress(2) as progress:
+        progress.write(of_a_step(0))
+        assert capsys.readouterr().out.startswith("step    1/2  loss 2.0000")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_progress_on_a_narrow_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar and the end of the line go, not the step, the loss and the time."""
+    on_a_terminal(monkeypatch, COLUMNS=str(columns))
+    with Progress(300) as progress:
+        progress.write(of_a_step(0) | {"grad_norm": 0.5, "mfu": 0.4, "memory_peak": 2**36})
+    text = re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", capsys.readouterr().out)
+    (line,) = [line for line in re.split(r"[\r\n]", text) if "loss 2.0000" in line]
+    assert line.strip().startswith("1/300") and line.endswith("-:--:--")
+    assert len(line) <= columns
+
+
+def test_progress_knows_the_end_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_terminal(monkeypatch)
+    progress = Progress(10)
+    now = 0.0
+    progress.bar.get_time = lambda: now
+    for number in range(3):
+        now += 100.0
+        progress.write(of_a_step(number))
+    assert progress.bar.tasks[0].time_remaining == 700
+
+
+def test_progress_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader of a pipe ends, as head does: the training goes on."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        progress = Progress(2)
+        with pytest.warns(UserWarning, match="shown no more: nobody reads"):
+            progress.print("hello")
+        progress.write(of_a_step(0))
+        assert progress.done == 1
+
+
+def test_progress_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        progress = Progress(2)
+        with pytest.warns(UserWarning, match="shown no more: .*No space left"):
+            progress.print("hello")
+        progress.write(of_a_step(0))
+        assert progress.done == 1
 
 
 # ---- on real ranks ----

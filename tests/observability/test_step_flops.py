@@ -68,6 +68,15 @@ def test_known_gpus(name: str) -> None:
     assert peak_by_name(name) == gpus()[NAMES[name]].peak * 1e12
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA L40", "NVIDIA H200 NVL"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4090",
+        "NVIDIA L40",
+        "NVIDIA H200 NVL",
+        "NVIDIA GB300",  # not a B300's
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a part of one
+    ],
+)
 def test_others(name: str) -> None:
     assert peak_by_name(name) is None

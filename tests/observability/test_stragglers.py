@@ -79,6 +79,15 @@ def test_loading_data() -> None:
     assert found.cause == "loading data" and str(found).endswith("median, in loading data")
 
 
+def test_loading_data_alone() -> None:
+    """Where nothing is computed, or next to nothing, what is slow is loading."""
+    own = [0.1, 0.1, 0.1, 0.3]
+    for computing in (0.0, 1e-6):
+        loading = [t - computing * (i + 1) for i, t in enumerate(own)]
+        (found,) = find_stragglers(own, {"shard": 4}, loading=loading)
+        assert found.cause == "loading data"
+
+
 def test_threshold() -> None:
     own = times({p: 1.15 for p in PLACES if p[1] == 3})
     assert named(own) == [] and named(own, slow=1.05) == [{"shard": 3}]

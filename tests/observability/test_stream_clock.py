@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.observability import StreamClock
+from parallel3d.observability import ExposedTime, StreamClock
 from parallel3d.observability.exposed import Patch
 
 
@@ -110,3 +110,10 @@ def test_collectives_on_the_stream_that_computes(device: Any) -> None:
     assert clock.take() == (pytest.approx(0.006), {"tp": pytest.approx(0.006)})
     clock.begin()
     assert clock.take()[1] == {}
+
+
+def test_an_error_is_not_held_up(device: Any) -> None:
+    """After one the stream may wait for ever for ranks that don't come."""
+    with pytest.raises(ZeroDivisionError), ExposedTime(clock=StreamClock(device)) as meter:
+        1 / 0  # noqa: B018
+    assert device.synchronized is None and meter.seconds == {}

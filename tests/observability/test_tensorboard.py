@@ -1,6 +1,7 @@
 """Curves can be read back."""
 
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def test_scalars() -> None:
         "note": "no number",
     }
     assert dict(scalars(record)) == {"loss": 1.5, "exposed_seconds/shard": 0.25, "stragglers": 1.0}
+
+
+def test_numbers_of_other_kinds() -> None:
+    """numpy's, say, are Python's by their abstract types only."""
+    assert dict(scalars({"half": Fraction(1, 2)})) == {"half": 0.5}
+
+
+def test_every() -> None:
+    with pytest.raises(Parallel3dError, match="every is 0"):
+        TensorBoard("x", every=0)
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
