@@ -157,12 +157,16 @@ def ranks_of(
             When first called, on those that have come: another doesn't within ``guards.Timeouts(save=)``
             or the default group's timeout, or calls another function.
         PeerFailureError: when first called, within ``guards.watch``: another rank has failed.
+        Exception: what has ended that save on this rank alone, as that of a collective that lost a rank.
     """
     failed = wait_for_background()
+    shared = failed is not None and isinstance(failed.cause, CheckpointError)  # all have it
+    if failed is not None and not shared:
+        failed.tell()  # at once: the others can't be asked, one may be gone
     if at_rest is None:
         at_rest = parameters_at_rest(model) if model is not None else []
     ranks = _ranks_of(at_rest, call)
-    if failed is not None:
+    if failed is not None and shared:
         ranks.all(failed.tell)
     return ranks
 
