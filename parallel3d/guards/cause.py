@@ -113,7 +113,9 @@ def _blame_the_silent(
     lost = [each for each in silent if each not in answers]
     left = [note for note in notes if note.kind == "left" and note.rank != monitor.rank]
     limit = f"did not come within {seconds(group_timeout())}"
-    waited = limit if _timed_out(error) else "is not in this collective"
+    # A rank that was woken before its own time was up says what those say who waited for all of it.
+    up = _timed_out(str(error)) or any(_timed_out(n.error) for n in notes if n.kind == "lost")
+    waited = limit if up else "is not in this collective"
     lines: list[str] = []
     hosts = monitor.hosts(lost)
     for host in dict.fromkeys(hosts.get(each, "") for each in lost):
@@ -164,5 +166,5 @@ def _head(lost: Iterable[int], hung: Iterable[int]) -> str:
     return f"{name_ranks(ranks)}: " if len(ranks) > 1 else ""
 
 
-def _timed_out(error: BaseException) -> bool:
-    return any(mark in str(error) for mark in _TIMED_OUT)
+def _timed_out(text: str) -> bool:
+    return any(mark in text for mark in _TIMED_OUT)

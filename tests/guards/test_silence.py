@@ -55,8 +55,10 @@ class Freezing:
 
 
 @contextmanager
-def monitor(store: Any, grace: float, silence: float | None = SILENCE) -> Iterator[Monitor]:
-    watching = Monitor(store, rank=1, world_size=2, grace=grace, silence=silence)
+def monitor(
+    store: Any, grace: float, silence: float | None = SILENCE, world_size: int = 2
+) -> Iterator[Monitor]:
+    watching = Monitor(store, rank=1, world_size=world_size, grace=grace, silence=silence)
     watching.start()
     try:
         yield watching
