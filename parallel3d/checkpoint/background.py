@@ -6,7 +6,7 @@ import atexit
 import sys
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 __all__ = ["run_in_background", "wait_for_background"]
@@ -16,7 +16,11 @@ class _Saving(Future[Path]):
     """The future of a save; knows whether somebody has been told how it ended."""
 
     told = False
-    cause: BaseException | None = None  # as ``exception()``, but asking for it tells nobody
+
+    @property
+    def cause(self) -> BaseException | None:
+        """As ``exception()``, but nobody counts as told."""
+        return super().exception()
 
     def tell(self) -> None:
         """Raises what it has raised, if nobody has been told."""
@@ -39,7 +43,6 @@ class _Saving(Future[Path]):
         try:
             self.set_result(work())
         except BaseException as error:
-            self.cause = error
             self.set_exception(error)
 
 
@@ -82,5 +85,4 @@ def wait_for_background() -> _Saving | None:
     pending, _pending = _pending, None
     if pending is None:
         return None
-    wait([pending])
     return pending if pending.cause is not None else None

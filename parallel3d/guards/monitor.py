@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -122,22 +123,18 @@ class Monitor(threading.Thread):
         """``what()`` in a thread of its own: a store that is silent holds that one up, and not this."""
         if self._closed.is_set() or self.silence is None:
             return self._do(what)
-        results: list[Any] = []
-        errors: list[BaseException] = []
+        answer: Future[Any] = Future()
 
         def ask() -> None:
             try:
-                results.append(self._do(what))
-            except BaseException as error:
-                errors.append(error)
+                answer.set_result(self._do(what))
+            except BaseException as error:  # raised to who waits for the answer
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=ask, name="parallel3d-guards-asks", daemon=True)
-        thread.start()
-        while thread.is_alive() and not self.store_silent:
-            thread.join(0.1)
-        if errors:
-            raise errors[0]
-        return results[0] if results else None
+        threading.Thread(target=ask, name="parallel3d-guards-asks", daemon=True).start()
+        while not self.store_silent and not answer.done():
+            wait([answer], 0.1)
+        return answer.result() if answer.done() else None
 
     # -- the thread ----------------------------------------------------------------------------------
 

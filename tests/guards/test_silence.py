@@ -12,9 +12,7 @@ from parallel3d.guards.board import Note
 from parallel3d.guards.monitor import Monitor
 
 SILENCE = 0.4  # seconds
-KILLED = (
-    6.0  # after which a frozen store's host is killed: long after everybody is to have given up
-)
+KILLED = 6.0  # after which a frozen store's host is killed, long after all are to have given up
 OFTEN, NEVER = 0.5, 1000.0  # grace; the thread looks ten times in it
 
 
