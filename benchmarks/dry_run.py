@@ -39,7 +39,8 @@ def main() -> None:
         8192, 1, 512, checkpointing="full", sequence_parallel=True, loss_parallel=True
     )  # fmt: skip
     planned = state_memory(spec_from_hf_config("llama-3.1-70b"), LAYOUT, work)
-    held = run.memory[-1].by_kind
+    # After the last step, before the trainer lets go of its gradients.
+    held = max(reversed(run.memory), key=lambda each: each.by_kind.get("gradients", 0)).by_kind
     print(f"parameters {held['parameters']:,} bytes, planner {planned.parameters:,}")
     print(f"gradients {held['gradients']:,} bytes, planner {planned.gradients:,}")
     steps = 4 * len(run.parameters)  # a number for each parameter

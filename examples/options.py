@@ -1,22 +1,30 @@
-"""train.py's options: one dataclass that typer reads, and what is checked of them before anything starts."""
+"""train.py's options: a dataclass that argparse reads, and what is checked of them before anything starts."""
 
-import inspect
+import argparse
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
-import typer
 from llama import LlamaConfig
 from trainer import WARMUP_STEPS
-from typer import Option
 
 import parallel3d as p3d
 
-__all__ = ["DTYPES", "Options", "Size", "command"]
+__all__ = ["DTYPES", "Options", "Size", "parse"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option is for, and the least it can be."""
+
+    help: str
+    min: int | None = None
 
 
 class Size(StrEnum):
@@ -69,16 +77,14 @@ class Options:
     lr: Annotated[float, Option(help="Peak learning rate.")] = 2e-3
     warmup_steps: Annotated[int, Option(min=0, help="Steps until that peak.")] = WARMUP_STEPS
     dtype: Annotated[Dtype, Option(help="Of weights, gradients and optimizer.")] = Dtype.float32
-    double: Annotated[bool, Option("--double", help="The same as --dtype float64.")] = False
-    mixed_precision: Annotated[
-        bool, Option("--mixed-precision", help="Compute in bfloat16, reduce in float32.")
-    ] = False
+    double: Annotated[bool, Option(help="The same as --dtype float64.")] = False
+    mixed_precision: Annotated[bool, Option(help="Compute in bfloat16, reduce in float32.")] = False
     activation_checkpointing: Annotated[
         Recompute, Option(help="Which layers' activations are computed again in backward.")
     ] = Recompute.none
-    compile: Annotated[bool, Option("--compile", help="torch.compile each layer.")] = False
+    compile: Annotated[bool, Option(help="torch.compile each layer.")] = False
     sequence_parallel: Annotated[
-        bool, Option("--sequence-parallel", help="Split the sequence over tp between layers.")
+        bool, Option(help="Split the sequence over tp between layers.")
     ] = False
     loss_parallel: Annotated[
         LossParallel,
@@ -86,27 +92,21 @@ class Options:
             help="Logits split over tp until the loss; or made for some tokens at a time, also without tp."
         ),
     ] = LossParallel.none
-    no_reshard: Annotated[
-        bool, Option("--no-reshard", help="Keep gathered weights from forward to backward.")
-    ] = False
-    hfsdp: Annotated[
-        bool, Option("--hfsdp", help="Shard the optimizer's state over replicas too.")
-    ] = False
+    no_reshard: Annotated[bool, Option(help="Keep gathered weights from forward to backward.")] = (
+        False
+    )
+    hfsdp: Annotated[bool, Option(help="Shard the optimizer's state over replicas too.")] = False
     seed: Annotated[int, Option(min=0, help="Of weights and batches.")] = 0
     data: Annotated[Path | None, Option(help="File or folder; by default Python's own source.")] = (
         None
     )
-    check: Annotated[
-        bool, Option("--check", help="Compare the first steps with the plain model.")
-    ] = False
+    check: Annotated[bool, Option(help="Compare the first steps with the plain model.")] = False
     checkpoint: Annotated[
         Path | None, Option(help="Folder to save to, and to go on from if it has a checkpoint.")
     ] = None
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 100
     keep: Annotated[int, Option(min=1, help="Checkpoints to leave there.")] = 3
-    async_save: Annotated[
-        bool, Option("--async-save", help="Write checkpoints in the background.")
-    ] = False
+    async_save: Annotated[bool, Option(help="Write checkpoints in the background.")] = False
     metrics: Annotated[
         Path | None, Option(help="File to append to: a line of JSON a step: speed, memory, waits.")
     ] = None
@@ -122,7 +122,7 @@ class Options:
     ] = None
     profile_ranks: Annotated[str, Option(help="Ranks that do, such as 0,3 or all.")] = "0"
     oom_snapshots: Annotated[
-        bool, Option("--oom-snapshots", help="Write what memory held when there was too little.")
+        bool, Option(help="Write what memory held when there was too little.")
     ] = False
     traces: Annotated[Path, Option(help="Folder for traces and snapshots.")] = Path("traces")
     step_log: Annotated[
@@ -155,7 +155,7 @@ class Options:
                 self.traces, first, last, ranks=None if ranks is None else set(ranks)
             )
         except ValueError:
-            raise typer.BadParameter(
+            raise p3d.Parallel3dError(
                 f"--profile-ranks {self.profile_ranks}: give ranks with commas, such as 0,3, or all"
             ) from None
 
@@ -169,40 +169,57 @@ class Options:
         """Refuses what the mesh does not divide: rows of the batch by data ranks, heads by tp ranks."""
         if self.batch % layout.data_size:
             nearest = math.ceil(self.batch / layout.data_size) * layout.data_size
-            raise typer.BadParameter(
+            raise p3d.Parallel3dError(
                 f"--batch {self.batch} is not divisible by the {layout.data_size} data ranks "
                 f"(replicate x shard) of {layout}; the next that is: {nearest}"
             )
         rows = self.batch // layout.data_size
         if self.micro_batch is not None and rows % self.micro_batch:
             fits = max(n for n in range(1, self.micro_batch) if rows % n == 0)
-            raise typer.BadParameter(
+            raise p3d.Parallel3dError(
                 f"--micro-batch {self.micro_batch} does not divide the {rows} sequences that each data rank "
                 f"has of --batch {self.batch}; the next below that does: {fits}"
             )
         heads = self.model.n_kv_heads
         if heads % layout.tp:
-            raise typer.BadParameter(
+            raise p3d.Parallel3dError(
                 f"--tp {layout.tp}: the model's {heads} key and value heads can't be "
                 f"shared evenly; --tp must divide {heads}"
             )
 
 
-def command(run: Callable[[Options], None]) -> Callable[..., None]:
-    """``run`` as a function of the options one by one, for typer."""
-
-    def from_command_line(**values: Any) -> None:
-        run(Options(**values))
-
+def parse(description: str, words: Sequence[str] | None = None) -> Options:
+    """The command line's options; ``words``: others. What can't be ends the process, as ``--help`` does."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     hints = get_type_hints(Options, include_extras=True)
-    parameters = []
     for field in fields(Options):
-        assert field.default is not MISSING, f"{field.name} has no default"
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(
-            inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+        kind, option = get_args(hints[field.name])
+        # --tp for tp, --micro-batch for micro_batch
+        name = f"--{field.name.replace('_', '-')}"
+        if kind is bool:
+            parser.add_argument(name, action="store_true", help=option.help)
+            continue
+        kind = next((each for each in get_args(kind) if each is not NoneType), kind)
+        shown = "" if field.default is None else f" By default {field.default}."
+        parser.add_argument(
+            name,
+            type=partial(_convert, kind, option),
+            default=field.default,
+            metavar="|".join(kind) if issubclass(kind, StrEnum) else kind.__name__.upper(),
+            help=f"{option.help}{shown}".replace("%", "%%"),
         )
-    from_command_line.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    from_command_line.__annotations__ = {p.name: p.annotation for p in parameters}
-    from_command_line.__doc__ = run.__doc__
-    return from_command_line
+    return Options(**vars(parser.parse_args(words)))
+
+
+def _convert(kind: type, option: Option, text: str) -> Any:
+    """Raises ArgumentTypeError, which argparse tells with the option's name."""
+    try:
+        value = kind(text)
+    except ValueError:
+        what = (
+            f"one of {', '.join(kind)}" if issubclass(kind, StrEnum) else f"of type {kind.__name__}"
+        )
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}") from None
+    if option.min is not None and value < option.min:
+        raise argparse.ArgumentTypeError(f"{text} must be at least {option.min}")
+    return value

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import typer
 from checker import CHECK_STEPS, Checker
 from llama import Llama
-from options import LossParallel, Options, Recompute, command
+from options import LossParallel, Options, Recompute, parse
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
 from run import Run
 from step_log import StepLog
@@ -50,11 +49,8 @@ LOSS_PARALLEL: dict[str, bool | str] = {
     LossParallel.split_over_tp: True,
     LossParallel.chunked: "chunked",
 }
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
-@command
 def main(options: Options) -> None:
     """Trains a byte-level language model; start it with torchrun to use several ranks."""
     # torch explains at length, on every rank, how it gathers a weight for the check.
@@ -200,9 +196,9 @@ def read_text_for(seq_len: int, path: Path | None) -> bytes:
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise typer.BadParameter(f"--data: {error}") from None
+        raise p3d.Parallel3dError(f"--data: {error}") from None
     if len(text) <= seq_len:
-        raise typer.BadParameter(
+        raise p3d.Parallel3dError(
             f"--data {path}: {len(text)} bytes, but a sequence takes {seq_len + 1}"
         )
     return text
@@ -236,6 +232,10 @@ def describe_parameters(model: nn.Module, device: torch.device) -> str:
 
 if __name__ == "__main__":
     try:
-        app()
+        main(
+            parse(
+                "Trains a byte-level language model; start it with torchrun to use several ranks."
+            )
+        )
     except p3d.Parallel3dError as error:
         sys.exit(f"error: {error}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         PlanError,
         PlanningError,
         StateError,
+        WrongTypeError,
     )
     from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
     from parallel3d.guards import diagnose
@@ -41,6 +42,7 @@ __all__ = [
     "PlanError",
     "PlanningError",
     "StateError",
+    "WrongTypeError",
     "build_mesh",
     "checkpoint",
     "diagnose",
@@ -62,7 +64,7 @@ export_lazily(
     __name__,
     {
         "errors": "AgreementError CheckpointError CorruptCheckpointError DryRunError MeshError "
-        "Parallel3dError PeerFailureError PlanError PlanningError StateError",
+        "Parallel3dError PeerFailureError PlanError PlanningError StateError WrongTypeError",
         "fsdp": "MixedPrecisionPolicy fully_shard",
         "guards": "diagnose",
         "init": "materialize",

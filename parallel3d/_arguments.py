@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 from operator import index
 
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import Parallel3dError, WrongTypeError
 
 __all__ = ["as_bool", "as_count", "is_positive"]
 
@@ -13,11 +13,13 @@ def as_bool(name: str, value: object) -> bool:
     """``value``, which may also be 0 or 1.
 
     Raises:
-        Parallel3dError: anything else.
+        WrongTypeError: no bool and no integer.
+        Parallel3dError: another integer.
     """
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    raise Parallel3dError(f"{name} is {value!r}; it must be True or False")
+    kind = Parallel3dError if isinstance(value, int) else WrongTypeError
+    raise kind(f"{name} is {value!r}; it must be True or False")
 
 
 def is_positive(value: object) -> bool:
@@ -30,11 +32,13 @@ def as_count(name: str, value: object, least: int = 0) -> int:
     """``value``, an integer of at least ``least``, also numpy's or a tensor of one, as an ``int``.
 
     Raises:
-        Parallel3dError: anything else; so is a boolean.
+        WrongTypeError: no integer, or a boolean.
+        Parallel3dError: below ``least``.
     """
     if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
         with suppress(TypeError):
             count = index(value)  # type: ignore[arg-type]
             if count >= least:
                 return count
-    raise Parallel3dError(f"{name} is {value!r}; it must be an integer, {least} or more")
+            raise Parallel3dError(f"{name} is {value!r}; it must be an integer, {least} or more")
+    raise WrongTypeError(f"{name} is {value!r}; it must be an integer, {least} or more")

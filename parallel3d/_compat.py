@@ -1,15 +1,15 @@
 """Every private torch name the library uses, in one place.
 
-Checked on torch 2.13.0 by the tests; on 2.11 by reading.
+For torch 2.11 to 2.15: ``python docs/versions.py`` runs the tests on each.
 """
 
 import importlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
-from sys import getrefcount
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -19,9 +19,11 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "FULLY_SHARD_KEYS",
     "BatchNorm",
     "DTensorSpec",
     "DataParallelMeshDims",
+    "FSDPState",
     "OpOverload",
     "ShardPlacementResult",
     "StridedShard",
@@ -33,17 +35,22 @@ __all__ = [
     "backend_name",
     "backward_id",
     "backward_order",
-    "checkpointed_calls",
+    "call_torch_dispatch_of",
     "chunk_cat",
     "clear_dtensor_caches",
     "concatenate_meshes",
     "default_store",
     "dtensor_shard_box",
+    "enter_module_state",
+    "fake_outputs_written",
     "flatten_axes",
+    "follows_grad_dtype",
     "foreach_copy_",
     "fully_shard_state",
     "functorch_is_active",
+    "functorch_left",
     "get_local_tensor",
+    "grad_dtype_of",
     "gradient_hooks",
     "grads_may_differ_in_dtype",
     "graph_is_kept",
@@ -54,6 +61,7 @@ __all__ = [
     "init_fake_group",
     "inner_tensors",
     "is_torch_hook_state",
+    "keep_partial_gradients",
     "local_tensor_of",
     "make_dtensor",
     "make_spec",
@@ -67,29 +75,33 @@ __all__ = [
     "set_backward_order",
     "set_fully_shard_state",
     "set_grad",
+    "set_grad_dtype",
     "set_local_tensor",
+    "set_versions",
     "spec_of",
-    "storage_uses",
-    "tensor_uses",
     "torch_function_off",
     "unflatten_mesh",
     "untraced",
+    "wrap_backward",
 ]
 
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._local_tensor import (
     LocalIntNode,
     LocalTensor,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
@@ -97,6 +109,15 @@ if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 else:  # 2.11 has neither
     from parallel3d._torch_2_11 import DataParallelMeshDims, ShardPlacementResult
+
+
+def call_torch_dispatch_of(kind: type[DTensor]) -> None:
+    """Sees to it that operations on tensors of class ``kind`` go to its ``__torch_dispatch__``."""
+    if not hasattr(torch_fsdp, "DataParallelMeshDims"):  # 2.11
+        from parallel3d._torch_2_11 import call_torch_dispatch_of
+
+        call_torch_dispatch_of(kind)
+
 
 if not hasattr(LocalIntNode, "str"):
     # rms_norm and others prepare an error message with the sizes, and ask each for its text; on
@@ -143,8 +164,17 @@ pretended_backend: str | None = None
 
 
 def backend_name(group: ProcessGroup, device_type: str) -> str:
-    """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``."""
-    return pretended_backend or group._get_backend(torch.device(device_type)).name()
+    """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``.
+
+    A group that is a ``ProcessGroup`` of its own, as a third party's may be, is asked itself: it has no
+    backends inside.
+    """
+    if pretended_backend is not None:
+        return pretended_backend
+    try:
+        return group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        return group.name()
 
 
 def dtensor_shard_box(
@@ -192,6 +222,27 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     # A tensor made in inference mode has no version, and can't be saved.
     counted = tuple(t for t in tensors if not t.is_inference())
     return torch.autograd._unsafe_preserve_version_counter(counted)
+
+
+def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Sets version counters: what autograd compares before it reads a tensor that it has saved."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def wrap_backward(around: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]) -> None:
+    """Lets every call of autograd's engine from Python go by ``around(run, args, kwargs)``.
+
+    ``run(*args, **kwargs)`` is the call; its arguments are the outputs, their gradients, whether the graph is
+    kept and whether one is created, and the inputs.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    run = engine.run_backward
+
+    class Engine(type(engine)):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            return around(run, args, kwargs)
+
+    torch.autograd.Variable._execution_engine = Engine()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -251,11 +302,14 @@ def has_tensor_hooks(param: torch.Tensor) -> bool:
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
     """``tensor.register_hook(hook)`` for a tensor with a node, without the handle (1 us, not 6)."""
-    if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
+    node = (
+        tensor.grad_fn
+    )  # None where the node is of an inner level of torch.func: nothing calls the hook
+    if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
         return
     tensor._backward_hooks = OrderedDict({_FIRST: hook})
-    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    node._register_hook_dict(tensor)
 
 
 _FIRST = -1  # a handle's id is none below 0
@@ -285,6 +339,22 @@ def init_fake_group(rank: int, world_size: int) -> None:
     # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+def fake_outputs_written() -> AbstractContextManager[None]:
+    """Within it the fake group's collectives write their outputs, on every torch."""
+    if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
+        return nullcontext()
+    from parallel3d._torch_2_11 import fake_outputs_written
+
+    return fake_outputs_written()
+
+
+def keep_partial_gradients(param: torch.Tensor) -> None:
+    """Sees to it that a partial gradient of ``param`` is partial still in ``param.grad``."""
+    if isinstance(param, DTensor) and not hasattr(torch_fsdp, "DataParallelMeshDims"):
+        # 2.11 copies a gradient of other strides than the parameter's into a new DTensor, and sums it.
+        param.register_hook(torch.Tensor.contiguous)
 
 
 def process_group_of(argument: ProcessGroup | str | torch.ScriptObject) -> ProcessGroup:
@@ -351,13 +421,16 @@ def untraced(function: _FunctionT) -> _FunctionT:
     return function
 
 
-# How many references C++ has to a tensor, the one of its Python object among them.
-tensor_uses: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+def no_frame_of_its_own(function: _FunctionT) -> _FunctionT:
+    """Keeps ``function`` out of ``torch.compile``'s graphs as ``untraced`` does, but not what it calls."""
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many references there are to ``storage``: tensors, and its Python object."""
-    return torch._C._storage_Use_Count(storage._cdata)
+# Attributes of modules: what was applied to them, and its state.
+FULLY_SHARD_KEYS = (STATE_KEY, REGISTRY_KEY)
 
 
 def set_fully_shard_state(module: nn.Module, state: Any) -> None:
@@ -366,14 +439,23 @@ def set_fully_shard_state(module: nn.Module, state: Any) -> None:
     And enters fully_shard in torch's registry of what was applied to the module.
     """
     attributes = vars(module)  # new dicts: a rollback puts the old ones back
-    function = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
+    # From where torch defines it: ``torch.distributed.fsdp.fully_shard`` may have been replaced by ours.
+    function = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
     attributes[STATE_KEY] = {**attributes.get(STATE_KEY, {}), function: state}
     attributes[REGISTRY_KEY] = {**attributes.get(REGISTRY_KEY, {}), "fully_shard": RegistryItem()}
 
 
+def enter_module_state(module: nn.Module, state: Any) -> None:
+    """Makes ``state``, which the caller keeps alive, what torch's ``_get_module_fsdp_state(module)`` finds.
+
+    That function wants an instance of ``FSDPState``.
+    """
+    _module_state_mapping[module] = weakref.ref(state)
+
+
 def fully_shard_state(module: nn.Module) -> Any:
     """``torch.distributed.fsdp.fully_shard.state(module)``."""
-    return torch_fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
+    return torch_fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def is_torch_hook_state(state: object) -> bool:
@@ -388,17 +470,13 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def functorch_left() -> AbstractContextManager[Any]:
+    """Within it tensors and autograd functions are of no transform of ``torch.func`` that is under way."""
+    return temporarily_clear_interpreter_stack()
+
+
 # A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-def checkpointed_calls() -> int:
-    """How many calls of torch's ``checkpoint`` graphs hold, and some number that stays the same.
-
-    Each of them has an object of a class that is theirs.
-    """
-    kinds = (_checkpoint._CheckpointFrame, _checkpoint.CheckpointFunction._backward_cls)
-    return sum(map(getrefcount, kinds))
 
 
 def torch_function_off() -> AbstractContextManager[None]:
@@ -408,6 +486,23 @@ def torch_function_off() -> AbstractContextManager[None]:
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.
 grads_may_differ_in_dtype = hasattr(torch.Tensor, "grad_dtype")
+
+
+# Of torch 2.15: whether ``grad_dtype`` of a parameter was set is known, and torch's engine follows it.
+follows_grad_dtype = hasattr(torch.Tensor, "_has_grad_dtype_override")
+
+
+def grad_dtype_of(param: torch.Tensor) -> torch.dtype | Literal["own", "any"]:
+    """What ``param.grad_dtype`` was set to, ``"any"`` for None; ``"own"``: it was not."""
+    if not follows_grad_dtype or not param._has_grad_dtype_override:  # type: ignore[attr-defined]
+        return "own"
+    return param.grad_dtype or "any"
+
+
+def set_grad_dtype(param: torch.Tensor, wanted: torch.dtype | Literal["own", "any"]) -> None:
+    """Sets it to what ``grad_dtype_of`` has returned."""
+    if wanted != "own":
+        param.grad_dtype = None if wanted == "any" else wanted
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor, *, lasting: bool = False) -> None:

@@ -1,6 +1,6 @@
 """The private torch names of simulated ranks (``torch.distributed._local_tensor``), in one place.
 
-Checked on torch 2.13.0 by the tests; on 2.11 by reading. ``_compat.py`` has all others.
+``_compat.py`` has all others.
 
 A tensor of simulated ranks holds one tensor for each; a number that differs by rank is a ``SymInt``.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._local_tensor import (
     LocalIntNode,
     LocalTensor,
@@ -31,6 +32,7 @@ __all__ = [
     "simulation_off",
     "simulation_paused",
     "tensors_by_rank",
+    "uneven_matmuls",
     "update_sizes",
     "value_on_rank",
 ]
@@ -131,6 +133,15 @@ def for_each_rank(fn: Callable[[int], None]) -> None:
         fn(rank)
         mode._per_rank_rng_states[rank] = (torch.get_rng_state(), devices)
     torch.set_rng_state(before)
+
+
+def uneven_matmuls() -> AbstractContextManager[Any]:
+    """Within it products of simulated ranks' matrices may have sizes that differ by rank."""
+    if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
+        return nullcontext()
+    from parallel3d._torch_2_11 import MatmulsOfSimulatedRanks
+
+    return MatmulsOfSimulatedRanks()
 
 
 def simulation_off() -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from parallel3d._compat import get_local_tensor, make_dtensor
+from parallel3d._compat import call_torch_dispatch_of, get_local_tensor, make_dtensor
 from parallel3d._packed_layout import (
     Box,
     PackedShard,
@@ -148,6 +148,7 @@ class PackedDTensor(DTensor):
 
 
 PackedSpec.tensor_class = PackedDTensor
+call_torch_dispatch_of(PackedDTensor)
 # What a file with such a tensor in it names, for torch.load's safe mode.
 torch.serialization.add_safe_globals([PackedDTensor, PackedSpec, PackedShard, Packing])
 

@@ -1,6 +1,8 @@
 """Preflight: what ``parallelize`` checks before it changes the model, on this rank and between ranks."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d import _dry_run
 from parallel3d._compat_simulated import ranks_are_simulated
-from parallel3d._units import Units, find_units
+from parallel3d._units import Units, find_units, of_one_unit
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.fsdp.api import check_policy
@@ -19,6 +21,8 @@ from parallel3d.fsdp.placing.axes import data_axes
 from parallel3d.fsdp.running.members import unit_of
 from parallel3d.fsdp.strategy import ShardingStrategy, strategy_options
 from parallel3d.mesh import check_agreement
+from parallel3d.mesh.axis_names import name_axes
+from parallel3d.mesh.naming import name_ranks
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.chosen import Plan, check_plan_type
 from parallel3d.tp.logits.head import find_head, with_loss_parallel
@@ -38,12 +42,15 @@ def preflight(
     strict: bool,
     compile: bool | str,
     loss_parallel: bool | str,
+    axes: Mapping[str, str] | None,
+    example: Any,
     **switches: bool,
-) -> tuple[ResolvedPlan | None, Units, bool]:
+) -> tuple[DeviceMesh, ResolvedPlan | None, Units, bool]:
     """Checks the arguments of ``parallelize`` and that all ranks of ``mesh`` gave the same.
 
     Returns:
-        The plan and the units, resolved against ``model``, and whether to reshard after forward.
+        The mesh under our names, the plan and the units, resolved against ``model``, and whether to reshard
+        after forward.
 
     Raises:
         Parallel3dError, PlanError, MeshError, AgreementError: as ``parallelize`` says.
@@ -55,9 +62,11 @@ def preflight(
         _check_switches(strict=strict, **switches)
         _check_compile(compile)
         _check_loss_parallel(loss_parallel)
+        _check_mesh(mesh)
+        mesh = name_axes(mesh, axes)
         _check_options(mesh, tp_plan, fsdp, policy)
         reshard = _reshard(mesh, fsdp, reshard_after_forward)
-        plan = _resolve(model, mesh, tp_plan, strict)
+        plan = _resolve(model, mesh, tp_plan, strict, example)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
@@ -75,7 +84,10 @@ def preflight(
         raise error from problem
     if problem is not None:
         raise problem
-    return plan, found, reshard
+    said = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
+    if said and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
+        warnings.warn(said, stacklevel=3)
+    return mesh, plan, found, reshard
 
 
 def _agree(mesh: DeviceMesh, settings: dict[str, str]) -> None:
@@ -83,7 +95,27 @@ def _agree(mesh: DeviceMesh, settings: dict[str, str]) -> None:
     ranks = None
     if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
         ranks = mesh.mesh.flatten().tolist()
-    check_agreement("parallelize", settings, ranks=ranks)
+    check_agreement("parallelize", settings, ranks=ranks, explain={"values": _other_weights})
+
+
+def _other_weights(ranks_of: Mapping[str, list[int]]) -> str:
+    """What to say where ranks have models of other values: which parameters, on which ranks."""
+    if len({len(lines.splitlines()) for lines in ranks_of}) > 1:
+        return ""  # other models; the parameters' names say so
+    tables = [lines.splitlines() for lines in ranks_of]
+    differ = [lines[0].split(" ")[0] for lines in zip(*tables, strict=True) if len(set(lines)) > 1]
+    world = sum(map(len, ranks_of.values()))
+    common = max(ranks_of.values(), key=len)
+    odd = [rank for ranks in ranks_of.values() if ranks is not common for rank in ranks]
+    who = f"{len(ranks_of)} models on {world} ranks"
+    if 2 * len(common) > world:
+        who = f"{name_ranks(odd)} differ{'s' * (len(odd) == 1)} from the majority"
+    return (
+        f"the initial weights differ between ranks, first {differ[0]!r}, in {len(differ)} of "
+        f"{len(tables[0])} parameters: {who}. Give all ranks the same: torch.manual_seed(seed), one "
+        "seed for all, before the model is built; or build it on the meta device, and call "
+        "p3d.materialize(model, seed=...) after parallelize"
+    )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -153,6 +185,11 @@ def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) 
             )
 
 
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
+
+
 def _check_options(
     mesh: DeviceMesh,
     tp_plan: Plan | None,
@@ -161,8 +198,6 @@ def _check_options(
 ) -> None:
     if not isinstance(fsdp, (bool, ShardingStrategy)):
         raise Parallel3dError(f"fsdp is {fsdp!r}; it must be True, False or a ShardingStrategy")
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
     check_policy(policy)
     if tp_plan is not None:
         check_plan_type(tp_plan)
@@ -196,13 +231,13 @@ def _reshard(mesh: DeviceMesh, fsdp: bool | ShardingStrategy, given: bool | None
 
 
 def _resolve(
-    model: nn.Module, mesh: DeviceMesh, tp_plan: Plan | None, strict: bool
+    model: nn.Module, mesh: DeviceMesh, tp_plan: Plan | None, strict: bool, example: Any
 ) -> ResolvedPlan | None:
     """The plan against this model. With tp = 1 too: a wrong plan is wrong on every mesh."""
     if tp_plan is None:
         return None
     axes = data_axes(mesh)
-    return resolve_plan(model, tp_plan, axes.size(axes.tp), strict=strict)
+    return resolve_plan(model, tp_plan, axes.size(axes.tp), strict=strict, example=example)
 
 
 def _check_loss_parallel(value: bool | str) -> None:

@@ -5,7 +5,7 @@ bucket's unit (a prefetch is another unit's). ``testing.record_collectives`` rea
 a call. Attribute assignments are all the hot path pays, whether or not a recorder is active.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["issuing"]
@@ -21,9 +21,21 @@ class _Issuing:
         made_of: (kind, bytes) of the collective that the messages now issued make together, or None.
         noted: whether the recorder has it already.
         forwards: how many forwards with a gradient roots have begun.
+        runs: how many forwards, with or without.
+        on_run: called when one begins; None: nobody wants to know. See ``guards.watch``.
     """
 
-    __slots__ = ("_before", "_one_call", "call", "forwards", "made_of", "noted", "unit")
+    __slots__ = (
+        "_before",
+        "_one_call",
+        "call",
+        "forwards",
+        "made_of",
+        "noted",
+        "on_run",
+        "runs",
+        "unit",
+    )
 
     def __init__(self) -> None:
         self.unit: str = ""
@@ -31,6 +43,8 @@ class _Issuing:
         self.made_of: tuple[str, int] | None = None
         self.noted = False
         self.forwards = 0
+        self.runs = 0
+        self.on_run: Callable[[], None] | None = None
         self._before: str = ""
         self._one_call = _OneCall(self)
 

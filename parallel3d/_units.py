@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError
 
-__all__ = ["Units", "find_units"]
+__all__ = ["Units", "find_units", "of_one_unit"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Units:
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
     """Finds the units; pure.
 
-    Blocks are the members of the outermost ``nn.ModuleList`` s, or the modules whose names match
-    ``patterns`` (shell wildcards within a dotted segment). A module that shares a parameter with
+    Blocks are the members of the outermost ``nn.ModuleList`` s, of ``nn.ModuleDict`` s whose members are of
+    one class, and numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that
+    have children themselves; or the modules whose names match ``patterns`` (shell wildcards within a dotted
+    segment). A module that shares a parameter with
     another stays with the root, so that tied parameters are in one group. So does one whose weight the
     model reads without calling it.
 
@@ -97,13 +99,43 @@ def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks: list[tuple[str, nn.Module]] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList):
+        if id(module) in inside:
             continue
-        for child_name, child in module.named_children():
-            if any(True for _ in child.parameters()) and id(child) not in inside:
+        for child_name, child in _repeated(module):
+            if id(child) not in inside:
                 blocks.append((f"{name}.{child_name}" if name else child_name, child))
-        inside.update(id(m) for m in module.modules())
+                inside.update(id(m) for m in child.modules())
+        if isinstance(module, nn.ModuleList):
+            inside.update(id(m) for m in module.modules())
     return blocks
+
+
+def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children of ``module`` that are repeated blocks."""
+    weighty = [(n, child) for n, child in module.named_children() if _has_params(child)]
+    if isinstance(module, nn.ModuleList):
+        return weighty
+    if isinstance(module, nn.ModuleDict):
+        # Of several classes it is a namespace (wte, h, ln_f), as one with lists inside.
+        alike = len({type(child) for _, child in weighty}) == 1 and len(weighty) > 1
+        return weighty if alike and not any(map(_has_list, weighty)) else []
+    numbered: dict[tuple[str, type], list[tuple[str, nn.Module]]] = {}
+    for name, child in weighty:
+        prefix = name.rstrip("0123456789")
+        # fc1 and fc2 are layers of one block; a block has layers.
+        if prefix != name and any(True for _ in child.children()):
+            numbered.setdefault((prefix, type(child)), []).append((name, child))
+    found = [item for items in numbered.values() if len(items) > 1 for item in items]
+    # Stages that hold lists of blocks are too large: the lists' members are taken.
+    return [] if any(map(_has_list, found)) else found
+
+
+def _has_list(named: tuple[str, nn.Module]) -> bool:
+    return any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in named[1].modules())
+
+
+def _has_params(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -156,3 +188,23 @@ def _modules_with_shared_params(model: nn.Module) -> set[int]:
             if param is not None:
                 users.setdefault(id(param), set()).add(id(module))
     return {module for modules in users.values() if len(modules) > 1 for module in modules}
+
+
+_LARGE = 100_000_000
+"""Parameters from which a model that is one unit is worth a word."""
+
+
+def of_one_unit(model: nn.Module, units: Units) -> str:
+    """What to say of a large model without blocks; ``""`` of others."""
+    count = sum(p.numel() for p in model.parameters())
+    if units.blocks or count <= _LARGE:
+        return ""
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in model.named_modules() if n}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    named = ", ".join(f"{name} ({sizes[name] / 1e6:.0f} M)" for name in largest)
+    return (
+        f"{type(model).__name__}, of {count / 1e6:.0f} M parameters, is one unit: it has no repeated blocks "
+        "that could be found, so all of it is gathered at once and nothing overlaps. Name the blocks to "
+        "shard one by one: "
+        f'parallelize(..., units=["{largest[0] if largest else "blocks"}.*"]). The largest modules: {named}'
+    )

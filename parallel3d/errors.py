@@ -11,6 +11,7 @@ __all__ = [
     "PlanError",
     "PlanningError",
     "StateError",
+    "WrongTypeError",
 ]
 
 
@@ -50,6 +51,10 @@ class PeerFailureError(Parallel3dError, RuntimeError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class WrongTypeError(Parallel3dError, TypeError):
+    """An argument of a type that can't be; a TypeError too, as Python's own functions and torch's raise."""
 
 
 class StateError(Parallel3dError, RuntimeError):

@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.running.members import class_name, unit_of
 
 __all__ = ["check_can_initialise", "give_memory", "materialize"]
 
@@ -109,20 +109,31 @@ def _has_meta(module: nn.Module) -> bool:
     return any(t is not None and t.device.type == "meta" for t in own)
 
 
+def _on_meta(name: str, module: nn.Module) -> list[str]:
+    """Names of what ``module`` itself holds on meta."""
+    own = [*module._parameters.items(), *module._buffers.items()]
+    keys = [key for key, tensor in own if tensor is not None and tensor.is_meta]
+    return [f"{name}.{key}" if name else key for key in keys]
+
+
 def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Raises Parallel3dError unless each of ``modules`` (name, module) has a way to initialise itself."""
     if hasattr(model, "_init_weights"):
         return
-    lacking = [
-        f"{name or 'the model'} ({type(module).__name__})"
-        for name, module in modules
-        if not hasattr(module, "reset_parameters")
-    ]
-    if lacking:
-        raise Parallel3dError(
-            f"materialize: {', '.join(lacking)} hold parameters or buffers on meta but have no "
-            "reset_parameters(); give them one, or give the model an _init_weights(module)"
-        )
+    lacking = [each for each in modules if not hasattr(each[1], "reset_parameters")]
+    if not lacking:
+        return
+    shown = "; ".join(
+        f"{', '.join(_on_meta(name, module))} of {name or 'the model'}, of class {class_name(module)}"
+        for name, module in lacking[:8]
+    )
+    more = f"; and of {len(lacking) - 8} modules more" if len(lacking) > 8 else ""
+    classes = ", ".join(sorted({class_name(module) for _, module in lacking}))
+    raise Parallel3dError(
+        f"materialize: on meta, and nothing says how to initialise them: {shown}{more}. Give {classes} a "
+        "method reset_parameters() that fills a module's own parameters and buffers, or the model a method "
+        "_init_weights(module)"
+    )
 
 
 def _build_shards(

@@ -1,7 +1,7 @@
 """parallelize: one call from a plain model to a parallel one. The order of the steps is the contract."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +13,8 @@ from parallel3d._forward import as_if, without_cache, wrap_forward
 from parallel3d._preflight import Plan, preflight
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from parallel3d.fsdp.running.members import the_unit
 from parallel3d.tp.logits.head import chunk_whole_head
+from parallel3d.tp.same_batch import check_first_batch
 
 __all__ = ["parallelize"]
 
@@ -35,6 +35,9 @@ def parallelize(
     compile: bool | str = False,
     loss_parallel: bool | str = False,
     strict: bool = True,
+    axes: Mapping[str, str] | None = None,
+    example: Any = None,
+    check_same_batch: bool = True,
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
@@ -43,14 +46,16 @@ def parallelize(
 
     Args:
         model: a plain module; changed in place.
-        mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp``.
+        mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp`` (``dp_replicate`` and ``dp_shard``
+            are known too).
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the plan the model
             brings (Hugging Face's do) or one derived from it, see ``parallel3d.tp.auto_plan``. Needed
             where tp > 1.
         fsdp: False says that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
             FSDP1 is compared with the mesh, and says whether blocks are freed after forward.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
-            model's outermost ``nn.ModuleList`` s.
+            model's outermost ``nn.ModuleList`` s, and of an ``nn.ModuleDict`` of one class, and blocks in
+            numbered attributes.
         mp_policy: dtypes of computing and reducing.
         reshard_after_forward: whether blocks are freed after forward; by default they are, unless a
             ShardingStrategy says otherwise. The final norm and head never are.
@@ -62,6 +67,12 @@ def parallelize(
             stays as it is, and the loss is whole. ``"chunked"``: in training the logits are not even made,
             but some tokens' at a time in the loss and again in the backward; also without tp.
         strict: whether a plan's rule that matches nothing is an error.
+        axes: for a mesh whose axes are called otherwise: ``{"data_parallel": "shard",
+            "tensor_parallel": "tp"}``.
+        example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
+            checked, where no input can be guessed.
+        check_same_batch: look, at the first training forward, whether the ranks of each tp group were given
+            the same batch; ``tp.check_same_batch`` looks at every forward.
 
     Returns:
         ``model`` itself.
@@ -72,7 +83,7 @@ def parallelize(
             or options.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    plan, found, reshard = preflight(
+    mesh, plan, found, reshard = preflight(
         model,
         mesh,
         tp_plan,
@@ -85,6 +96,9 @@ def parallelize(
         reshard_after_forward=reshard_after_forward,
         shard_optimizer_over_replicate=shard_optimizer_over_replicate,
         activation_checkpointing=activation_checkpointing,
+        axes=axes,
+        example=example,
+        check_same_batch=check_same_batch,
     )
     blocks = [block for _, block in found.blocks]
     with unchanged_on_error(model):
@@ -120,8 +134,8 @@ def parallelize(
             # Its backward comes right after its forward: freeing it would only gather it again.
             shard([module for _, module in found.tail], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
-        for outer in (model, *(module for _, module in found.tail)):
-            the_unit(outer).keep_in_eval = False  # that was for the backward's sake
+        if check_same_batch:
+            check_first_batch(model, mesh)
     return model
 
 

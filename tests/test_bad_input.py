@@ -56,14 +56,14 @@ CASES = [
         "mesh of unknown axes",
         on_axes("a", "b", "c", tp_plan=LM_PLAN),
         MeshError,
-        (r"a=2, b=2, c=2", r"'a' is not known", r"build_mesh\(MeshLayout"),
+        (r"a=2, b=2, c=2", r"'a', 'b', 'c' are not known", r'axes=\{"a": "shard"'),
         THREE_AXES,
     ),
     Case(
         "mesh of unnamed axes",
         on_axes(None, None, None, tp_plan=LM_PLAN),
         MeshError,
-        (r"\?=2", r"have no names", r"build_mesh"),
+        (r"\(2, 2, 2\) without names", r"build_mesh"),
         THREE_AXES,
     ),
     Case(

@@ -1,11 +1,16 @@
 """Which modules parallelize makes units of."""
 
+import warnings
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d._units import find_units
-from parallel3d.mesh import MeshLayout
+from parallel3d._units import find_units, of_one_unit
+from parallel3d.mesh import MeshLayout, build_mesh
+from parallel3d.parallelize import parallelize
 from parallel3d.testing import assert_parity
+from parallel3d.testing.worlds import fake_world
 
 
 class ReadsWeights(nn.Module):
@@ -36,3 +41,91 @@ def test_modules_whose_weight_is_read_directly_stay_with_the_root() -> None:
 def test_a_model_that_reads_weights_directly_trains_as_the_plain_one() -> None:
     ids = torch.arange(8).view(2, 4) % 7
     assert_parity(ReadsWeights, lambda i: (ids + i) % 7, MeshLayout(1, 2, 1), fp32=False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.fc1(x).relu())
+
+
+class Holds(nn.Module):
+    """Modules by name, called in order."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            for part in module.values() if isinstance(module, nn.ModuleDict) else [module]:
+                x = part(x)
+        return x
+
+
+def blocks(model: nn.Module) -> list[str]:
+    return [name for name, _ in find_units(model).blocks]
+
+
+def test_blocks_of_a_module_dict() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.ModuleDict({str(i): Block() for i in range(3)})
+        return Holds(inp=nn.Linear(6, 6), layers=layers, norm=nn.LayerNorm(6))
+
+    found = find_units(model())
+    assert [name for name, _ in found.blocks] == ["layers.0", "layers.1", "layers.2"]
+    assert [name for name, _ in found.tail] == ["norm"]
+    linears = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(4)})
+    assert len(blocks(Holds(layers=linears))) == 4
+    assert_parity(model, lambda i: torch.ones(2, 6) * (i + 1), MeshLayout(1, 2, 1), fp32=False)
+
+
+def test_a_module_dict_as_a_namespace() -> None:
+    """nanoGPT's: tables, a list of blocks and a norm; and what peft puts beside a linear layer."""
+    names = {
+        "wte": nn.Embedding(7, 6),
+        "wpe": nn.Embedding(5, 6),
+        "h": nn.ModuleList(Block() for _ in range(2)),
+        "ln_f": nn.LayerNorm(6),
+    }
+    assert blocks(Holds(transformer=nn.ModuleDict(names))) == ["transformer.h.0", "transformer.h.1"]
+    assert not blocks(Holds(lora_A=nn.ModuleDict({"default": nn.Linear(6, 6)})))
+    towers = {"image": nn.ModuleList([Block()]), "text": nn.ModuleList([Block()])}
+    assert blocks(nn.ModuleDict(towers)) == ["image.0", "text.0"]
+
+
+def test_blocks_in_plain_attributes() -> None:
+    plain = Holds(inp=nn.Linear(6, 6), block0=Block(), block1=Block(), norm=nn.LayerNorm(6))
+    assert blocks(plain) == ["block0", "block1"]
+    assert blocks(nn.Sequential(nn.Linear(6, 6), Block(), Block())) == ["1", "2"]
+    # Layers are no blocks, nor is one of a kind.
+    assert not blocks(Holds(fc1=nn.Linear(6, 6), fc2=nn.Linear(6, 6), block0=Block()))
+    # Stages of lists: their blocks.
+    stages = {f"stage{i}": Holds(blocks=nn.ModuleList([Block()])) for i in range(2)}
+    assert blocks(Holds(**stages)) == ["stage0.blocks.0", "stage1.blocks.0"]
+
+
+def test_a_large_model_of_one_unit() -> None:
+    with torch.device("meta"):
+        model = Holds(encoder=nn.Sequential(nn.Linear(9000, 9000), nn.Linear(9000, 9000)))
+        said = of_one_unit(model, find_units(model))
+        assert "162 M" in said and 'units=["encoder.*"]' in said
+        assert not of_one_unit(model, find_units(model, ["encoder.*"]))
+        small = nn.Linear(9000, 9000)
+        assert not of_one_unit(small, find_units(small))
+
+
+@pytest.mark.parametrize(("shard", "warns"), [(2, True), (1, False)])
+def test_parallelize_warns_of_one_unit(shard: int, warns: bool) -> None:
+    with fake_world(0, 2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(9000, 9000), nn.Linear(9000, 9000))
+        mesh = build_mesh(MeshLayout(1, shard, 2 // shard), device_type="cpu")
+        parallelize(model, mesh, tp_plan=None if shard == 2 else {"0": "colwise", "1": "rowwise"})
+    assert any("units=[" in str(w.message) for w in caught) is warns

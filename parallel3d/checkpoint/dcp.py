@@ -28,7 +28,7 @@ from parallel3d.checkpoint.torch_formats.names import (
     others,
 )
 from parallel3d.checkpoint.torch_formats.saved_optimizer import saved_in_names
-from parallel3d.checkpoint.torch_formats.sources import DcpTensor, archive_at, blob_of
+from parallel3d.checkpoint.torch_formats.sources import DcpTensor, archive_at, blob_of, small
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
 
@@ -110,6 +110,12 @@ def _read(
         name.removeprefix(at): value(each, name)
         for name, each in stored.items()
         if name.startswith(parts)
+    }
+    flat = {
+        name: small(each, at + name)
+        if isinstance(each, DcpTensor) and name.startswith("param_groups")
+        else each
+        for name, each in flat.items()
     }
     unexpected = [name for name in unexpected if not mine[name].startswith(parts)]
     return Contents(found, unexpected, saved_in_names(flat, state))

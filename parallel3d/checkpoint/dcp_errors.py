@@ -11,7 +11,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel3d.checkpoint.ranks import as_checkpoint_error
 from parallel3d.errors import CheckpointError
 
-__all__ = ["dcp_errors"]
+__all__ = ["HALF_READ", "dcp_errors"]
+
+HALF_READ = (
+    "This came while values were read in: some are the checkpoint's now, others not. "
+    "Load again before you go on"
+)
 
 
 @contextmanager
@@ -36,8 +41,5 @@ def dcp_errors(*, alone: bool, size: int = 1) -> Iterator[None]:
                 raise problem from error
         found = as_checkpoint_error(problems, size)  # type: ignore[arg-type]
         if error.args[0] == "read":
-            found = CheckpointError(
-                f"{found}\nThis came while values were read in: some are the checkpoint's now, others not. "
-                "Load again before you go on"
-            )
+            found = CheckpointError(f"{found}\n{HALF_READ}")
         raise found from error

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from parallel3d import _dry_run
 from parallel3d._compat import get_local_tensor
 from parallel3d.checkpoint.contents import read_contents
-from parallel3d.checkpoint.dcp_errors import dcp_errors
+from parallel3d.checkpoint.dcp_errors import HALF_READ, dcp_errors
 from parallel3d.checkpoint.describe import axes_of, mesh_of
 from parallel3d.checkpoint.extra_state import LoadedExtraState
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.index import Index
+from parallel3d.checkpoint.format.other_jobs import looked
 from parallel3d.checkpoint.format.planners import LoadPlanner
 from parallel3d.checkpoint.format.reader import Reader
 from parallel3d.checkpoint.matching import check_alike, matched
@@ -37,6 +38,10 @@ from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
 __all__ = ["Info", "latest", "load"]
+
+_LOOKS = (
+    30  # at a run whose checkpoints are removed, by the job that saves there, while they are read
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def load(
             is damaged. Or the folder of one checkpoint. A relative one is the first rank's.
         optimizer: as given to ``save``; may be new, without state. None: what was saved of it is not read.
         extra: tensors to read into, in the structure that was saved: sharded ones, or large ones. Others
-            are returned, whole on each rank.
+            are returned, whole on each rank; of these, and of what modules keep, 1 GiB in all.
 
     Raises:
         CorruptCheckpointError: on all ranks: torn, changed, or no checkpoint of this package.
@@ -110,24 +115,39 @@ def _load(
         wrong = None
     except CheckpointError as error:  # told to the other ranks, who are on their way
         optimizers, wrong = [], error
-    run, found = ranks.first(lambda: _find(path))
     skipped: list[tuple[Path, str]] = []
-    for folder in found:
-        try:
-            index, info = ranks.first(partial(_open, folder, run))
-            work = _Load(folder, index, info, ranks, wrong)
-            result = work.run(model, optimizers, extra, skipped)
-        except CorruptCheckpointError as error:
-            if folder == run:
-                raise
-            skipped.append((folder, str(error)))
-            continue
-        if skipped and ranks.is_first:
-            why = "; ".join(text for _, text in skipped)
-            warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=3)
-        return result
-    why = "\n".join(f"  {text}" for _, text in skipped)
-    raise CorruptCheckpointError(f"no checkpoint in {run} can be read:\n{why}")
+    torn = ""  # by a try whose folder was removed while it was read
+    for _ in range(_LOOKS):
+        run, found = ranks.first(lambda: _find(path))
+        for folder, identity in found:
+            if folder in (each for each, _ in skipped):
+                continue
+            try:
+                index, info = ranks.first(partial(_open, folder, run))
+                work = _Load(folder, index, info, ranks, wrong)
+                result = work.run(model, optimizers, extra, skipped)
+            except CheckpointError as error:
+                now = None if folder == run else ranks.first(partial(folders.identity, folder))
+                if folder != run and now != identity:
+                    torn = torn or (HALF_READ if HALF_READ in str(error) else "")
+                    break  # removed, or replaced, as a newer one is there: look again
+                if torn and torn not in str(error):
+                    raise type(error)(f"{error}\n{torn}") from error
+                if folder == run or not isinstance(error, CorruptCheckpointError):
+                    raise
+                skipped.append((folder, str(error)))
+                continue
+            if skipped and ranks.is_first:
+                why = "; ".join(text for _, text in skipped)
+                warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=3)
+            return result
+        else:
+            why = "\n".join(f"  {text}" for _, text in skipped)
+            raise CorruptCheckpointError(f"no checkpoint in {run} can be read:\n{why}")
+    raise CheckpointError(
+        f"{_LOOKS} checkpoints of {run} were removed while they were read: another job saves there faster "
+        f"than they can be read, with a small keep; let it keep more\n{torn}"
+    )
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -138,13 +158,19 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
     def find() -> Path | None:
         run = folders.as_path(path).absolute()
-        return next(iter(folders.whole(run)), None) if run.is_dir() else None
+        if not run.is_dir():
+            return None
+        looked(run)
+        return next(iter(folders.whole(run)), None)
 
     return ranks_of(None, "latest").first(find)
 
 
-def _find(given: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
-    """(``given``, the folders to try, in this order); absolute."""
+_Found = list[tuple[Path, tuple[int, int, int] | None]]
+
+
+def _find(given: str | os.PathLike[str]) -> tuple[Path, _Found]:
+    """(``given``, the folders to try, in this order, each with its identity); absolute."""
     path = folders.as_path(given).absolute()
     if not path.exists():
         raise CheckpointError(f"there is nothing at {path}")
@@ -154,10 +180,11 @@ def _find(given: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
             "parallel3d.checkpoint.load_torch"
         )
     if folders.is_checkpoint(path):
-        return path, [path]
+        return path, [(path, None)]
     found = folders.found_in(path)
     if not all(folder.is_symlink() for folder in found):
-        return path, found
+        looked(path)
+        return path, [(folder, folders.identity(folder)) for folder in found]
     hint = f"; {found[0].name} is a link, and those aren't followed" if found else ""
     if (path / ".metadata").exists():
         hint = "; torch.distributed.checkpoint wrote it: use parallel3d.checkpoint.load_dcp"

@@ -35,6 +35,11 @@ def matched(folder: Path, index: Index, state: ModelState, contents: Contents) -
     if missing or lost:
         trainable = contents.only == "trainable"
         raise CheckpointError(_mismatch(folder, missing, lost, known, stored, trainable))
+    if state.derived:
+        raise CheckpointError(
+            f"{state.derived[0]} holds something computed from its values (a precomputed scale), which "
+            "would be that of the old ones after a load; load before the first step"
+        )
     for alias, name in state.ties.items():
         if alias in index.tensors:
             _check_tied(folder, index, alias, name)

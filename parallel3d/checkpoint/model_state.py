@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor
+from parallel3d._compat import get_local_tensor, make_dtensor, spec_of
 from parallel3d.checkpoint.values import encode, keeper
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.running.members import units_of
@@ -32,6 +32,7 @@ class ModelState:
         ties: other names of these -> the first.
         extra: modules' ``get_extra_state()``, encoded; by module.
         extra_tensors: that are in these.
+        derived: names of wrapper subclasses that hold more than their values, such as a precomputed scale.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class ModelState:
     ties: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)
+    derived: list[str] = field(default_factory=list)
 
 
 def model_state(model: nn.Module, only: str | None = None) -> ModelState:
@@ -69,7 +71,7 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
             if known != name:
                 state.ties[PREFIX + name] = PREFIX + known
             else:
-                state.tensors[PREFIX + name] = _checked(name, param)
+                state.tensors[PREFIX + name] = _checked(name, param, state)
     if only == "trainable":
         return state
     seen: set[nn.Module] = set()
@@ -81,7 +83,7 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
                 if known != at + key:
                     state.ties[PREFIX + at + key] = PREFIX + known
                 else:
-                    state.tensors[PREFIX + at + key] = _checked(at + key, buffer)
+                    state.tensors[PREFIX + at + key] = _checked(at + key, buffer, state)
                     state.buffers.append(PREFIX + at + key)
         if has_extra(module) and module not in seen:
             seen.add(module)
@@ -109,7 +111,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _checked(name: str, tensor: Tensor) -> Tensor:
+def _checked(name: str, tensor: Tensor, state: ModelState) -> Tensor:
     local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     if local.device.type == "meta":
         raise CheckpointError(
@@ -117,4 +119,26 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
         )
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{name} is {tensor.layout}; checkpoints hold dense tensors only")
-    return tensor
+    if not hasattr(local, "__tensor_flatten__"):
+        return tensor
+    values = _values_of(name, local, state)
+    return make_dtensor(values, spec_of(tensor)) if isinstance(tensor, DTensor) else values
+
+
+def _values_of(name: str, local: Tensor, state: ModelState) -> Tensor:
+    """The one inner tensor of a wrapper subclass that holds its values as they are.
+
+    A float8 weight of torchao's is such a wrapper, with a scale derived from the values at times. One that
+    holds its values in another form (NF4) has no dense tensor to store.
+    """
+    inner = {each: getattr(local, each) for each in local.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+    values = [t for t in inner.values() if (t.shape, t.dtype) == (local.shape, local.dtype)]
+    if len(values) != 1 or any(t.numel() > 1 for t in inner.values() if t is not values[0]):
+        raise CheckpointError(
+            f"{name} is a {type(local).__name__}, whose values lie in {', '.join(inner)}; checkpoints hold "
+            'dense tensors only. only="trainable" leaves out frozen weights, which come again from the model '
+            "that they were quantised from"
+        )
+    if len(inner) > 1:
+        state.derived.append(name)
+    return values[0]

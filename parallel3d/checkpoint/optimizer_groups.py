@@ -16,7 +16,7 @@ from parallel3d.checkpoint.values import decode
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.optim.step_in_backward import StepInBackward
 
-__all__ = ["LoadedGroups", "kind_of"]
+__all__ = ["LoadedGroups", "alike", "kind_of"]
 
 _SAME = {"AdamW": "Adam"}  # state and options are the same; one goes on with the other's
 
@@ -73,11 +73,12 @@ class LoadedGroups:
             return {}
         of = [self.names[name] for name in names]
         kind = kind_of(optimizer)
-        for saved in {self._kinds[group] for group in of} - {kind, None}:
-            raise CheckpointError(
-                f"the optimizer's group {number} was saved from another optimizer than "
-                f"{type(optimizer).__name__}: its kind was {saved:.80}, and is {kind} now"
-            )
+        for group in of:
+            if self._kinds[group] not in (kind, None):
+                raise CheckpointError(
+                    f"the optimizer's group {number} was saved from another optimizer than "
+                    f"{type(optimizer).__name__}: it was {self._class_of(group):.80}'s"
+                )
         encoded, options = self._options[of[0]]
         for name, group in zip(names, of, strict=True):
             if group != of[0] and self._options[group][0] != encoded:
@@ -89,6 +90,12 @@ class LoadedGroups:
         now = optimizer.param_groups[number]
         return {key: _own(value, now.get(key)) for key, value in options.items()}
 
+    def _class_of(self, group: int) -> str:
+        """The optimizer that saved it; AdamW's kind is Adam's, from which it differs by an option."""
+        decoupled = self._options[group][1].get("decoupled_weight_decay") is True
+        kind = str(self._kinds[group])
+        return "AdamW" if kind == "Adam" and decoupled else kind
+
     def _check(self, optimizer: Optimizer, number: int, options: dict[str, Any]) -> None:
         now = optimizer.param_groups[number]
         # A newer torch has options that an older one had not; a scheduler adds some.
@@ -99,7 +106,7 @@ class LoadedGroups:
                 f"checkpoint is of another optimizer than {type(optimizer).__name__}"
             )
         for key, value in options.items():
-            if key in now and not _alike(now[key], value):
+            if key in now and not alike(now[key], value):
                 raise CheckpointError(
                     f"the optimizer's group {number} has {key}={now[key]!r:.80}; saved was {value!r:.80}, "
                     "which is of another kind"
@@ -113,7 +120,7 @@ def _own(value: Any, now: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _alike(now: Any, stored: Any) -> bool:
+def alike(now: Any, stored: Any) -> bool:
     """Whether an option can have become the other."""
     if now is None or stored is None:
         return True
@@ -121,7 +128,7 @@ def _alike(now: Any, stored: Any) -> bool:
         return True
     if isinstance(now, (list, tuple)) and isinstance(stored, (list, tuple)):
         same = len(now) == len(stored)
-        return same and all(_alike(a, b) for a, b in zip(now, stored, strict=True))
+        return same and all(alike(a, b) for a, b in zip(now, stored, strict=True))
     return type(now) is type(stored)
 
 

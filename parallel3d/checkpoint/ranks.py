@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel3d._compat_groups import set_group_timeout, wake_waiting
+from parallel3d._text import text_of
 from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.running.members import parameters_at_rest
@@ -225,9 +226,9 @@ def as_checkpoint_error(problems: dict[int, Exception], size: int) -> Checkpoint
     by_text: dict[str, list[int]] = {}
     for rank, problem in problems.items():
         text = (
-            str(problem)
+            text_of(problem)
             if isinstance(problem, ValueError)
-            else f"{type(problem).__name__}: {problem}"
+            else f"{type(problem).__name__}: {text_of(problem)}"
         )
         by_text.setdefault(text, []).append(rank)
     kind: type[CheckpointError] = CheckpointError
@@ -246,5 +247,5 @@ def _portable(problem: Exception | None) -> Exception | None:
     if type(problem) in (CheckpointError, CorruptCheckpointError):
         return type(problem)(str(problem))
     if isinstance(problem, ValueError):
-        return CheckpointError(str(problem))
-    return CheckpointError(f"{type(problem).__name__}: {problem}")
+        return CheckpointError(text_of(problem))
+    return CheckpointError(f"{type(problem).__name__}: {text_of(problem)}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,6 +23,8 @@ from parallel3d.checkpoint.background import run_in_background
 from parallel3d.checkpoint.dcp_errors import dcp_errors
 from parallel3d.checkpoint.describe import describe
 from parallel3d.checkpoint.format import folder as folders
+from parallel3d.checkpoint.format.lock import Lock
+from parallel3d.checkpoint.format.other_jobs import check_alone, looked
 from parallel3d.checkpoint.format.planners import SavePlanner
 from parallel3d.checkpoint.format.writer import Writer
 from parallel3d.checkpoint.model_state import ModelState, model_state
@@ -172,10 +175,10 @@ class _Work:
 
     def run(self) -> Path:
         """Writes. Collective. Returns the first rank's path."""
-        writer: Writer | None = None
+        writer: _LockingWriter | None = None
         try:
             final = self._agreed()
-            writer = Writer(
+            writer = _LockingWriter(
                 final, lambda: {**self.info, **self.description()}, ranks=self.ranks.size
             )
             with dcp_errors(alone=self.ranks.group is None, size=self.ranks.size):
@@ -186,6 +189,9 @@ class _Work:
                     process_group=self.ranks.group,
                     no_dist=self.ranks.group is None,
                 )
+            if self.ranks.is_first:
+                self._tidy(final.parent)
+            return final
         except CheckpointError:
             if self.ranks.is_first and writer is not None and writer.folder is not None:
                 folders.discard(writer.folder)
@@ -195,12 +201,17 @@ class _Work:
             raise
         finally:
             self.tensors, self.description = {}, dict  # nothing of the model's is kept
-        if self.ranks.is_first and self.keep is not None:
-            try:
-                folders.prune(final.parent, self.keep)
-            except OSError as error:
-                warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=3)
-        return final
+            if writer is not None and writer.lock is not None:
+                writer.lock.release()
+
+    def _tidy(self, run: Path) -> None:
+        """Removes what is older. The checkpoint is whole: what goes wrong here is a warning."""
+        try:
+            looked(run)
+            if self.keep is not None:
+                folders.prune(run, self.keep)
+        except OSError as error:
+            warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=4)
 
     def _agreed(self) -> Path:
         """The folder, when every rank has something to write and all are saving the same."""
@@ -217,3 +228,15 @@ class _Work:
             "optimizers": self.optimizers,
         }
         return self.run_folder, given
+
+
+class _LockingWriter(Writer):
+    """A Writer that holds the run's lock, on the first rank, from before it makes a folder."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        folders.check_place(self.path)
+        run = self.path.parent
+        run.mkdir(parents=True, exist_ok=True)
+        self.lock = Lock(run, folders.step_of(self.path))
+        check_alone(run)
+        return super().prepare_global_plan(plans)

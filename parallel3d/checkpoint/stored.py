@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
 
 from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.whole import read_whole
-from parallel3d.errors import CorruptCheckpointError
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["Stored"]
+
+_MOST = 1 << 30  # bytes
 
 
 class Stored:
@@ -23,6 +26,7 @@ class Stored:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
         self._taken: set[str] = set()
+        self._left = _MOST
 
     def take(self, name: str, where: str) -> TensorEntry:
         """The entry of a tensor that a value of ``where`` names.
@@ -45,10 +49,20 @@ class Stored:
         )
 
     def reader(self, where: str) -> Callable[[str], Tensor]:
-        """For ``decode``: reads tensors that values of ``where`` name, whole, to the CPU."""
+        """For ``decode``: reads tensors that values of ``where`` name, whole, to the CPU.
+
+        What it returns raises a CheckpointError before all that is so read would be more than a GiB.
+        """
 
         def read(name: str) -> Tensor:
-            self.take(name, where)
+            entry = self.take(name, where)
+            self._left -= prod(entry.shape) * entry.dtype.itemsize
+            if self._left < 0:
+                raise CheckpointError(
+                    f"{self.folder}: {name!r:.200}, {entry.dtype} of shape {entry.shape}, is not read whole "
+                    f"by every rank: what has no place to be read into may have {_MOST >> 30} GiB in all; "
+                    "if it is of extra, give load a tensor for it: extra={...}, in the structure saved"
+                )
             return read_whole(self.folder, self.index, name)
 
         return read

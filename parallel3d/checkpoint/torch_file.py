@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.checkpoint.torch_formats.archive import Archive
 from parallel3d.checkpoint.torch_formats.loading import Contents, load
-from parallel3d.checkpoint.torch_formats.model_target import state_at_rest
+from parallel3d.checkpoint.torch_formats.model_target import EXTRA_STATE, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import (
     cleaned,
     find_model,
@@ -31,7 +31,7 @@ from parallel3d.checkpoint.torch_formats.saved_optimizer import (
     saved_in_names,
 )
 from parallel3d.checkpoint.torch_formats.sources import FileTensor, Memory, blob_in
-from parallel3d.checkpoint.torch_formats.vocabulary import SavedTensor
+from parallel3d.checkpoint.torch_formats.vocabulary import MAX_NAME, SavedTensor
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.state_dict import model_state_dict
 from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
@@ -40,6 +40,7 @@ __all__ = ["load_torch", "save_torch"]
 
 _FULL = StateDictType.FULL_STATE_DICT
 _MAX_VALUES, _MAX_DEPTH = 1_000_000, 20
+_TWICE: Any = object()  # in place of what is there under one name in several dicts
 
 
 def load_torch(
@@ -114,6 +115,7 @@ def _read(
     at = find_optimizer(leaves, given=prefixes[1], model=before)
     if at not in dicts:
         raise CheckpointError(f"{path} has no optimizer at {at!r}; it has {shown(dicts)}")
+    _check_once(archive, dicts[at], at)
     parts = tuple(f"{at}{part}" for part in ("state.", "param_groups"))
     unexpected = [name for name in unexpected if not mine[name].startswith(parts)]
     return Contents(found, unexpected, _optimizer(archive, dicts[at], state))
@@ -141,6 +143,7 @@ def _value(archive: Archive, value: Any, name: str) -> Any:
     """A tensor's source, or any other value."""
     if isinstance(value, SavedTensor):
         return FileTensor(archive, value)
+    _check_once(archive, value, name)
     if isinstance(value, DTensor):
         raise CheckpointError(
             f"{archive.what}: {name} is a DTensor: a rank's own part, not the whole; save whole tensors"
@@ -150,10 +153,17 @@ def _value(archive: Archive, value: Any, name: str) -> Any:
     return blob_in(archive, value)
 
 
+def _check_once(archive: Archive, value: Any, name: str) -> None:
+    if value is _TWICE:
+        raise CheckpointError(
+            f"{archive.what} has {name!r} twice: by one key with dots in it, and by several; which is meant?"
+        )
+
+
 def _flat(content: Any, what: str) -> tuple[dict[str, Any], dict[str, Mapping[Any, Any]]]:
     """(what is no dict, dicts), by their keys, joined by dots; a dict's path ends with one."""
     leaves: dict[str, Any] = {}
-    dicts: dict[str, Mapping[Any, Any]] = {}
+    dicts: dict[str, Mapping[Any, Any]] = {"": content}
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{what} has a {type(content).__name__} in it; it must have a state dict"
@@ -161,12 +171,16 @@ def _flat(content: Any, what: str) -> tuple[dict[str, Any], dict[str, Mapping[An
     waiting: list[tuple[str, Mapping[Any, Any], int]] = [("", content, 0)]
     while waiting:
         path, entries, depth = waiting.pop()
-        dicts[path] = entries
         for key, value in entries.items():
-            if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-                waiting.append((f"{path}{key}.", value, depth + 1))
+            if isinstance(key, (str, bytes)) and len(path) + len(key) > MAX_NAME:
+                continue  # no name of a model's
+            name = f"{path}{key}"
+            nested = isinstance(value, Mapping) and not name.endswith(EXTRA_STATE)
+            if nested and depth < _MAX_DEPTH:
+                dicts[f"{name}."] = _TWICE if f"{name}." in dicts else value
+                waiting.append((f"{name}.", value, depth + 1))
             else:
-                leaves[f"{path}{key}"] = value
+                leaves[name] = _TWICE if name in leaves else value
         if len(leaves) + len(waiting) > _MAX_VALUES or len(dicts) > _MAX_VALUES:
             raise CorruptCheckpointError(f"{what} has dicts within dicts without end")
     return leaves, dicts

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.fully_shard import fully_shard
     from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
     from parallel3d.fsdp.module import FSDPModule, UnshardHandle
+    from parallel3d.fsdp.module_finalization import GradientReductionHandle
     from parallel3d.fsdp.order_check import check_execution_order
     from parallel3d.fsdp.running.schedule import BackwardPrefetch
     from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
@@ -52,6 +53,7 @@ __all__ = [
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecisionPolicy",
@@ -99,6 +101,7 @@ export_lazily(
         "fsdp.fully_shard": "fully_shard",
         "fsdp.functions": "register_fsdp_forward_method share_comm_ctx",
         "fsdp.module": "FSDPModule UnshardHandle",
+        "fsdp.module_finalization": "GradientReductionHandle",
         "fsdp.order_check": "check_execution_order",
         "fsdp.running.schedule": "BackwardPrefetch",
         "fsdp.state_dict": "load_model_state_dict model_state_dict",

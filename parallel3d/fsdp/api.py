@@ -1,6 +1,7 @@
 """Policies of the sharding engine. torch's own objects are taken as well, and torch takes these."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ __all__ = [
     "check_offload",
     "check_policy",
     "input_dtype",
+    "keeps_its_dtype",
     "own_policy",
 ]
 
@@ -35,7 +37,10 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     Attributes:
         param_dtype: dtype of the unsharded parameters, of the all-gather, and of the floating-point
             inputs of ``forward``. None: the parameters' own.
-        reduce_dtype: dtype of the gradient reduction. None: the dtype of the unsharded parameters.
+        reduce_dtype: dtype of the gradient reduction. None: as torch's engine has it. Before torch 2.15 that
+            is the dtype of the unsharded parameters. Since then it is the ``grad_dtype`` that a parameter was
+            given before ``fully_shard``, or else the parameter's own; a parameter with a ``grad_dtype`` has
+            its ``.grad`` in it. With ``keep_low_precision_grads`` it is that of the unsharded parameters.
         output_dtype: dtype that floating-point outputs of ``forward`` are cast to. None: as they are.
         cast_forward_inputs: whether inputs are cast to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost unit. None: as ``cast_forward_inputs``.
@@ -54,6 +59,9 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
             compute and reduce in it. Where ``param_dtype`` is given, their inputs are cast to it and their
             outputs back. Modules of these classes without parameters and buffers compute in float32 at
             least. Torch's own policies name none.
+        param_dtype_override_fn: called once with each parameter of a unit; where it returns the parameter's
+            own dtype, that parameter is gathered, computed with and reduced in it. None or ``param_dtype``:
+            as the others. Inputs are cast to ``param_dtype`` all the same. torch has it since 2.15.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,6 +73,9 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     keep_low_precision_grads: bool = False
     full_precision_in_eval: bool = False
     full_precision_modules: tuple[type[nn.Module], ...] = (BatchNorm,)
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         check_policy(self)
@@ -78,20 +89,20 @@ def check_policy(policy: TorchMixedPrecisionPolicy) -> None:
     """
     if not isinstance(policy, TorchMixedPrecisionPolicy):
         raise Parallel3dError(f"mp_policy is {policy!r}; it must be a MixedPrecisionPolicy")
-    for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-        dtype = getattr(policy, field, None)
+    for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+        dtype = getattr(policy, name, None)
         if dtype is None:
             continue
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise Parallel3dError(
-                f"MixedPrecisionPolicy.{field} is {dtype!r}; it must be a floating-point "
+                f"MixedPrecisionPolicy.{name} is {dtype!r}; it must be a floating-point "
                 "torch.dtype such as torch.bfloat16, or None"
             )
-    for field in ("cast_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
-        value = getattr(policy, field, False)
+    for name in ("cast_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
+        value = getattr(policy, name, False)
         if not isinstance(value, bool):
             raise Parallel3dError(
-                f"MixedPrecisionPolicy.{field} is {value!r}; it must be True or False"
+                f"MixedPrecisionPolicy.{name} is {value!r}; it must be True or False"
             )
     if isinstance(policy, MixedPrecisionPolicy):
         _check_ours(policy)
@@ -103,6 +114,12 @@ def _check_ours(policy: MixedPrecisionPolicy) -> None:
         raise Parallel3dError(
             f"MixedPrecisionPolicy.cast_root_forward_inputs is {cast!r}; it must be True, False, or None: as "
             "cast_forward_inputs"
+        )
+    override = policy.param_dtype_override_fn
+    if override is not None and not callable(override):
+        raise Parallel3dError(
+            f"MixedPrecisionPolicy.param_dtype_override_fn is {override!r}; it must be a function of a "
+            "parameter that returns a torch.dtype or None"
         )
     classes = policy.full_precision_modules
     if not isinstance(classes, tuple) or not all(
@@ -147,7 +164,27 @@ def own_policy(policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
         policy.output_dtype,
         policy.cast_forward_inputs,
         full_precision_modules=(),
+        param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
     )
+
+
+def keeps_its_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) -> bool:
+    """Whether ``param_dtype_override_fn`` wants ``param`` in its own dtype.
+
+    Raises:
+        Parallel3dError: it wants anything else than that, ``param_dtype`` or None.
+    """
+    if policy.param_dtype_override_fn is None:
+        return False
+    wanted = policy.param_dtype_override_fn(param)
+    if wanted is None or wanted is policy.param_dtype:
+        return False
+    if wanted is not param.dtype:
+        raise Parallel3dError(
+            f"param_dtype_override_fn of the MixedPrecisionPolicy returned {wanted!r} for {name!r}; it must "
+            f"return None, param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})"
+        )
+    return True
 
 
 def input_dtype(policy: MixedPrecisionPolicy, *, is_root: bool) -> torch.dtype | None:

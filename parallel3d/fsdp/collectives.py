@@ -56,8 +56,8 @@ class ScatterWork:
     """A reduce-scatter under way; ``wait`` returns this rank's part of the sum.
 
     Attributes:
-        output: memory for that part; None: to be allocated.
-        rows: of each member what is to be summed here, (n, its slots); empty where the backend sums.
+        output: that part, where the backend sums.
+        rows: where not, of each member what is to be summed here, (n, its slots).
     """
 
     def __init__(
@@ -77,15 +77,11 @@ class ScatterWork:
         if work is not None:
             work.wait()
         rows, self.rows = self.rows, ()
-        if rows and (self.output is None or dtype not in (None, self.output.dtype)):
-            if len(rows) == 1:
-                return rows[0].sum(dim=0, dtype=dtype)
-            self.output = rows[0].new_empty(sum(each.shape[1] for each in rows), dtype=dtype)
         if len(rows) == 1:
-            torch.sum(rows[0], dim=0, out=self.output)
-        elif rows:
+            return rows[0].sum(dim=0, dtype=dtype)
+        if rows:
             sizes = [each.shape[1] for each in rows]
-            assert self.output is not None
+            self.output = rows[0].new_empty(sum(sizes), dtype=dtype)
             for each, part in zip(rows, self.output.split(sizes), strict=True):
                 torch.sum(each, dim=0, dtype=dtype, out=part)
         assert self.output is not None
@@ -136,7 +132,6 @@ def reduce_scatter(
     unit: str,
     device_type: str,
     comm: Any = None,
-    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """(n * S,) of every rank -> (S,) of the sum on every rank; by ``comm`` if it is given.
 
@@ -145,7 +140,6 @@ def reduce_scatter(
 
     Args:
         given: or those of several members, whose results are neighbours.
-        result: memory for the sum, of the same dtype; by default it is allocated.
     """
     n = group.size()
     wholes = [given] if isinstance(given, torch.Tensor) else given
@@ -162,11 +156,9 @@ def reduce_scatter(
             )
         return ScatterWork(work, output)
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
-        return _exchange(wholes, group, unit, result)
+        return _exchange(wholes, group, unit)
     sizes = [each.numel() // n for each in wholes]
-    output = result
-    if output is None:
-        output = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
+    output = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
     with issuing.as_unit(unit):
         if len(sizes) == 1:
             work = reduce_scatter_single(output, whole, group=group, async_op=True)
@@ -182,9 +174,7 @@ def reduce_scatter(
     return ScatterWork(Works(works), output)
 
 
-def _exchange(
-    wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str, result: torch.Tensor | None
-) -> ScatterWork:
+def _exchange(wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str) -> ScatterWork:
     rows = [torch.empty_like(whole) for whole in wholes]
     with issuing.as_unit(unit), issuing.one_call():
         works = [
@@ -192,7 +182,7 @@ def _exchange(
             for theirs, mine in zip(rows, wholes, strict=True)
         ]
     work = works[0] if len(works) == 1 else Works(works)
-    return ScatterWork(work, result, [each.view(group.size(), -1) for each in rows])
+    return ScatterWork(work, None, [each.view(group.size(), -1) for each in rows])
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:

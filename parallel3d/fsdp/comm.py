@@ -6,8 +6,9 @@ ends a backward. Every rank makes these calls in the same order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,6 +19,9 @@ from parallel3d.fsdp.buckets.joint_gather import JointGather
 from parallel3d.fsdp.comms.cpu_comm import CpuComm
 from parallel3d.fsdp.comms.stream_comm import StreamComm
 
+if TYPE_CHECKING:
+    from parallel3d.fsdp.running.context import RunContext
+
 __all__ = ["Comm", "limit_inputs", "make_comm"]
 
 
@@ -27,10 +31,12 @@ class Comm(Protocol):
     Attributes:
         max_inputs: how many inputs of reduce-scatters may be in flight.
         post_optim_event: an event for the next all-gather to wait for, instead of the current stream.
+        left_by: the context whose last backward was not finalized; its reductions are in flight.
     """
 
     max_inputs: int
     post_optim_event: Any
+    left_by: weakref.ref[RunContext] | None
 
     def issue_gather(self, bucket: Bucket | JointGather) -> None:
         """Starts the all-gather of ``bucket``."""

@@ -17,6 +17,8 @@ from torch import nn
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.registration import REGISTERED_ATTRIBUTE
+from parallel3d.fsdp.running.finalization import Stage
 from parallel3d.fsdp.running.members import UNIT_ATTRIBUTE, the_unit
 from parallel3d.fsdp.slots import OwnSetattr
 from parallel3d.fsdp.state import Unit
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["copy_module"]
 
+_OF_UNIT = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
-    "_forward_hooks_always_called",
     "_load_state_dict_post_hooks",
 )
 
@@ -45,9 +47,13 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     unit.come_to_rest()
     if unit.depth or unit.backward_begun or unit.group.state is GroupState.WHOLE:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
+    if unit.context is not None and unit.context.finalization.stage is not Stage.COMPLETE:
+        raise StateError(
+            f"unit {unit.label} has gradients to come; deep-copy it after finalize_backward()"
+        )
     shown = unit.group.shown
     unit.group.hide()
-    state = {key: value for key, value in vars(module).items() if key != UNIT_ATTRIBUTE}
+    state = {key: value for key, value in vars(module).items() if key not in _OF_UNIT}
     for name in _HOOKS:
         hooks = copy.copy(state[name])
         for handle in unit.members.hook_ids(module):
@@ -64,7 +70,8 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     done.append((module, new))
     for other in unit.modules:
         copy.deepcopy(other, memo)  # those of a list belong together
-    if memo.pop(id(unit), None) is not None:
+    # One of them may be inside another, which then is still being copied.
+    if len(done) == len(unit.modules) and memo.pop(id(unit), None) is not None:
         copied = dict(done)
         _copy_unit(unit, [copied[each] for each in unit.modules], memo)
     if shown:
@@ -98,7 +105,8 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
 def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     new = copy.copy(param)
     new.take(memo[id(param.sharded)])
-    new.slots = [(_copied_holder(holder, memo), name) for holder, name in param.slots]
+    new.slots = []
+    new.put_at((_copied_holder(holder, memo), name) for holder, name in param.slots)
     first = memo.get(id(param.module()))
     if first is not None:
         new.module = weakref.ref(first)

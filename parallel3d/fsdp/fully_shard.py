@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d._arguments import as_bool
-from parallel3d._compat import DataParallelMeshDims, TorchMixedPrecisionPolicy
+from parallel3d._compat import DataParallelMeshDims, TorchMixedPrecisionPolicy, enter_module_state
+from parallel3d._replaced import mark_replaced
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.fsdp.api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_offload,
+    keeps_its_dtype,
     own_policy,
 )
 from parallel3d.fsdp.buckets.hybrid_bucket import cut_over_replicate
@@ -27,13 +29,14 @@ from parallel3d.fsdp.checks import (
     check_reshard,
 )
 from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.managed import managed_modules, managed_params
+from parallel3d.fsdp.managed import managed_modules, managed_params, units_modules
 from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.param import ShardedParam, mark_taken
 from parallel3d.fsdp.placing.axes import checked_mesh, data_axes
 from parallel3d.fsdp.placing.placement_fn import ShardPlacementFn, wishes
 from parallel3d.fsdp.placing.spmd import spmd_axes
 from parallel3d.fsdp.precision.full_precision import cast_around, kept_in_full
+from parallel3d.fsdp.registration import note_ignored, watch_assignments
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.ties import Tie, check_ties, join
 from parallel3d.fsdp.torch_state import register_state, state_of
@@ -144,6 +147,7 @@ def fully_shard(
     ties = [Tie(each.name, each.owner, each.places) for each in managed if each.owner is not None]
     check_ties(ties, policy)
     name = type(modules[0]).__name__
+    watch_assignments()
     with ExitStack() as stack, torch.no_grad():
         for root in modules:
             stack.enter_context(unchanged_on_error(root))
@@ -154,13 +158,17 @@ def fully_shard(
         full = kept_in_full(modules, policy)
         for each, sharded in zip(found, params, strict=True):
             # One that others hold too can't: they could not compute with it.
-            sharded.keeps_dtype = all(id(holder) in full for holder, _ in each.places)
+            sharded.keeps_dtype = all(id(holder) in full for holder, _ in each.places) or (
+                keeps_its_dtype(policy, each.name, each.param)
+            )
         buckets = make_buckets(name, params, policy, offload_policy)
         _move_buffers(modules, mesh.device_type)
         unit = Unit(modules, ParamGroup(buckets), policy, reshard, mesh.device_type)
         for each, sharded in zip(found, params, strict=True):
             mark_taken(each.param, sharded)  # the user's object: a tied use in another unit shows
+            mark_replaced(each.param, *each.places[0], f"{each.name} of unit {unit.label}")
             sharded.unit = weakref.ref(unit)
+        note_ignored(units_modules(modules), ignored)
         for inner in managed_modules(modules, ignored):  # for dynamo
             vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
         cast_around(modules, policy)
@@ -168,6 +176,8 @@ def fully_shard(
             root.__class__ = _extended_class(type(root))
             register_state(root)
         join(unit, ties)
+    for root in modules:
+        enter_module_state(root, state_of(root))  # after all that may raise: it is not rolled back
     return module  # type: ignore[return-value]
 
 

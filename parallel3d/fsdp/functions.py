@@ -52,13 +52,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(inner)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = the_unit(self)
-        args, kwargs = unit.pre_forward(self, args, kwargs) or (args, kwargs)
+        depth = unit.depth
         try:
-            output = inner(self, *args, **kwargs)
+            args, kwargs = unit.pre_forward(self, args, kwargs) or (args, kwargs)
+            return unit.post_forward(self, args, inner(self, *args, **kwargs))
         except BaseException:
-            unit.post_forward(self, args, None)  # the shards must show again
+            unit.leave_failed_forward(depth)
             raise
-        return unit.post_forward(self, args, output)
 
     namespace = {method_name: method, "__doc__": cls.__doc__, "__module__": cls.__module__}
     wrapped = type(cls.__name__, (cls,), namespace)

@@ -10,23 +10,30 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import untraced
+from parallel3d._compat import keep_partial_gradients, untraced
 from parallel3d.errors import StateError
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
 from parallel3d.fsdp.buckets.gate import Gate
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.buckets.joint_gather import JointGather, plan_gathers
+from parallel3d.fsdp.buckets.late_extension import with_late_extensions
 from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.precision.buffers import BufferCasts
 from parallel3d.fsdp.precision.eval_precision import switch_precision
 from parallel3d.fsdp.replacement import check_replacement, gradient_for
-from parallel3d.fsdp.running.freshness import weights_stamp
 
-__all__ = ["GroupState", "ParamGroup"]
+__all__ = ["GroupState", "ParamGroup", "unit_that_watches"]
 
 
 _WATCHED = "_parallel3d_watched_by"  # on an unsharded parameter: the unit its gradient hook calls
+
+
+def unit_that_watches(unsharded: torch.Tensor) -> Any:
+    """The unit that has ``unsharded`` as one of its unsharded parameters; None: it is another tensor."""
+    unit = getattr(unsharded, _WATCHED, None)
+    return None if unit is None else unit()
 
 
 class GroupState(Enum):
@@ -49,11 +56,12 @@ class ParamGroup:
         trainable: number of parameters that get a gradient.
         kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a
             forward or backward reshards it.
-        held: the weights' stamp when the group was left gathered for the next forward, or None.
-        for_evaluation: whether it is held by a forward without a backward, for others like it.
+        held: whether the group was left gathered for the next forward, which the user has asked for.
         parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         gathers: what the all-gathers under way are of.
+        on_meta: whether parameters are still on the meta device.
         hybrids: the buckets whose shards are cut over replicate too.
+        direct: the buckets that no axis shards, whose unsharded parameters are the weights themselves.
         full: whether the buckets compute in the parameters' own dtype; see ``eval_precision``.
         gated: whether forward sees outputs of the buckets' gates; see ``gate``.
         buffers: the unit's buffers, where they are cast.
@@ -69,8 +77,7 @@ class ParamGroup:
         self.buffers: BufferCasts | None = None
         self.trainable = 0
         self.kept = False
-        self.held: object = None
-        self.for_evaluation = False
+        self.held = False
         self.parted = False
         self.gathers: Sequence[Bucket | JointGather] = []
         self.computing: set[int] = set()
@@ -88,9 +95,27 @@ class ParamGroup:
                 bucket.made = weakref.WeakMethod(self.refresh)
         self.list_slots()
         self.hybrids = [bucket for bucket in self.buckets if isinstance(bucket, HybridBucket)]
+        self.direct = [bucket for bucket in self.buckets if not bucket.has_own_unsharded]
         if self._unit is not None:
             self.watch_gradients(self._unit)
+        self.on_meta = any(bucket.device.type == "meta" for bucket in self.buckets)
         self.count_trainable()
+
+    def take_late_extensions(self) -> None:
+        """Before the first gather: parameters whose local tensors were given an extension by the user."""
+        if self.state is GroupState.SHARDED and not self.shown:
+            with torch.inference_mode(False), torch.no_grad():
+                buckets = with_late_extensions(self.buckets)
+            if buckets is not None:
+                self.buckets = buckets
+                self.refresh()
+
+    def renew_buffers(self) -> None:
+        """Makes the gather's buffers anew, for who has to see them made."""
+        if self.state is GroupState.SHARDED and not self.shown:
+            for bucket in self.buckets:
+                bucket.build_unsharded()
+            self.refresh()
 
     def extend(self, other: "ParamGroup") -> None:
         """Takes the buckets of ``other`` too."""
@@ -148,6 +173,7 @@ class ParamGroup:
                     setattr(compute, _WATCHED, unit)
                     was = compute.requires_grad
                     compute.requires_grad_(True)  # the hook can be set on no other parameter
+                    keep_partial_gradients(compute)
                     compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
                     compute.requires_grad_(was)
 
@@ -167,40 +193,57 @@ class ParamGroup:
         if self.gated and any(bucket.gate is None for bucket in self.buckets):
             self.use_gates(None)  # of what was trained before, or was elsewhere
 
-    def adopt(self) -> None:
-        """Takes back Parameters and values that ordinary calls have replaced or moved."""
+    def adopt(self, *, partly: bool = False) -> None:
+        """Takes back Parameters and values that ordinary calls have replaced or moved.
+
+        Args:
+            partly: one of the unit's several modules was converted or loaded: buckets of which it has only
+                some parameters wait for the other modules.
+        """
         assert not self.shown
         getters, names, found = self.found
         if not all(map(is_, map(call, getters, names), found)):
             self._adopt_replaced()
-        moved = [bucket.adopt() for bucket in self.buckets]
+        buckets = self.buckets
+        if partly:
+            buckets = [bucket for bucket in buckets if len(bucket.kinds()) == 1]
+        elif self.on_meta and any(len(bucket.kinds()) > 1 for bucket in buckets):
+            raise self._no_values()  # some were loaded, and some not
+        moved = [bucket.adopt() for bucket in buckets]
         if any(moved):
             self.refresh()
 
     def _adopt_replaced(self) -> None:
         for bucket in self.buckets:
-            for param, view in zip(bucket.params, bucket.local_views, strict=True):
+            for param in bucket.params:
                 for holder, name in param.slots:
                     current = holder.get(name)
-                    if current is param.sharded or current is None:
-                        continue
-                    check_replacement(param, current)
-                    with torch.no_grad():
-                        if param.sharded.is_meta and not current.is_meta:
-                            param.place(param.local_part(current))  # its bucket moves with it
-                        elif isinstance(current, DTensor):
-                            param.sharded.copy_(current)
-                        else:
-                            view.copy_(param.shard_of(current, tp_local=False))
-                        param.sharded.grad = gradient_for(param, current)
-                    param.sharded.requires_grad_(current.requires_grad)
-                    holder[name] = param.sharded
+                    if current is not param.sharded and current is not None:
+                        self.take(param, current)
+                        holder[name] = param.sharded
         self.list_slots()  # one may have been removed, or be there again
 
+    def take(self, param: ShardedParam, given: nn.Parameter) -> None:
+        """Gives ``param`` the values of ``given``, which was put in its place, and its gradient.
+
+        Raises:
+            Parallel3dError: they can't be those of ``param``.
+        """
+        check_replacement(param, given)
+        with torch.no_grad():
+            if param.sharded.is_meta and not given.is_meta:
+                param.place(param.local_part(given))  # its bucket moves with it
+            elif isinstance(given, DTensor):
+                param.sharded.copy_(given)
+            else:
+                param.local.copy_(param.shard_of(given, tp_local=False))
+            param.sharded.grad = gradient_for(param, given)
+        param.sharded.requires_grad_(given.requires_grad)
+
     @property
-    def is_mixed(self) -> bool:
-        """Whether a conversion has reached some parameters of a bucket, and others not."""
-        return any(len(bucket.kinds()) > 1 for bucket in self.buckets)
+    def is_in_other_form(self) -> bool:
+        """Whether other Parameters show: those of ``full_params``, or of a ``state_dict`` that is made."""
+        return self.state is GroupState.WHOLE
 
     # -- unshard / reshard ---------------------------------------------------------------------------
 
@@ -209,10 +252,10 @@ class ParamGroup:
         if self.state is GroupState.SHARDED:
             if self.gated and self.shown:
                 return
+            if self.on_meta:
+                self.check_has_values()
             buckets = self.buckets
-            for hybrid in self.hybrids:
-                if hybrid.is_new:
-                    comm.renew_copy(hybrid)
+            self.note_weights(comm)
             self.gathers = buckets if len(buckets) < 2 else plan_gathers(buckets)
             for gather in self.gathers:
                 comm.issue_gather(gather)
@@ -225,10 +268,41 @@ class ParamGroup:
                 "is made; leave that before forward, backward and unshard()"
             )
 
-    def renew_copies(self, comm: Comm) -> None:
-        """Where the optimizer's shards are cut over replicate: what is gathered follows the weights."""
+    def note_weights(self, comm: Comm) -> None:
+        """Which values are used from now on."""
+        for bucket in self.buckets:
+            bucket.note_weights(comm)
+
+    def check_has_values(self) -> None:
+        """Raises StateError if parameters are on the meta device, and the forward's inputs aren't."""
+        if not self.on_meta:
+            return
+        unit = self._unit() if self._unit is not None else None
+        if unit is None or not unit.ready_context().inputs_on_meta:
+            raise self._no_values()
+
+    def _no_values(self) -> StateError:
+        """Names the parameters of the whole model that are on the meta device."""
+        unit = self._unit() if self._unit is not None else None
+        root = unit.ready_context().root if unit is not None else None
+        tops = root.modules if root is not None else []
+        names = [name for top in tops for name, param in top.named_parameters() if param.is_meta]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return StateError(
+            f"parameters are still on the meta device, without values: {shown}. Give them some before "
+            "the first forward: parallel3d.materialize(model, seed=...) initialises them, the same on every "
+            "mesh; model.load_state_dict(state, assign=True) or parallel3d.checkpoint load them"
+        )
+
+    def renew_copies(self, comm: Comm, *, if_changed: bool = False) -> None:
+        """Where the optimizer's shards are cut over replicate: what is gathered follows the weights.
+
+        Args:
+            if_changed: only those of weights that were seen to change.
+        """
         for hybrid in self.hybrids:
-            comm.renew_copy(hybrid)
+            if not if_changed or hybrid.is_old:
+                comm.renew_copy(hybrid)
 
     def unshard(self, comm: Comm) -> None:
         """Makes the unsharded parameters ready for use on the current stream."""
@@ -238,11 +312,12 @@ class ParamGroup:
                 comm.finish_gather(gather)
             self.gathers = []
             self.state = GroupState.UNSHARDED
+            for bucket in self.buckets:
+                bucket.versions.set_unsharded()
 
     def reshard(self, comm: Comm, parts: int | None = None) -> None:
         """Frees the unsharded parameters; with ``parts`` those many ranks keep them between each other."""
-        self.kept = False
-        self.held = None
+        self.kept = self.held = False
         if parts is None:
             self.drop_parts()
         if self.state is GroupState.GATHERING:
@@ -253,7 +328,17 @@ class ParamGroup:
                     bucket.keep_part(parts)
                     self.parted = True
                 bucket.free_unsharded()
+                if bucket.has_own_unsharded:
+                    bucket.versions.set_free()
             self.state = GroupState.SHARDED
+
+    def keep_storage(self, keep: bool) -> None:
+        """Whether the unsharded parameters keep their memory while the group is sharded."""
+        for bucket in self.buckets:
+            bucket.keep_storage = keep
+            if not keep and self.state in (GroupState.SHARDED, GroupState.WHOLE):
+                bucket.free_unsharded()
+                bucket.free_other_precision()
 
     def drop_parts(self) -> None:
         """Forgets what a reshard to fewer ranks has kept."""
@@ -265,11 +350,11 @@ class ParamGroup:
     def show(self) -> None:
         """Puts the unsharded parameters into the modules."""
         if not self.shown:
+            self.shown = True  # first: ``hide`` then undoes what an interruption has left
             for holder, _, computing in self.holders:
                 holder.update(computing)
             if self.buffers is not None and not self.full:
                 self.buffers.show()
-            self.shown = True
 
     def hide(self) -> None:
         """Puts the sharded Parameters back."""
@@ -294,38 +379,25 @@ class ParamGroup:
         if kept:
             self.keep()
 
-    def release_gradients(self) -> None:
-        """Frees the memory of gradients that are no longer there."""
-        for bucket in self.buckets:
-            bucket.grads.pool.release()
-
     # -- staying gathered ----------------------------------------------------------------------------
 
     def keep(self) -> None:
         """The user wants the group gathered and shown."""
-        self.kept = True
-        self.for_evaluation = False
-        self.stamp()
+        self.kept = self.held = True
 
-    def hold(self, *, without_backward: bool = False) -> None:
+    def hold(self) -> None:
         """Leaves the group gathered for the next forward; shown if the user keeps it so."""
         if not self.kept:
             self.hide()
-            self.for_evaluation = without_backward
-        if self.held is None and self.state is GroupState.UNSHARDED:
-            self.stamp()
+        self.held = True
 
-    def drop_stale(self, comm: Comm, *, training: bool) -> None:
-        """Before a forward: frees what an earlier one left, unless kept or held and still true.
-
-        What an evaluation left serves the next one only: a training step must not compute with weights
-        that were changed where no stamp sees it (``.data``), as EMA implementations put theirs in and out.
-        """
+    def drop_stale(self, comm: Comm) -> None:
+        """Before a forward: frees what an earlier one left, unless the user has asked for it and it still
+        holds the weights, as far as counters tell."""
         self.drop_parts()
         if self.state is not GroupState.UNSHARDED:
             return
-        other_use = self.for_evaluation and training
-        if self.held is None or other_use or self.is_stale:
+        if not self.held or self.is_stale:
             kept = self.kept
             self.hide()
             self.reshard(comm)
@@ -340,16 +412,28 @@ class ParamGroup:
         self.renew_copies(comm)
         self.unshard(comm)
         self.show()
-        self.stamp()
-
-    def stamp(self) -> None:
-        """Notes what the weights are that the group has gathered."""
-        self.held = weights_stamp(self.buckets)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the weights have changed since the group was left gathered, if it was."""
-        return self.held is not None and self.held != weights_stamp(self.buckets)
+        """Whether the weights were seen to change since the group was gathered."""
+        return self.state is GroupState.UNSHARDED and any(
+            bucket.versions.stamp.is_old() for bucket in self.buckets
+        )
+
+    def note_changes(self) -> bool:
+        """Tells autograd, where the unsharded parameters are the weights themselves and these were seen to
+        change: what forward has computed with before is there no more. Whether that is so.
+        """
+        changed = [bucket for bucket in self.direct if bucket.versions.stamp.is_old()]
+        for bucket in changed:
+            bucket.versions.stamp.take()
+            bucket.versions.set_unsharded()
+        return bool(changed)
+
+    @property
+    def weights(self) -> list[int]:
+        """The numbers of the values that were gathered last."""
+        return [bucket.versions.stamp.number for bucket in self.buckets]
 
     def abandon(self, comm: Comm) -> None:
         """After an exception: nothing in flight, nothing gathered."""

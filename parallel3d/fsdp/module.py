@@ -15,12 +15,20 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from parallel3d._arguments import as_bool
+from parallel3d._compat import no_frame_of_its_own
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.module_comm import CommMethods
+from parallel3d.fsdp.module_finalization import FinalizationMethods
 from parallel3d.fsdp.module_schedule import ScheduleMethods
-from parallel3d.fsdp.running.members import parameters_at_rest, the_unit, unit_of, units_of
+from parallel3d.fsdp.running.members import (
+    UNIT_ATTRIBUTE,
+    parameters_at_rest,
+    the_unit,
+    unit_of,
+    units_of,
+)
 from parallel3d.fsdp.running.step_guard import refuse_accumulation
 from parallel3d.fsdp.state import Unit
 from parallel3d.fsdp.state_dict import saved_in_form
@@ -44,7 +52,7 @@ class UnshardHandle(TorchUnshardHandle):
             unit.group.show()
 
 
-class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
+class FSDPModule(CommMethods, ScheduleMethods, FinalizationMethods, TorchFSDPModule):
     """Mixed into the class of every module that ``fully_shard`` was applied to.
 
     An instance of torch's class too, which its pipelining and others ask for; every method is our own.
@@ -57,13 +65,28 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         self.__init__(*args, **kwargs)
         return self
 
+    @no_frame_of_its_own
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward of the module. However it ends, its unit is at rest afterwards or waits for its backward:
+        hooks of ``nn.Module`` see an ``Exception``, but no ``KeyboardInterrupt`` or ``SystemExit``.
+        """
+        unit = vars(self)[UNIT_ATTRIBUTE]
+        depth = unit.depth
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            unit.leave_failed_forward(depth)
+            raise
+
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gathers this unit's parameters and shows them in the module until ``reshard()``. Not recursive.
 
         Forwards and backwards reshard it too where they are told to (``reshard_after_forward``,
-        ``set_reshard_after_backward``).
+        ``set_reshard_after_backward``). Until then forwards compute with what was gathered, or gather again
+        after an optimizer's step or an in-place change of the Parameters; changes of ``param.data`` and by
+        ``torch._foreach_*`` functions outside of an optimizer they do not see.
 
         Args:
             async_op: return a handle at once; ``wait()`` on it before the parameters are used.
@@ -89,24 +112,50 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         unit.group.hide()
         unit.group.reshard(unit.ready_context().comm)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding leaves the unsharded parameters their memory, at one address.
+
+        For what has noted that address, such as a captured CUDA graph. Each unshard still gathers into it,
+        and a backward may read it no more than if it were free. False, the default, frees it; also what is
+        kept now, where the unit is sharded.
+        """
+        keep = as_bool("keep", keep)
+        for unit in units_of(self, recurse):
+            unit.group.keep_storage(keep)
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees the parameters, and backward gathers them again.
 
-        With False they also stay gathered where no backward follows (evaluation, generation), and the next
-        forward uses them as long as the weights have not changed: an optimizer step and in-place
-        changes of the Parameters are seen, changes of their ``.data`` are not.
+        With False backward computes with what the forward has gathered. The next forward gathers anew; see
+        ``set_keep_between_forwards``.
         """
         reshard_after_forward = as_bool("reshard_after_forward", reshard_after_forward)
         for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
-            unit.keep_in_eval = not reshard_after_forward
+
+    def set_keep_between_forwards(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether forwards without a backward (evaluation, generation) use what the one before has gathered.
+
+        For units whose forward does not free the parameters (``reshard_after_forward=False``), and for
+        HFSDP's copy of the weights, in training too. False, the default: each forward of the root gathers
+        anew, so that it computes with the weights whatever has changed them. True saves those all-gathers. An
+        optimizer's step and in-place changes of the Parameters (``load_state_dict`` too) are still seen. Not
+        seen are changes of ``param.data``, ``torch._foreach_*`` functions on the Parameters outside of an
+        optimizer, as some EMA implementations store and restore weights: after those run one forward with
+        False.
+        """
+        keep = as_bool("keep", keep)
+        for unit in units_of(self, recurse):
+            unit.keep_between_forwards = keep
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether backward frees the parameters; False saves the gather of the next micro-batch.
 
-        A forward after an optimizer step gathers again in any case.
+        A forward after an optimizer's step or an in-place change of the Parameters gathers again. Changes of
+        ``param.data`` and by ``torch._foreach_*`` functions outside of an optimizer it does not see: make
+        those after a backward with True.
         """
         reshard_after_backward = as_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, recurse):
@@ -219,6 +268,18 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
             )
         unit.ready_context().reset()
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``: the sharded ones, also after a backward that has failed."""
+        the_unit(self).come_to_rest()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """As ``nn.Module.named_modules``. Whatever reads parameters of a module around this one walks through
+        here before it reads this one's.
+        """
+        the_unit(self).come_to_rest()
+        return super().named_modules(*args, **kwargs)  # type: ignore[misc]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, also after a backward that an exception ended, and while ``unshard()``
         shows other parameters than those that have the gradients.
@@ -277,8 +338,7 @@ class FSDPModule(CommMethods, ScheduleMethods, TorchFSDPModule):
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         # Of several modules given as a list one is converted after the other.
-        if len(unit.modules) == 1 or not unit.group.is_mixed:
-            unit.group.adopt()
+        unit.group.adopt(partly=len(unit.modules) > 1)
         if shown:
             unit.group.show()
         return result

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from typing_extensions import deprecated
 
-from parallel3d._arguments import as_bool, is_positive
+from parallel3d._arguments import as_bool, as_count, is_positive
 from parallel3d._compat import backend_name
 from parallel3d._compat_memory import has_group_memory
 from parallel3d.errors import Parallel3dError, StateError
@@ -187,14 +187,7 @@ class CommMethods:
         With more, backward goes on while a slow reduce-scatter still reads its input. The largest number
         among the units of a model counts.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise Parallel3dError(
-                f"max_input_buffers is {max_input_buffers!r}; it must be an integer, at least 1"
-            )
-        if max_input_buffers < 1:
-            raise Parallel3dError(
-                f"max_input_buffers is {max_input_buffers}; it must be at least 1"
-            )
+        max_input_buffers = as_count("max_input_buffers", max_input_buffers, 1)
         units = list(units_of(self, recurse))
         buckets = [bucket for unit in units for bucket in unit.group.buckets]
         for bucket in buckets:

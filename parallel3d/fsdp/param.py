@@ -8,7 +8,7 @@ tensor has its real rows.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from parallel3d._compat import (
     DTensorSpec,
     get_local_tensor,
+    grad_dtype_of,
     make_dtensor,
     make_spec,
+    set_grad_dtype,
     set_local_tensor,
 )
 from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
@@ -28,12 +30,16 @@ from parallel3d._packed import packing_of
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.placing.axes import DataAxes
 from parallel3d.fsdp.placing.placement import ParamAxes, ceil_div, chunk_length
-from parallel3d.fsdp.slots import Slots, holder_of
+from parallel3d.fsdp.slots import Slots, holder_of, of
+from parallel3d.fsdp.storage import own_copy
 
-__all__ = ["ShardedParam", "mark_taken", "owner_of"]
+__all__ = ["ShardedParam", "mark_taken", "owner_at", "owner_of"]
 
 _TAKEN = "_parallel3d_taken_by"  # on a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
+_places: weakref.WeakValueDictionary[tuple[int, str], "ShardedParam"] = (
+    weakref.WeakValueDictionary()  # by id of a ``module._parameters`` and name
+)
 
 
 class _TakenBy:
@@ -58,6 +64,15 @@ def owner_of(param: torch.Tensor) -> "ShardedParam | None":
     return taken.owner() if taken is not None else None
 
 
+def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
+    """The ShardedParam whose place is ``module.name``, whatever is there now."""
+    owner = _places.get((id(module._parameters), name))
+    if owner is None:
+        return None
+    places = ((of(holder), attribute) for holder, attribute in owner.slots)
+    return owner if any(h is module._parameters and a == name for h, a in places) else None
+
+
 def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
     """Lets ``owner_of`` find ``owner`` from the user's Parameter that it has replaced."""
     setattr(param, _TAKEN, _TakenBy(owner))
@@ -80,7 +95,9 @@ class ShardedParam:
         tp_size: ranks along it.
         may_be_partial: whether autograd may bring a gradient that each tp rank has a part of, to be summed
             with others of the bucket: that of a replicated DTensor, as torch's own parallel styles make.
-        keeps_dtype: whether all modules that hold it are of the policy's ``full_precision_modules``.
+        keeps_dtype: whether all modules that hold it are of the policy's ``full_precision_modules``, or its
+            ``param_dtype_override_fn`` wants it so.
+        grad_dtype: what the user has set it to, as ``grad_dtype_of`` tells it.
         fills_slot: whether the largest chunk is this rank's on every rank: not if tp cuts unevenly.
         dim: the dim the engine shards; None where the parameter is whole on the shard axis.
         sharded: the Parameter the user sees at rest; the same object for the model's life.
@@ -97,7 +114,8 @@ class ShardedParam:
     ) -> None:
         """``dim``: the dim to shard, from 0; by default ``ParamAxes`` chooses."""
         self.name = name
-        self.slots: Slots = [(holder_of(module), attribute) for module, attribute in places]
+        self.slots: Slots = []
+        self.put_at((holder_of(module), attribute) for module, attribute in places)
         self.module = weakref.ref(places[0][0])
         self.unit: weakref.ref | None = None
         self.axes = axes
@@ -130,6 +148,13 @@ class ShardedParam:
         self.sharded: nn.Parameter = param  # the user's, until ``place``
         self.placed = False
         self.keeps_dtype = False
+        self.grad_dtype = grad_dtype_of(param)
+
+    def put_at(self, slots: Iterable[tuple[Any, str]]) -> None:
+        """``slots`` are places of its own too."""
+        for holder, attribute in slots:
+            self.slots.append((holder, attribute))
+            _places[id(of(holder)), attribute] = self
 
     # -- shapes ------------------------------------------------------------------------------------
 
@@ -302,6 +327,7 @@ class ShardedParam:
         """
         placed = nn.Parameter(make_dtensor(local, self.spec), requires_grad=self.requires_grad)
         set_local_tensor(placed, local)  # nn.Parameter has made an alias of its own
+        set_grad_dtype(placed, self.grad_dtype)
         if not self.placed:
             vars(placed).update(vars(self.sharded))
             self.sharded = placed
@@ -320,9 +346,10 @@ class ShardedParam:
 
     def copy_of_sharded(self) -> nn.Parameter:
         """The sharded Parameter again, with memory of its own (deepcopy can't copy simulated ranks)."""
-        local = self.local.detach().clone()
+        local = own_copy(self.local.detach())
         new = nn.Parameter(make_dtensor(local, self.spec), self.sharded.requires_grad)
         set_local_tensor(new, local)
+        set_grad_dtype(new, self.grad_dtype)
         vars(new).update({k: v for k, v in vars(self.sharded).items() if k != _TAKEN})
         return new
 

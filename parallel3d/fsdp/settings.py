@@ -21,8 +21,8 @@ class Settings:
     Attributes:
         reshard_after_forward: True, False, None (True unless the unit is the root), or the number of ranks
             over which the parameters stay sharded between forward and backward.
-        keep_in_eval: whether the group stays gathered for the next forward also where no backward follows:
-            where the user has said False. The root, of which it is the default, is gathered anew.
+        keep_between_forwards: whether the next forward uses what an evaluation has left gathered, and HFSDP's
+            copy, as long as no change of the weights was seen.
         reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
@@ -31,12 +31,13 @@ class Settings:
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
         order_check: what ``check_execution_order`` has set.
+        manual_finalization: of the root: whether the user ends backwards; see ``Finalization``.
         form: of its state dicts, see ``state_dict_type``; None: sharded.
     """
 
     def __init__(self, reshard_after_forward: bool | int | None) -> None:
         self.reshard_after_forward = reshard_after_forward
-        self.keep_in_eval = reshard_after_forward is False
+        self.keep_between_forwards = False
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
@@ -47,6 +48,7 @@ class Settings:
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
         self.order_check: OrderCheck | None = None
+        self.manual_finalization = False
         self.form: Form | None = None
 
     def take_settings(self, other: Settings) -> None:
@@ -54,10 +56,11 @@ class Settings:
         if other.schedule is not None:
             self.schedule = other.schedule.copy()
         for name in (
-            "keep_in_eval",
+            "keep_between_forwards",
             "reshard_after_backward",
             "unshard_in_backward",
             "sync",
             "all_reduce",
+            "manual_finalization",
         ):
             setattr(self, name, getattr(other, name))

@@ -8,7 +8,6 @@ one callback at the end of the backward.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from parallel3d._compat import untraced
 from parallel3d._trace import issuing
 from parallel3d._tree import cast_floats, to_device
-from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.errors import StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
@@ -27,9 +26,10 @@ from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.precision.buffers import BufferCasts
 from parallel3d.fsdp.precision.eval_precision import follow_mode, go_back_to
 from parallel3d.fsdp.precision.full_precision import cast_inputs, outside_full
+from parallel3d.fsdp.running.backward_calls import watch_backwards
 from parallel3d.fsdp.running.call import Call, watch_output
 from parallel3d.fsdp.running.context import RunContext
-from parallel3d.fsdp.running.members import Members, unit_around
+from parallel3d.fsdp.running.members import Members, class_name, unit_around
 from parallel3d.fsdp.running.resident import hook_outputs
 from parallel3d.fsdp.running.rest import Rest
 from parallel3d.fsdp.running.step_guard import StepGuard
@@ -49,12 +49,18 @@ class Unit(Rest):
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
+        computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
         follows_mode: whether the unit computes in its parameters' own dtype in eval mode.
         reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
+        put_off: whether the last one was not to be reduced, or not over all axes.
         guard: where the parameters are updated within the backward: see ``StepGuard``.
+        tracked: whether torch's memory tracker has put itself around hooks and methods of the unit.
+        is_new_to_tracker: whether it does not know the unit's buffers yet.
     """
+
+    tracked = is_new_to_tracker = False
 
     def __init__(
         self,
@@ -73,7 +79,7 @@ class Unit(Rest):
         if policy.buffer_dtype is not None:
             group.buffers = BufferCasts(outside_full(modules, policy), policy.buffer_dtype)
         self.device_type = device_type
-        self.label = type(modules[0]).__name__
+        self.label = class_name(modules[0])
         self.context: RunContext | None = None
         self.to_run: set[int] = set()
         self.depth = 0
@@ -81,13 +87,15 @@ class Unit(Rest):
         self.begun: set[int] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
+        self.computed_with: list[int] | None = None
         self.arrived = 0
         self.backward_begun = False
         self.reached = False
         self.ended = False
-        self.reduced = False
+        self.reduced = self.put_off = False
         self.guard: StepGuard | None = None
         self.members = Members()
+        watch_backwards()
         group.watch_gradients(self.ref)
         for module in modules:
             self.members.attach(module, self)
@@ -134,6 +142,9 @@ class Unit(Rest):
         """Hook before each module's forward."""
         if self.is_shown_by_root:
             issuing.unit = self.label
+            changed = self.context.residents.changed if self.context is not None else ()
+            if changed and self.group in changed:
+                raise self._changed()
             return None
         context = self.ready_context()
         if self.guard is not None:
@@ -142,7 +153,11 @@ class Unit(Rest):
         others: Sequence[Unit] = ()
         if self.depth > 1 and self.group.is_stale:
             self.group.gather_anew(context.comm)
+            if self.call is not None:
+                self.call.weights = self.group.weights
         if self.depth == 1 and self._is_fresh(module):
+            if context.on_meta and not context.running:
+                context.note_meta((args, kwargs))
             others = self._begin_forward(context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = to_device((args, kwargs), self.device_type)
@@ -180,10 +195,9 @@ class Unit(Rest):
             others = context.begin_forward()
         if self.follows_mode:
             follow_mode(self, context)
-        if not (context.running or context.in_backward):
-            self.group.release_gradients()
         self.issue_unshard(context)
         self.group.unshard(context.comm)
+        self._check_recomputed(context)
         self.group.show()
         self.position = 0
         if context.running and not context.in_backward:
@@ -191,6 +205,16 @@ class Unit(Rest):
             context.order.append(self.ref)
             context.prefetch_forward(self)
         return others
+
+    def _check_recomputed(self, context: RunContext) -> None:
+        """What is recomputed in a backward computes with the weights of the forward before."""
+        if self.group.direct:
+            self.group.note_changes()
+        weights = self.group.weights
+        if not context.in_backward:
+            self.computed_with = weights
+        elif self.computed_with not in (None, weights):
+            raise self._changed()
 
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
@@ -202,42 +226,55 @@ class Unit(Rest):
             if not current:
                 # Left over from another forward: the weights may have changed since, and no version
                 # counter tells (fused and foreach optimizers don't touch a DTensor's).
-                group.drop_stale(context.comm, training=torch.is_grad_enabled())
+                group.drop_stale(context.comm)
             self.gathered_in = context.iteration
-            if group.state is GroupState.SHARDED and not (group.gated and group.shown):
+            if group.state is not GroupState.SHARDED:
+                pass
+            elif group.gated and group.shown:  # its backward may come when it no longer is
+                group.note_weights(context.comm)
+            else:
+                group.hide()  # what its root has shown, if it was converted within this forward
                 group.adopt()
                 group.count_trainable()
-                if group.hybrids:
-                    group.renew_copies(context.comm)
+                if group.hybrids:  # a forward of the root has renewed them
+                    keep = context.running or self.keep_between_forwards
+                    group.renew_copies(context.comm, if_changed=keep)
         group.issue_unshard(context.comm)
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Hook after each module's forward."""
         context = self.context
-        if context is None:  # something before ``pre_forward`` has raised
-            return output
+        assert context is not None
         if self.is_shown_by_root:
             if torch.is_grad_enabled() and not context.in_backward:
                 hook_outputs(self, output)
             return output
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
-        failed = output is None and sys.exc_info()[0] is not None
-        grad = torch.is_grad_enabled() and not failed
-        self.depth = max(self.depth - 1, 0)
+        grad = torch.is_grad_enabled()
+        ends = self.depth == 1 and self.to_run <= {id(module)} and not context.in_backward
+        output = watch_output(self, output, self.call if grad else None, attributes=ends)
+        self.depth -= 1
         self.to_run.discard(id(module))
-        if failed:
-            self.to_run.clear()
-        try:
-            output = watch_output(self, output, self.call if grad else None)
-        except Parallel3dError:
-            self.to_run.clear()
-            self._leave_forward(context, backward_to_come=False)
-            raise
         if not self.depth and not self.to_run:
             self._leave_forward(context, backward_to_come=grad)
         return output
+
+    @untraced
+    def leave_failed_forward(self, depth: int) -> None:
+        """After an exception of any kind in a forward of one of the modules, before which ``self.depth`` was
+        ``depth``. Nothing is left to do where the forward had been left, or not been entered.
+        """
+        context = self.context
+        if self.depth <= depth:
+            goes_on = context is not None and context.running and self.is_root
+            if depth or not (self.to_run or goes_on):
+                return
+        self.depth = depth
+        self.to_run.clear()
+        if not depth and context is not None:
+            self._leave_forward(context, backward_to_come=False)
 
     def _leave_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         self.call = None
@@ -258,10 +295,10 @@ class Unit(Rest):
         reshard = self.reshards()
         if not self.group.kept or reshard:
             self.group.hide()
-            self.group.held = None
+            self.group.held = False
         if not backward_to_come:
-            if self.keep_in_eval and not reshard:
-                self.group.hold(without_backward=True)
+            if self.keep_between_forwards and not reshard:
+                self.group.hold()
             elif reshard or not self.group.kept:
                 self.group.reshard(context.comm)
         elif reshard:
@@ -287,9 +324,20 @@ class Unit(Rest):
             self.order_check.at("backward", self)
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
+            if self.group.direct:
+                self.group.note_changes()
+            if call.weights != self.group.weights:
+                raise self._changed()
         self.group.show()
         context.prefetch_backward(self, call.position)
         issuing.unit = self.label
+
+    def _changed(self) -> StateError:
+        return StateError(
+            f"unit {self.label}: its parameters were changed (an optimizer step, an in-place change) between "
+            "this forward and its backward, and what the forward has computed with is freed; call backward "
+            "before the weights change, or give the unit reshard_after_forward=False, which keeps that"
+        )
 
     def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
         """Hook on every gradient's arrival."""
@@ -351,8 +399,7 @@ class Unit(Rest):
 
     def leave_backward(self, context: RunContext) -> None:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
-        if self.depth:  # a forward around this backward goes on, maybe after an optimizer's step
-            self.group.stamp()
+        if self.depth:  # a forward around this backward goes on
             return
         if self.group.gated:
             return  # to the root
@@ -390,3 +437,8 @@ class Unit(Rest):
         self.begun.clear()
         self.arrived = 0
         self.backward_begun = self.ended = self.reduced = False
+        self.note_put_off()
+
+    def note_put_off(self) -> None:
+        """Whether a backward that ends now leaves sums that wait, on this rank or on others."""
+        self.put_off = not (self.sync and self.all_reduce)

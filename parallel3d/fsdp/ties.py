@@ -69,7 +69,7 @@ def join(unit: Unit, ties: Sequence[Tie]) -> None:
         for module, name in tie.places:
             if module._parameters[name] is not tie.owner.sharded:  # else the module stands in both
                 holder = holder_of(module)
-                tie.owner.slots.append((holder, name))
+                tie.owner.put_at([(holder, name)])
                 holder[name] = tie.owner.sharded
     olders: list[Unit] = []
     for tie in ties:

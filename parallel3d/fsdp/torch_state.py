@@ -8,24 +8,39 @@
 - ``replicate``: the registry of what was applied to a module.
 - Transformer Engine's tensors: ``_fsdp_param_group._reshard_after_forward``.
 
+And what other programs read of torch's private names; each property here names who does. They are read-only:
+a setting is changed by the methods of ``FSDPModule``. Torch's memory tracker alone writes, to put itself
+around the unit's hooks and its backward. A name that is not answered raises an AttributeError that says what
+is.
+
 The objects hold nothing of their own: all they say and do is the unit's.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from parallel3d._compat import fully_shard_state, set_fully_shard_state
+from parallel3d._compat import (
+    FSDPState,
+    enter_module_state,
+    fully_shard_state,
+    set_fully_shard_state,
+)
 from parallel3d.errors import StateError
+from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.functions import comm_of, set_comm
+from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.fsdp.state import Unit
 
-__all__ = ["TorchParamGroup", "TorchState", "register_state", "state_of"]
+__all__ = ["TorchParam", "TorchParamGroup", "TorchState", "register_state", "state_of"]
 
 
 def register_state(module: nn.Module) -> None:
@@ -62,14 +77,28 @@ class TorchState(_Answers):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchState:
         module = self._module()
         assert module is not None
-        return TorchState(memo.get(id(module), module))
+        copied = memo.get(id(module), module)
+        state = TorchState(copied)
+        if copied is not module:
+            enter_module_state(copied, state)
+        return state
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For ``isinstance``: torch's ``_get_module_fsdp_state``, which quantisation code calls to find
+        out whether a module is sharded, takes no other."""
+        return FSDPState
 
     @property
-    def _unit(self) -> Unit:
+    def _alive(self) -> nn.Module:
         module = self._module()
         if module is None:
             raise StateError("the module that this state was of is gone")
-        return the_unit(module)
+        return module
+
+    @property
+    def _unit(self) -> Unit:
+        return the_unit(self._alive)
 
     @property
     def _state_ctx(self) -> TorchState:
@@ -92,6 +121,29 @@ class TorchState(_Answers):
     def _is_root(self) -> bool | None:
         return self._unit.is_root if self._unit.context is not None else None
 
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """MindSpeed-MM and finetuning-scheduler read dtypes there, to cast a batch or to check them."""
+        return self._unit.policy
+
+    @property
+    def _pre_forward_hook_handle(self) -> RemovableHandle:
+        """Torch's FSDPMemTracker puts a hook of its own in its place, which calls ``_pre_forward``."""
+        return self._unit.members.forward_handle(self._alive, before=True)
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._unit.members.take_forward_handle(self._alive, handle, before=True)
+
+    @property
+    def _post_forward_hook_handle(self) -> RemovableHandle:
+        """The same, and ``_post_forward``."""
+        return self._unit.members.forward_handle(self._alive, before=False)
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._unit.members.take_forward_handle(self._alive, handle, before=False)
+
     def _lazy_init(self) -> None:
         self._unit.ready_context()
 
@@ -101,7 +153,13 @@ class TorchState(_Answers):
     # -- torch's register_fsdp_forward_method and share_comm_ctx -------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return self._unit.pre_forward(module, args, kwargs) or (args, kwargs)
+        unit = self._unit
+        if unit.is_new_to_tracker:
+            for each in unit.ready_context().units:
+                if each.is_new_to_tracker:
+                    each.is_new_to_tracker = False
+                    each.group.renew_buffers()
+        return unit.pre_forward(module, args, kwargs) or (args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         return self._unit.post_forward(module, args, output)
@@ -137,7 +195,45 @@ class TorchParamGroup(_Answers):
     def comm_ctx(self, comm: Comm) -> None:
         set_comm(self._unit, comm)
 
-    def post_backward(self, *_: Any) -> None:
+    @property
+    def fsdp_params(self) -> list[TorchParam]:
+        """Optimizers that split the model's parameters (Muon beside AdamW), checks of dtypes and of NaN, and
+        torch's FSDPMemTracker."""
+        return [
+            TorchParam(param, compute)
+            for bucket in self._unit.group.buckets
+            for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
+        ]
+
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        """Torch's FSDPMemTracker puts a function of its own around it."""
+        return self._unit.pre_backward
+
+    @pre_backward.setter
+    def pre_backward(self, function: Callable[..., None]) -> None:
+        self._wrap("pre_backward", function, type(self._unit).pre_backward)
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        """Pipeline schedules call it; torch's FSDPMemTracker puts a function of its own around it."""
+        return self._post_backward
+
+    @post_backward.setter
+    def post_backward(self, function: Callable[..., None]) -> None:
+        self._wrap("finish_backward", function, TorchParamGroup._post_backward)
+
+    def _wrap(self, name: str, function: Callable[..., None], own: Callable[..., None]) -> None:
+        """Lets the engine call ``function`` where it calls the unit's method ``name``, or that again."""
+        attributes = vars(self._unit)
+        if getattr(function, "__func__", None) is own:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = function
+            self._unit.is_new_to_tracker = True
+        self._unit.tracked = not {"pre_backward", "finish_backward"}.isdisjoint(attributes)
+
+    def _post_backward(self, *called_by_the_engine: Any) -> None:
         """Ends the unit's part of a step: reshards it and issues the reduction of what has come together.
 
         That is what waits in ``.grad`` of the sharded Parameters, and what was put into ``.grad`` of the
@@ -147,6 +243,9 @@ class TorchParamGroup(_Answers):
             StateError: backwards came through the unit, but left it no gradient.
         """
         unit = self._unit
+        if called_by_the_engine:  # through what a tracker has put around
+            type(unit).finish_backward(unit, *called_by_the_engine)
+            return
         context = unit.ready_context()
         if unit.reached and unit.sync and not self._has_gradients():
             raise StateError(
@@ -177,3 +276,44 @@ class TorchParamGroup(_Answers):
             or any(p.grad is not None for p in bucket.compute_params)
             for bucket in group.buckets
         )
+
+
+class TorchParam(_Answers):
+    """Torch's ``FSDPParam`` of one parameter."""
+
+    __slots__ = ("_compute", "_param")
+
+    def __init__(self, param: ShardedParam, compute: nn.Parameter) -> None:
+        self._param = param
+        self._compute = compute
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """Optimizers that take their parameters from the groups; checks of dtypes."""
+        return self._param.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """Torch's FSDPMemTracker, within a forward."""
+        return self._compute
+
+    @property
+    def _unsharded_param(self) -> nn.Parameter:
+        """The same within a backward; zero-bubble schedules of NeMo Automodel."""
+        return self._compute
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        """finetuning-scheduler, and optimizers that choose by shape."""
+        return torch.Size(self._param.compute_shape)
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        """finetuning-scheduler."""
+        return torch.Size(self._param.local_shape)
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """NeMo Automodel's zero-bubble schedules, before ``post_backward``: that takes the gradients here."""
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """The same."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from torch import distributed as dist
 
 from parallel3d._compat_groups import group_timeout
+from parallel3d._text import text_of
 from parallel3d.errors import Parallel3dError, PeerFailureError
 from parallel3d.guards.board import Note
 from parallel3d.guards.monitor import Monitor
@@ -38,12 +40,13 @@ def is_of_communication(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, Parallel3dError):
         return False
-    return any(mark in str(error) for mark in _MARKS)
+    text = text_of(error)
+    return any(mark in text for mark in _MARKS)
 
 
 def short(error: BaseException, width: int = 2000) -> str:
     """Type and text of an exception; of a long text the beginning."""
-    text = str(error)
+    text = text_of(error)
     text = text if len(text) <= width else f"{text[:width]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -114,7 +117,7 @@ def _blame_the_silent(
     left = [note for note in notes if note.kind == "left" and note.rank != monitor.rank]
     limit = f"did not come within {seconds(group_timeout())}"
     # A rank that was woken before its own time was up says what those say who waited for all of it.
-    up = _timed_out(str(error)) or any(_timed_out(n.error) for n in notes if n.kind == "lost")
+    up = _timed_out(text_of(error)) or any(_timed_out(n.error) for n in notes if n.kind == "lost")
     waited = limit if up else "is not in this collective"
     lines: list[str] = []
     hosts = monitor.hosts(lost)
@@ -132,7 +135,35 @@ def _blame_the_silent(
         lines.append(_others_gave_up(monitor))
     blamed = lost or list(answers) or [note.rank for note in left]
     head = _head(lost, list(answers)) if len(lines) > 1 else ""
-    return PeerFailureError(f"{head}{'; '.join(lines)}.\n{own}", tuple(blamed))
+    more = _more_forwards(monitor.forwards())
+    return PeerFailureError(f"{head}{'; '.join(lines)}.{more}\n{own}", tuple(blamed))
+
+
+def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
+    """Who has begun more forwards than the rest, by (with a gradient, without one): from an extra one on, a
+    rank's collectives are matched with others than it means, and who fails then may be any rank."""
+    without = _most({rank: each[1] for rank, each in counts.items()})
+    found = without or _most({rank: sum(each) for rank, each in counts.items()})
+    if found is None:
+        return ""
+    most, odd, usual, rest = found
+    return (
+        f"\nForwards{' without gradients' if without else ''} begun: {most} on {odd}, {usual} on {rest}. "
+        f"Unless the latter are only behind, look for a forward that only {odd} makes, an evaluation say; "
+        "guards.debug stops at the first collective that differs."
+    )
+
+
+def _most(counts: Mapping[int, int]) -> tuple[int, str, int, str] | None:
+    """(the largest, whose, the usual one, whose); None where they are equal."""
+    tally = Counter(counts.values())
+    if len(tally) < 2:
+        return None
+    usual, most = min(tally, key=lambda number: (-tally[number], number)), max(tally)
+    if most == usual:
+        return None
+    by_number = {n: name_ranks(r for r in counts if counts[r] == n) for n in (most, usual)}
+    return most, by_number[most], usual, by_number[usual]
 
 
 def _lost(

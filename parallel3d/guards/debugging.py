@@ -21,6 +21,7 @@ from parallel3d.guards.events import MESSAGES, Event, Journal
 from parallel3d.guards.progress import counting_steps, here
 from parallel3d.guards.rendezvous import Rendezvous
 from parallel3d.guards.watch import current_session, watch
+from parallel3d.guards.whole_gradients import compare_whole_gradients
 from parallel3d.mesh.store import next_table, others
 
 __all__ = ["KEEP", "Debugger", "debug", "last_debugger"]
@@ -41,9 +42,11 @@ def debug(
     unit, bytes, step and micro-batch. So for collectives of the user's own, and for optimizer steps.
 
     Ranks that part get an ``AgreementError`` each, which says what each rank was about to do, instead of
-    a hang or numbers that belong to something else. A round trip to the store for each collective, so not
-    for production. ``watch`` is included. Under simulated ranks, and in a single process, events are only
-    kept. Sends and receives are kept, not compared.
+    a hang or numbers that belong to something else. Before the first optimizer step those gradients of
+    ``model`` are compared too that each rank of a tp group has whole: a plan that makes ranks compute them
+    from other data shows there. A round trip to the store for each collective, so not for production.
+    ``watch`` is included. Under simulated ranks, and in a single process, events are only kept. Sends and
+    receives are kept, not compared.
 
     Args:
         model: whose meshes give axes their names, and whose ranks make optimizer steps together; without
@@ -65,7 +68,7 @@ def debug(
         raise Parallel3dError(f"debug: keep is {keep!r}; it must be a positive integer")
     found = [*_meshes_of(model), *meshes]
     with watch():
-        debugger = Debugger(found if model is not None else [], timeout, folder, keep)
+        debugger = Debugger(found if model is not None else [], timeout, folder, keep, model)
         before = counting_steps(before=debugger.before_step)
         recording = record_collectives(*found, before=debugger.before_collective)
         with before, recording as recorder:
@@ -108,12 +111,14 @@ class Debugger:
         timeout: timedelta,
         folder: str | os.PathLike[str] | None,
         keep: int,
+        model: nn.Module | None = None,
     ) -> None:
         by_launcher = int(os.environ.get("RANK", "0"))
         self.rank = dist.get_rank() if dist.is_initialized() else by_launcher
         self.journal = Journal(self.rank, keep, folder)
         self.rendezvous: Rendezvous | None = None
         self.recorder: Recorder | None = None
+        self._whole_gradients: nn.Module | None = model  # to be compared
         self._number = 0
         self._messages = 0
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -154,6 +159,9 @@ class Debugger:
         rendezvous = self._open()
         ranks = () if rendezvous is None else tuple(rendezvous.scope)
         self._meet(f"optimizer step ({type(optimizer).__name__})", "", "", None, ranks)
+        model, self._whole_gradients = self._whole_gradients, None
+        if model is not None and rendezvous is not None:
+            compare_whole_gradients(model)
 
     def _meet(
         self, what: str, axis: str, unit: str, size: int | None, ranks: tuple[int, ...]

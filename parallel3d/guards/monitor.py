@@ -17,6 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from parallel3d._compat_groups import all_groups, clone_store, wake_waiting
@@ -56,7 +57,7 @@ class Monitor(threading.Thread):
         self.silence = silence
         self.store_lost = self.store_silent = False
         own = clone_store(table)  # a connection of its own
-        self._board = Board(own)
+        self._board = Board(own, world_size)
         self._pulse = None if silence is None else Pulse(own, rank, world_size, silence)
         self._waits_since: float | None = None
         self._main = threading.get_ident()
@@ -67,6 +68,8 @@ class Monitor(threading.Thread):
         self._closed = threading.Event()
         self._seen: float | None = None  # when the first failure was
         self._woken = False
+        self._runs = (0, 0)  # what the others know
+        self._news, self._said = threading.Event(), threading.Event()
         if silence is not None:
             Sentinel(self, silence, self._closed).start()
         self._ask(lambda: self._board.settle(rank, self.host))
@@ -94,6 +97,20 @@ class Monitor(threading.Thread):
         """On which machines those of ``ranks`` are, or were, that have come into the watched part."""
         return self._ask(lambda: self._board.hosts(ranks)) or {}
 
+    def forwards(self) -> dict[int, tuple[int, int]]:
+        """By rank, how many forwards it has begun, with a gradient and without; as far as it has said so."""
+        self._ask(self._count)
+        return self._ask(lambda: self._board.forwards(range(self.world_size))) or {}
+
+    def forward_begins(self) -> None:
+        """Called in each forward of a model. Of one that is not usual the others are told before it goes on:
+        if the others don't make it, this process may be ended within it."""
+        if torch.is_grad_enabled() and here.micro_batch <= here.usual:
+            return
+        self._said.clear()
+        self._news.set()
+        self._said.wait(0.2)  # no longer: the store may be silent
+
     def look(self) -> None:
         """Reads what there is now, without waiting for the thread to do so."""
         self._ask(self._read)
@@ -112,6 +129,7 @@ class Monitor(threading.Thread):
         """Stops the thread; nothing is woken any more. The store can still be asked, and fall silent."""
         with self._waking:
             self._ended.set()
+            self._news.set()
         if self._pulse is not None:
             self._ask(self._pulse.end)
 
@@ -140,7 +158,13 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         """Until ``end``."""
-        while not self._ended.wait(self.grace / 10) and not self.store_lost:
+        while not self.store_lost:
+            self._news.wait(self.grace / 10)
+            self._news.clear()
+            if self._ended.is_set():
+                return
+            self._do(self._count)
+            self._said.set()
             self._do(self._read)
             self._do(self._feel)
             self._wake()
@@ -154,6 +178,12 @@ class Monitor(threading.Thread):
             what = f"no sign of life from rank {self._pulse.next} for {limit}"
             self._board.post(Note("lost", self.rank, what, str(here), here.step))
             self._seen = time.monotonic()
+
+    def _count(self) -> None:
+        """Says how many forwards this rank has begun, if that is news."""
+        if here.runs != self._runs:
+            self._runs = here.runs
+            self._board.ran(self.rank, self._runs)
 
     def _read(self) -> None:
         notes = self._board.read()

@@ -27,6 +27,7 @@ class Progress:
     step: optimizer steps so far, of the optimizer with the most.
     phase: what ``guards.phase`` has set; ``start`` until the first step is over.
     forwards: what ``issuing.forwards`` was after the last step.
+    usual: how many forwards with a gradient the last step had.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,8 @@ class Progress:
         self.step = 0
         self.phase = "start"
         self.forwards = issuing.forwards
+        self.usual = 0
+        self._begun = issuing.forwards, issuing.runs
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     @property
@@ -44,10 +47,17 @@ class Progress:
         """Forwards with a gradient since the last step: the number of the micro-batch under way, from 1."""
         return issuing.forwards - self.forwards
 
+    @property
+    def runs(self) -> tuple[int, int]:
+        """Forwards that models have begun, with a gradient and without."""
+        forwards = issuing.forwards - self._begun[0]
+        return forwards, issuing.runs - self._begun[1] - forwards
+
     def stepped(self, optimizer: Optimizer) -> None:
         """A step of ``optimizer`` is over."""
         self._steps[optimizer] = count = self._steps.get(optimizer, 0) + 1
         self.step = max(self.step, count)
+        self.usual = self.micro_batch
         self.forwards = issuing.forwards
 
     def __str__(self) -> str:

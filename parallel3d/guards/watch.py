@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from parallel3d._trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
 from parallel3d.guards.board import Note
@@ -94,6 +95,7 @@ class Session:
             table = next_table(store, "guards/watch", rank)
             self._monitor = Monitor(table, rank, world_size, self._grace, self._silence)
             self._monitor.start()
+            issuing.on_run = self._monitor.forward_begins
             for schedule in _timeouts.active:
                 schedule.begin()
         return self._monitor
@@ -111,6 +113,7 @@ class Session:
         if monitor is None:
             return None
         try:
+            issuing.on_run = None
             monitor.end()
             return self._tell(monitor, error)
         finally:

@@ -29,6 +29,8 @@ _GRACE = timedelta(seconds=5)
 
 _UNSET = "(not set)"
 
+_Explain = Mapping[str, Callable[[Mapping[str, list[int]]], str]]
+
 
 @dataclass(frozen=True)
 class _Report:
@@ -59,6 +61,7 @@ def check_agreement(
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
     details: Callable[[], Mapping[str, str]] | None = None,
+    explain: _Explain | None = None,
 ) -> None:
     """Checks that every rank passes the same ``value``; every rank must call it.
 
@@ -79,6 +82,8 @@ def check_agreement(
         ranks: the ranks that compare, where they are not all; the same list on each of them.
         details: what is behind ``value``, if that is a digest of it: asked for, and compared, only where
             the digests differ.
+        explain: name of a setting -> what to say, given value -> ranks, where it is the only one that
+            differs; ``""`` is what is said of any other.
 
     Raises:
         AgreementError: on every rank, naming the settings, their values and the odd ranks; or, on
@@ -110,10 +115,10 @@ def check_agreement(
 
     try:
         report = _Report(dict(value), sorted(warn_only))
-        verdict = _exchange(store, topic, report, timeout, rank, members)
+        verdict = _exchange(store, topic, report, timeout, rank, members, explain or {})
         if verdict.differs and details is not None:
             report = _Report(dict(details()), [])
-            found_more = _exchange(store, f"{topic} in detail", report, timeout, rank, members)
+            found_more = _exchange(store, f"{topic} in detail", report, timeout, rank, members, {})
             if found_more.error is not None:
                 verdict = replace(found_more, error=found_more.error.replace(" in detail", "", 1))
     except dist.DistNetworkError as error:
@@ -134,12 +139,13 @@ def _exchange(
     timeout: timedelta,
     rank: int,
     members: Sequence[int],
+    explain: _Explain,
 ) -> _Verdict:
     """Hands in this rank's report and returns the first member's verdict on all of them."""
     table = next_table(store, f"agreement/{topic}", rank)
     table.set(_report_key(rank), json.dumps(asdict(report)))
     if rank == members[0]:
-        verdict = _judge(table, topic, members, timeout)
+        verdict = _judge(table, topic, members, timeout, explain)
         table.set("verdict", json.dumps(asdict(verdict)))
     else:
         verdict = _await_verdict(table, topic, rank, members[0], timeout)
@@ -157,7 +163,9 @@ def _report_key(rank: int) -> str:
     return f"report/{rank}"
 
 
-def _judge(table: dist.Store, topic: str, ranks: Sequence[int], timeout: timedelta) -> _Verdict:
+def _judge(
+    table: dist.Store, topic: str, ranks: Sequence[int], timeout: timedelta, explain: _Explain
+) -> _Verdict:
     """The first member's part: collects the reports and compares them."""
     missing: list[int] = []
     try:
@@ -171,7 +179,7 @@ def _judge(table: dist.Store, topic: str, ranks: Sequence[int], timeout: timedel
         for rank in ranks
         if rank not in set(missing)
     }
-    error, warning = _compare(topic, reports)
+    error, warning = _compare(topic, reports, explain)
     if missing:
         absent = (
             f"{name_ranks(missing)} of {len(ranks)} did not report {topic!r} within "
@@ -226,7 +234,9 @@ def _leave(table: dist.Store, rank: int, members: Sequence[int], readers: int) -
                     table.delete_key(key)
 
 
-def _compare(topic: str, reports: Mapping[int, _Report]) -> tuple[str | None, str | None]:
+def _compare(
+    topic: str, reports: Mapping[int, _Report], explain: _Explain
+) -> tuple[str | None, str | None]:
     """(error, warning) about the settings in which the reports differ."""
     tolerated = {name for report in reports.values() for name in report.warn_only}
     names = {name: None for report in reports.values() for name in report.value}  # in order
@@ -244,6 +254,9 @@ def _compare(topic: str, reports: Mapping[int, _Report]) -> tuple[str | None, st
             f"The ranks disagree about {topic!r}: {describe(errors, len(reports))}\n"
             f"Start every rank with the same program, arguments and libraries."
         )
+        (name, ranks_of), *others = errors.items()
+        said = explain[name](ranks_of) if not others and name in explain else ""
+        error = f"{topic}: {said}." if said else error
     if notices:
         warning = (
             f"The ranks differ in {topic!r}, which may be intended: "

@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-from rich.table import Column
-
 from parallel3d._dry_run import active
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+except ImportError:  # of the extra cli: without it lines now and then, and no live one
+    from parallel3d.observability.plain_lines import Bar, Console  # type: ignore[assignment]
+
+    BarColumn = MofNCompleteColumn = TextColumn = TimeRemainingColumn = Column = Bar  # type: ignore
 
 __all__ = ["WINDOW", "Progress"]
 
@@ -44,7 +49,8 @@ class _Console(Console):
 
 
 class Progress:
-    """Shows the records of each step; needs the package rich.
+    """Shows the records of each step: a live line, for which it needs the package rich and a terminal; else a
+    line now and then.
 
     ``Metrics`` starts and ends the live line; as a context manager around more than the steps it is there
     for longer. The loss must be logged as ``loss``; ``grad_norm`` is shown if it is.

@@ -12,8 +12,10 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._compat_foreach import foreach_mul_, foreach_norm
 from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.running.finalization import refuse_unfinalized
 from parallel3d.fsdp.running.members import parameters_at_rest
 from parallel3d.optim.clip_plan import Cut, Found, plan_for
+from parallel3d.optim.nonfinite import name_losses
 from parallel3d.optim.step_in_backward import refuse_stepped
 
 __all__ = ["clip_grad_norm_"]
@@ -29,6 +31,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    loss: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """Scales the gradients in place so that their norm is at most ``max_norm``.
 
@@ -41,6 +44,8 @@ def clip_grad_norm_(
         max_norm: the largest norm to leave.
         norm_type: the p of the norm, above 0; ``inf`` for the largest magnitude.
         error_if_nonfinite: raise if the norm is nan or infinite (waits for the device).
+        loss: this rank's, or the sum of its micro-batches': that error then says on which ranks it was nan or
+            infinite. Nothing is communicated for it but where there is that error, which all ranks have.
 
     Returns:
         The norm before clipping, a scalar tensor; the same on every rank if plain gradients (of ignored
@@ -48,12 +53,13 @@ def clip_grad_norm_(
 
     Raises:
         Parallel3dError: bad ``max_norm`` or ``norm_type``, or a non-finite norm if asked for.
-        StateError: a gradient waits for its reduction, as between micro-batches; or parameters are updated
-            in backward (``step_in_backward``).
+        StateError: a gradient waits for its reduction, as between micro-batches, or for
+            ``finalize_backward()``; or parameters are updated in backward (``step_in_backward``).
     """
     _check_numbers(max_norm, norm_type)
     tensors = _tensors(parameters)
     refuse_stepped(tensors, "clip_grad_norm_")
+    refuse_unfinalized(tensors, "clip_grad_norm_")
     found = plan_for(tensors).find(tensors)
     if not found.flats and not found.others:
         return torch.zeros(())
@@ -61,6 +67,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise Parallel3dError(
             f"the {norm_type}-norm of the gradients is {norm.item()}; it must be finite to clip by"
+            f"{name_losses(loss)}"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [*found.wholes, *chain.from_iterable(found.others.values())]

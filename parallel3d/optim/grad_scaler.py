@@ -17,6 +17,7 @@ from parallel3d._compat_foreach import unscale_
 from parallel3d._tree import tensors_in
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
+from parallel3d.fsdp.running.finalization import refuse_unfinalized
 from parallel3d.optim._ranks import group_of
 from parallel3d.optim._scaled import mark_scaled
 
@@ -98,13 +99,14 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             By device, whether any rank has found an infinity or nan there: 0.0 or 1.0.
         """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_unfinalized(params, f"unscaling the gradients of {type(optimizer).__name__}")
         found = {found_inf.device: found_inf}
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    local = _local_values(param)
-                    by_kind[local.device, local.dtype].append(local)
+        for param in params:
+            if param.grad is not None:
+                local = _local_values(param)
+                by_kind[local.device, local.dtype].append(local)
         with torch.no_grad():
             for (device, _), grads in by_kind.items():
                 if device not in found:

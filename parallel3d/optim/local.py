@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.param import owner_of
-from parallel3d.optim.elementwise import check_elementwise, check_one_by_one
+from parallel3d.errors import Parallel3dError
+from parallel3d.optim.classes import ELEMENTWISE, is_known_elementwise, step_of
 from parallel3d.optim.local_state import LocalState
 from parallel3d.optim.matrix import MatrixSteps
 from parallel3d.optim.pieces import State
+from parallel3d.optim.trial import check_elementwise, check_one_by_one
 
 __all__ = ["local"]
 
@@ -31,6 +31,7 @@ def local(
     params: nn.Module | Iterable[Any],
     *,
     matrix: bool | None = None,
+    elementwise: bool = False,
     **options: Any,
 ) -> Optimizer:
     """Makes an ``optimizer_class`` that steps on this rank's plain tensors, not on DTensors::
@@ -43,51 +44,62 @@ def local(
     other, and what it saved loads on other meshes.
 
     An elementwise class steps on a bucket's whole flat buffer where one group has all of it: a few tensors
-    per unit. Its state is then flat as well; those of ``state`` are views. Whether a class is elementwise is
-    tried on a few numbers.
+    per unit. Its state is then flat as well; those of ``state`` are views. torch's ASGD, Adadelta, Adagrad,
+    Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop and SGD are known to be elementwise (these classes
+    themselves: a subclass may do anything). Of any other class you must say so, by ``elementwise=True``.
 
     One that is not (Muon, Adafactor, or what is said to be by ``matrix``) is given whole parameters, so that
     it does what it does to the plain model: parameters of one shape are dealt out to the ranks that share
     them, each steps on its own, and the parts go back, by all-to-alls. State shaped as the parameter stays
     sharded between steps, other tensors (Adafactor's factors) are kept by every rank. All ranks must have
-    gradients of the same parameters. A class that looks at all parameters together works in neither way,
-    and is refused.
+    gradients of the same parameters. A class that looks at all parameters together works in neither way;
+    use it itself on the model's DTensors, which is right or an error of DTensor's.
+
+    What you say is tried on a few small parameters, and refused if that shows otherwise. The trial proves
+    nothing: a class that clips at a norm which the trial doesn't reach passes.
 
     Args:
         params: a module, or what the class itself takes: tensors, (name, tensor) pairs, groups as dicts.
-        matrix: whether it needs whole parameters; None: as the class says (attribute ``whole_matrix``), True
-            for torch's Muon and Adafactor.
+        matrix: True asserts that a step on a parameter depends on this parameter, its gradient and its
+            state, all whole, and on no other parameter; nor on random numbers. None: as the class says
+            (attribute ``whole_matrix``), True for torch's Muon and Adafactor.
+        elementwise: True asserts that what a step does to a number depends on this number, its gradient, its
+            state, the group's options and the count of steps, and on no other number: no norm, mean, maximum,
+            sort or projection over a tensor or several, no random numbers, no blocks (as 8-bit states have);
+            and that state is tensors of the parameter's shape and single numbers.
         options: for the class.
 
     Returns:
         The optimizer.
 
     Raises:
-        Parallel3dError: no optimizer class, one that works in neither way, or ``differentiable=True``.
+        Parallel3dError: no optimizer class, one of which nothing is known or said, one that the trial has
+            found to work in neither way, or ``differentiable=True``.
     """
-    _check(optimizer_class, matrix, options)
+    _check(optimizer_class, matrix, elementwise, options)
     given = list(params.parameters() if isinstance(params, nn.Module) else params)
     for entry in given:
         # Read here and by the class: ``model.parameters()`` would be empty the second time.
         if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
             entry["params"] = list(entry["params"])
     if matrix is None:
-        matrix = _needs_whole(optimizer_class)
+        matrix = not elementwise and _needs_whole(optimizer_class)
     first = given[0] if given and isinstance(given[0], dict) else {}
     own = {k: v for k, v in first.items() if k not in ("params", "param_names")}
     if matrix:
         check_one_by_one(optimizer_class, options, own)
-    else:
+    elif not is_known_elementwise(optimizer_class):
+        _check_said(optimizer_class, elementwise)
         check_elementwise(optimizer_class, options, own, _device(given))
     made: Any = _local_class(optimizer_class, matrix)
     return made(given, **options)
 
 
-def _check(optimizer_class: Any, matrix: Any, options: dict[str, Any]) -> None:
+def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[str, Any]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise Parallel3dError(
             f"optim.local was given {optimizer_class!r}; it needs a class of optimizers, such as "
-            "torch.optim.AdamW, and makes the object itself"
+            "torch.optim.AdamW, and makes the object itself: local(torch.optim.AdamW, model, lr=1e-3)"
         )
     for refused, why in _REFUSED.items():
         if issubclass(optimizer_class, getattr(torch.optim, refused)):
@@ -101,6 +113,28 @@ def _check(optimizer_class: Any, matrix: Any, options: dict[str, Any]) -> None:
         )
     if matrix is not None and not isinstance(matrix, bool):
         raise Parallel3dError(f"matrix is {matrix!r}; it must be True, False or None")
+    if not isinstance(elementwise, bool):
+        raise Parallel3dError(f"elementwise is {elementwise!r}; it must be True or False")
+    if matrix and elementwise:
+        raise Parallel3dError(
+            "matrix=True and elementwise=True: an elementwise class needs no whole parameters; give one"
+        )
+
+
+def _check_said(optimizer_class: type[Optimizer], elementwise: bool) -> None:
+    """Raises if nobody has said that it is elementwise, which nothing else can show."""
+    if elementwise:
+        return
+    name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+    base = next((b for b in optimizer_class.__mro__[1:] if is_known_elementwise(b)), None)
+    inherits = "" if base is None else f" (it is a subclass of {base.__name__}, which may do more)"
+    raise Parallel3dError(
+        f"optim.local: {name} is not known to be elementwise{inherits}; known are {', '.join(ELEMENTWISE)} "
+        "of torch.optim. On shards it would be right only if what it does to a number depends on no other "
+        "number: if so, give elementwise=True. If it treats parameters one by one, but each as a whole (by "
+        "norms, projections, maxima), give matrix=True. If it looks at all parameters together, or if you "
+        "don't know, use the class itself on the model's parameters, which are DTensors"
+    )
 
 
 def _needs_whole(optimizer_class: type[Optimizer]) -> bool:
@@ -135,11 +169,10 @@ class LocalSteps:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As the class's, on local tensors."""
         loss = _evaluated(closure)
-        _check_not_replaced(self.param_groups)
         if self._local is None or not self._local.is_current(self.param_groups, self.state):
             self._local = LocalState(self.param_groups, self.state)
         with self._local.shown_to(self):
-            _step_of(self.local_base)(self)
+            step_of(self.local_base)(self)
         self._local.publish(self.state)
         return loss
 
@@ -161,27 +194,13 @@ class LocalMatrixSteps:
         """As the class's, on whole parameters, some on each rank."""
         loss = _evaluated(closure)
         optimizer: Any = self
-        _check_not_replaced(optimizer.param_groups)
         if self._matrices is None:
             self._matrices = MatrixSteps()
-        self._matrices.step(optimizer, _step_of(self.local_base))
+        self._matrices.step(optimizer, step_of(self.local_base))
         return loss
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_from, (self.local_base, True), self.__getstate__()
-
-
-def _check_not_replaced(groups: list[dict[str, Any]]) -> None:
-    """Raises if a step has nothing to do because the model was sharded after the optimizer was made."""
-    if any(param.grad is not None for group in groups for param in group["params"]):
-        return
-    for param in (param for group in groups for param in group["params"]):
-        owner = owner_of(param)
-        if owner is not None and owner.sharded is not param:
-            raise StateError(
-                f"optim.local: parameter {owner.name} was sharded after the optimizer was made, which holds "
-                "what it was before; make the optimizer after parallelize or fully_shard"
-            )
 
 
 def _evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -190,12 +209,6 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _step_of(base: Any) -> Callable[[Any], Any]:
-    """``base.step`` without the hooks that torch has put around it: ours has them too."""
-    step = base.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 _classes: dict[tuple[type[Optimizer], bool], Any] = {}

@@ -9,8 +9,9 @@ on one parameter of n; gathering would bring all n to every rank. Replicas do th
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,42 +20,60 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel3d import _dry_run
-from parallel3d._compat import get_local_tensor
+from parallel3d._compat import get_local_tensor, inner_tensors
 from parallel3d._compat_simulated import combine_ranks, simulation_off, tensors_by_rank
+from parallel3d.errors import Parallel3dError
 from parallel3d.optim.owners import Owners
 from parallel3d.optim.pieces import State, local_of, part_of, placed_as, reduced
 
-__all__ = ["MatrixSteps"]
+__all__ = ["MatrixSteps", "can_be_shared", "of_no_parameter"]
 
 
 class MatrixSteps:
-    """What one optimizer needs to step on whole parameters."""
+    """What one optimizer needs to step on whole parameters.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: of how many, where every rank has them whole; by default of all that are alike.
+    """
+
+    def __init__(self, at_once: int | None = None) -> None:
         self._owners: dict[Hashable, Owners] = {}
+        self._at_once = at_once
 
     def step(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         """Calls ``step(optimizer)`` for one group and some whole parameters at a time."""
         counted = Counted(optimizer, step)
         for group in optimizer.param_groups:
-            batches: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
-            for param in group["params"]:
-                if param.grad is not None:
-                    batches[self._kind(param, optimizer.state.get(param, {}))].append(param)
-            # What a class counts in its groups, it counts once a step.
-            options, params = dict(group), group["params"]
+            options, params = GroupOptions(group), group["params"]
             try:
-                for kind, members in batches.items():
-                    owners = self._owners.get(kind[0])  # type: ignore[index]
-                    size = len(members) if owners is None else owners.size
-                    for start in range(0, len(members), size):
-                        group.update(options)
-                        _step_on(
-                            optimizer, counted.step, group, members[start : start + size], owners
-                        )
+                batches = self._batches(optimizer, params)
+                if params and not batches:  # a class may count the calls all the same
+                    idle = nn.Parameter(torch.zeros_like(local_of(params[0])))
+                    _called(optimizer, counted.step, group, [idle], [{}])
+                for members, owners in batches:
+                    options.restore(group)
+                    _step_on(optimizer, counted.step, group, members, owners)
+                    options.check_like_first(group, optimizer)
             finally:
                 group["params"] = params
         optimizer.state.update(counted.after)
+
+    def _batches(
+        self, optimizer: Optimizer, params: list[nn.Parameter]
+    ) -> list[tuple[list[nn.Parameter], Owners | None]]:
+        """Parameters of a group that one call steps on, and who shares them."""
+        alike: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
+        for param in params:
+            if param.grad is not None:
+                alike[self._kind(param, optimizer.state.get(param, {}))].append(param)
+        batches: list[tuple[list[nn.Parameter], Owners | None]] = []
+        for kind, members in alike.items():
+            owners = self._owners.get(kind[0])  # type: ignore[index]
+            size = (self._at_once or len(members)) if owners is None else owners.size
+            batches += [
+                (members[start : start + size], owners) for start in range(0, len(members), size)
+            ]
+        return batches
 
     def _kind(self, param: nn.Parameter, state: State) -> Hashable:
         """Parameters with an equal one are stepped on together."""
@@ -78,28 +97,75 @@ class MatrixSteps:
         return key
 
 
+class GroupOptions:
+    """What a group has but for its parameters: each of several calls for a step begins with it.
+
+    So what a class counts there it counts once a step, also where the first call makes the entry.
+    """
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._before = dict(group)
+        self._copies = {
+            k: copy.deepcopy(v)
+            for k, v in group.items()
+            if isinstance(v, _CHANGEABLE) and k not in _OF_PARAMETERS
+        }
+        self._first: dict[str, Any] | None = None
+
+    def restore(self, group: dict[str, Any]) -> None:
+        """Makes ``group`` what it was."""
+        group.clear()
+        group.update(self._before)
+        for key, value in self._copies.items():
+            if isinstance(value, torch.Tensor):  # may be the user's: the same object
+                with torch.no_grad():
+                    group[key].copy_(value)
+            else:
+                group[key] = copy.deepcopy(value)
+
+    def check_like_first(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+        """Raises if this call has made other numbers in the group than the first one."""
+        numbers = {k: v for k, v in group.items() if isinstance(v, (int, float)) and v == v}
+        if self._first is None:
+            self._first = numbers
+        elif numbers != self._first:
+            keys = [k for k in numbers | self._first if numbers.get(k) != self._first.get(k)]
+            raise Parallel3dError(
+                f"optim.local: {type(optimizer).__name__} has made {keys[0]} of a parameter group "
+                f"{self._first.get(keys[0])!r} of some parameters and {numbers.get(keys[0])!r} of others: it "
+                "looks at parameters together, which the ranks don't have; use the class itself"
+            )
+
+
+_CHANGEABLE = (torch.Tensor, list, dict, set, deque)
+_OF_PARAMETERS = ("params", "param_names")
+
+
 class Counted:
     """What a class counts in attributes, or in ``state`` under keys of no parameter: once a step too."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         self._step = step
         self._numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
-        self._before = self.after = _of_no_parameter(optimizer)
+        self._before = self.after = of_no_parameter(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """One of several calls for a step: begins with the counts from before it."""
         vars(optimizer).update(self._numbers)
         optimizer.state.update(copy.deepcopy(self._before))
         self._step(optimizer)
-        self.after = _of_no_parameter(optimizer)
+        self.after = of_no_parameter(optimizer)
 
 
-def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
+def of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
+    """Entries of its state under keys that are no parameters."""
     return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
 
-def _kind(value: Any, param: nn.Parameter) -> Hashable:
+def _kind(value: Any, param: nn.Parameter) -> Any:
     """What a state's entry must have in common with that of another parameter stepped on with it."""
+    if isinstance(value, (int, float)):
+        return type(value)  # each parameter has its own
     if not isinstance(value, torch.Tensor):
         return repr(value)
     if _is_counter(value, param):
@@ -110,6 +176,13 @@ def _kind(value: Any, param: nn.Parameter) -> Hashable:
 def _is_counter(value: torch.Tensor, param: nn.Parameter) -> bool:
     """Counts of steps are kept on the CPU beside parameters on an accelerator: every rank counts alike."""
     return value.dim() == 0 and value.device.type != param.device.type
+
+
+def can_be_shared(value: Any) -> bool:
+    """Whether ranks can hand on an entry of a state: a tensor, a number, or what says nothing of values."""
+    return value is None or isinstance(
+        value, (torch.Tensor, int, float, str, torch.dtype, torch.device, torch.Size)
+    )
 
 
 def _is_like(value: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -137,16 +210,27 @@ def _step_on(
     for whole, grad in zip(wholes, grads, strict=True):
         whole.grad = grad
     made = _called(optimizer, step, group, wholes, given)
+    _check_can_be_shared(made[0], optimizer)
     if owners is None:
         for param, state in zip(params, made, strict=True):
-            _show(optimizer, param, state, like=param.shape)
+            numbers = {key: _as_number(value) for key, value in state.items()}
+            _show(optimizer, param, numbers, like=param.shape)
         return
     for local, part in zip(locals_, owners.collect(wholes[0].detach(), locals_), strict=True):
         local.copy_(part)
-    collected = {key: _collect(owners, value, params) for key, value in made[0].items()}
+    collected = _collect_all(owners, made[0], params)
     for index, param in enumerate(params):
         state = {key: values[index] for key, values in collected.items()}
         _show(optimizer, param, state, like=None)
+
+
+def _check_can_be_shared(state: State, optimizer: Optimizer) -> None:
+    for key, value in state.items():
+        if not isinstance(value, Number) and not can_be_shared(value):
+            raise Parallel3dError(
+                f"optim.local: {type(optimizer).__name__} keeps a {type(value).__name__} in the entry "
+                f"{key!r} of a parameter's state, which ranks can't hand on; use the class itself"
+            )
 
 
 def _called(
@@ -162,10 +246,10 @@ def _called(
     """
     if tensors_by_rank(wholes[0]) is None:
         return _called_once(optimizer, step, group, wholes, given)
-    options, made = dict(group), {}
+    options, made = GroupOptions(group), {}
     with simulation_off():
         for rank in tensors_by_rank(wholes[0]) or {}:
-            group.update(options)
+            options.restore(group)
             mine = [nn.Parameter(_of_rank(whole, rank)) for whole in wholes]
             for param, whole in zip(mine, wholes, strict=True):
                 param.grad = _of_rank(whole.grad, rank)
@@ -177,7 +261,21 @@ def _called(
         ]
 
 
+@dataclass(frozen=True)
+class Number:
+    """An int, float or bool of a state, while it may differ by simulated rank: a tensor on the CPU."""
+
+    value: torch.Tensor
+    kind: type
+
+    @classmethod
+    def of(cls, number: float) -> Number:
+        return cls(torch.tensor(float(number), dtype=torch.float64), type(number))
+
+
 def _of_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, Number):
+        return Number(_of_rank(value.value, rank), value.kind)
     by_rank = tensors_by_rank(value) if isinstance(value, torch.Tensor) else None
     return value if by_rank is None else by_rank[rank].detach()
 
@@ -185,6 +283,8 @@ def _of_rank(value: Any, rank: int) -> Any:
 def _combined(made: dict[int, list[State]], index: int, key: str) -> Any:
     by_rank = {rank: states[index][key] for rank, states in made.items()}
     value = next(iter(by_rank.values()))
+    if isinstance(value, Number):
+        return Number(combine_ranks({r: n.value for r, n in by_rank.items()}), value.kind)
     return combine_ranks(by_rank) if isinstance(value, torch.Tensor) else value
 
 
@@ -197,14 +297,30 @@ def _called_once(
 ) -> list[State]:
     groups, shown = optimizer.param_groups, optimizer.state
     state: defaultdict[Any, State] = defaultdict(dict)
-    state.update({whole: each for whole, each in zip(wholes, given, strict=True) if each})
+    for whole, each in zip(wholes, given, strict=True):
+        if each:
+            state[whole] = {key: _as_number(value) for key, value in each.items()}
     group["params"] = wholes
     optimizer.param_groups, optimizer.state = [group], state
     try:
         step(optimizer)
     finally:
         optimizer.param_groups, optimizer.state = groups, shown
-    return [state.get(whole, {}) for whole in wholes]
+    made = [state.get(whole, {}) for whole in wholes]
+    if _dry_run.active():  # nobody counts
+        return made
+    return [
+        {k: Number.of(v) if isinstance(v, (int, float)) else v for k, v in each.items()}
+        for each in made
+    ]
+
+
+def _as_tensor(number: Number | float) -> torch.Tensor:
+    return (number if isinstance(number, Number) else Number.of(number)).value
+
+
+def _as_number(value: Any) -> Any:
+    return value.kind(value.value.item()) if isinstance(value, Number) else value
 
 
 def _grad_of(param: nn.Parameter) -> torch.Tensor:
@@ -229,7 +345,10 @@ def _deal_state(owners: Owners, params: list[nn.Parameter], states: list[State])
     dealt: State = {}
     for key, example in states[0].items():
         values = [state[key] for state in states]
-        if not isinstance(example, torch.Tensor):
+        if isinstance(example, (int, float)) and not _dry_run.active():
+            numbers = [Number.of(value).value for value in values]
+            dealt[key] = Number(owners.deal_small(numbers), type(example))
+        elif not isinstance(example, torch.Tensor):
             dealt[key] = example
         elif _is_counter(example, params[0]):
             dealt[key] = example.clone()
@@ -243,6 +362,24 @@ def _deal_state(owners: Owners, params: list[nn.Parameter], states: list[State])
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _collect_all(owners: Owners, state: State, params: list[nn.Parameter]) -> dict[str, list[Any]]:
+    """The state this rank has made -> entry by entry that of each of ``params``; numbers all at once."""
+    numbers = {k: v for k, v in state.items() if isinstance(v, (Number, int, float))}
+    collected = {
+        key: [value] * len(params) if key in numbers else _collect(owners, value, params)
+        for key, value in state.items()
+    }
+    if numbers:
+        mine = torch.stack([_as_tensor(number) for number in numbers.values()])
+        rows = owners.collect_small(mine.to(local_of(params[0]).device), len(params))
+        if not _dry_run.active():  # where nobody has counted
+            of_each = [next(inner_tensors(row)).tolist() for row in rows]  # alike on all ranks
+            for index, (key, number) in enumerate(numbers.items()):
+                kind = number.kind if isinstance(number, Number) else type(number)
+                collected[key] = [kind(row[index]) for row in of_each]
+    return collected
 
 
 def _collect(owners: Owners, value: Any, params: list[nn.Parameter]) -> list[Any]:

@@ -255,6 +255,11 @@ def _checked_units(model: nn.Module) -> list[Unit]:
                 f"step_in_backward: unit {unit.label} is updated in backward already; give all parameters to "
                 "one call (params= takes groups), or remove() the other first"
             )
+        if unit.manual_finalization:
+            raise StateError(
+                f"step_in_backward: the backwards of {unit.label} end with finalize_backward(), which would "
+                "come after the updates; call set_manual_backward_finalization(False) first"
+            )
         if not (unit.sync and unit.all_reduce):
             raise StateError(
                 f"step_in_backward: unit {unit.label} puts its reductions off; call "

@@ -88,7 +88,7 @@ def state_memory(
         buffers=found.buffers,
         step=found.trained * step,
         results=found.results,
-        results_again=found.trained * work.reduce_itemsize,
+        results_again=found.results_again,
         waiting=waiting,
         inputs={
             "parameters of a rank": found.elements,
@@ -127,6 +127,7 @@ class _Sharded:
     buffers: int
     at_loss: int
     results: int
+    results_again: int
     block: int
 
 
@@ -154,6 +155,7 @@ def _sharded(
         buffers=backward.buffers,
         at_loss=backward.at_loss,
         results=_results(layouts, widths),
+        results_again=_results(layouts, widths, again=True),
         block=max((_whole_unit(u) for u in layouts if u.kind == "block"), default=0),
     )
 
@@ -162,12 +164,10 @@ def _whole_unit(unit: UnitLayout) -> int:
     return sum(b.parts * b.numel for b in unit.buckets)
 
 
-def _results(layouts: list[UnitLayout], widths: Widths) -> int:
+def _results(layouts: list[UnitLayout], widths: Widths, *, again: bool = False) -> int:
     """Bytes beyond the gradients: all results wait for the backward's end, when each becomes a gradient, of
-    another dtype, and only then is freed."""
+    another dtype, and only then is freed. ``again``: each is added to the gradient that is there."""
     rest, reduce = widths.rest, widths.reduce
-    if rest == reduce:
-        return 0
     sizes = [
         b.numel
         for unit in reversed(layouts)
@@ -176,11 +176,12 @@ def _results(layouts: list[UnitLayout], widths: Widths) -> int:
         if b.trainable
     ]
     total = most = reduce * sum(sizes)
+    if rest == reduce:
+        return most if again else 0
     for size in sizes:
-        total += rest * size
-        most = max(most, total)
-        total -= reduce * size
-    return max(0, most - rest * sum(sizes))
+        most = max(most, total + rest * size)
+        total -= reduce * size if again else (reduce - rest) * size
+    return most if again else max(0, most - rest * sum(sizes))
 
 
 def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._compat import (
     clear_dtensor_caches,
+    fake_outputs_written,
     get_local_tensor,
     init_fake_group,
     inner_tensors,
 )
-from parallel3d._compat_simulated import LocalTensor, LocalTensorMode
+from parallel3d._compat_simulated import LocalTensor, LocalTensorMode, uneven_matmuls
 from parallel3d._recorder import active_recorders
 from parallel3d.errors import MeshError, StateError
 from parallel3d.testing._simulation import SimulationMode
@@ -54,7 +55,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[FakeWorld]:
     check_no_group("fake_world")
     init_fake_group(rank, world_size)
     try:
-        yield FakeWorld(rank, world_size)
+        with fake_outputs_written():
+            yield FakeWorld(rank, world_size)
     finally:
         destroy_group()
 
@@ -144,7 +146,7 @@ def local_world(n: int) -> Iterator[LocalWorld]:
         )
     init_fake_group(0, n)
     try:
-        with SimulationMode(n) as mode:
+        with uneven_matmuls(), SimulationMode(n) as mode:
             yield LocalWorld(n, mode)
     finally:
         destroy_group()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from parallel3d.tp.names import parse_style
 from parallel3d.tp.patterns import expand, has_wildcard, matches, nearest
 from parallel3d.tp.styles import (
     Colwise,
+    LocalSizes,
     NoFastPath,
     PrepareInput,
     Rowwise,
@@ -23,6 +24,9 @@ from parallel3d.tp.styles import (
     VocabParallel,
 )
 from parallel3d.tp.styles.kinds import is_embedding
+
+if TYPE_CHECKING:
+    from parallel3d.tp.heads.attention import Attention
 
 __all__ = ["Resolution", "RuledModule"]
 
@@ -59,6 +63,8 @@ class Resolution:
         problems: what is wrong.
         notes: what was done that the plan doesn't say.
         attributes: what modules' attributes become on each rank.
+        attentions: the attention layers among what is split, as ``align_heads`` found them.
+        local_sizes: paths of the modules to which the plan gives ``LocalSizes``.
     """
 
     def __init__(self, model: nn.Module, tp: int) -> None:
@@ -67,6 +73,8 @@ class Resolution:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.attributes: list[PlannedAttribute] = []
+        self.attentions: list[Attention] = []
+        self.local_sizes: set[str] = set()
         self._rules_given = 0
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._params = dict(model.named_parameters(remove_duplicate=False))
@@ -120,6 +128,8 @@ class Resolution:
             fit = style.for_module(module).in_model(self._modules[""], name)
             why = chosen.reason(pattern)
             self.ruled[id(module)] = RuledModule(name, pattern, fit, module, why)
+            if isinstance(fit, LocalSizes):
+                self.local_sizes.add(name)
             for inner, inner_style in fit.inside(module).items():
                 path, child = f"{name}.{inner}".lstrip("."), module.get_submodule(inner)
                 self.ruled[id(child)] = RuledModule(path, pattern, inner_style, child, why)

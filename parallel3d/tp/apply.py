@@ -11,6 +11,7 @@ from parallel3d._compat import make_dtensor, make_spec
 from parallel3d._compat_simulated import ranks_are_simulated
 from parallel3d._layout import local_chunk, set_param_layout
 from parallel3d._packed import PackedShard
+from parallel3d._replaced import marking_replaced
 from parallel3d._rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError
 from parallel3d.tp.checks import ParamRule
@@ -39,7 +40,7 @@ def apply_plan(plan: "ResolvedPlan", model: nn.Module, mesh: DeviceMesh) -> nn.M
             assert old is not None
             if id(old) not in new:
                 new[id(old)] = _distribute(old, p.rule, axis)
-    with unchanged_on_error(model):
+    with unchanged_on_error(model), marking_replaced(model):
         # Every owner of a replaced parameter, also those the plan has no style for: ties stay ties.
         for module in model.modules():
             for name, param in module._parameters.items():

@@ -7,6 +7,7 @@ and applied.
 
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.distributed import DeviceMesh
@@ -84,6 +85,7 @@ class ResolvedPlan:
             rank.
         notes: what the resolution did that the plan doesn't say.
         attributes: what numbers that modules keep, such as of heads, become on each rank.
+        unchecked: what of a plan that the user wrote could not be checked, a line each.
     """
 
     tp_size: int
@@ -91,6 +93,7 @@ class ResolvedPlan:
     unplanned: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     attributes: tuple[PlannedAttribute, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
         """Text that is equal on two ranks exactly when they would do the same."""
@@ -122,7 +125,7 @@ class ResolvedPlan:
 
 
 def resolve_plan(
-    model: nn.Module, plan: Plan, tp_size: int, *, strict: bool = True
+    model: nn.Module, plan: Plan, tp_size: int, *, strict: bool = True, example: Any = None
 ) -> ResolvedPlan:
     """Resolves ``plan`` against ``model`` for ``tp_size`` ranks; changes nothing.
 
@@ -135,11 +138,15 @@ def resolve_plan(
             :func:`auto_plan` finds.
         tp_size: ranks of the ``tp`` axis.
         strict: a rule that matches nothing is an error; otherwise a note of the result.
+        example: ``(args, kwargs)`` of a small batch for the model's forward, where no input can be guessed.
+            A plan that you write is checked by running the model once without weights, and comparing
+            attention layers with themselves split, see ``docs/tensor_parallel.md``.
 
     Raises:
         PlanError: lists everything that is wrong: unmatched rules, two rules on one module, styles
             that don't fit their module, sizes that can't be shared by ``tp_size`` ranks, shared
-            parameters split in two ways, a model that is parallel already, an empty plan.
+            parameters split in two ways, layers that don't compute on parts what they do on the whole, a
+            split weight that is read outside its module, a model that is parallel already, an empty plan.
     """
     check_plan_type(plan)
     if type(tp_size) is not int or tp_size < 1:
@@ -150,7 +157,7 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
-    chosen = choose(model, tp_size) if isinstance(plan, str) else ChosenPlan(plan)
+    chosen = choose(model, tp_size, example) if isinstance(plan, str) else ChosenPlan(plan)
     resolution = Resolution(model, tp_size)
     resolution.notes += chosen.notes
     resolution.add_plan(chosen, strict=strict and not chosen.source)
@@ -160,6 +167,12 @@ def resolve_plan(
     rules = resolution.rules()
     resolution.add_attributes(rules)
     resolution.check_as_a_whole(rules)
+    unchecked: list[str] = []
+    if not resolution.problems and not chosen.source:
+        # Here, as in auto.py. A plan found for the user has been proven, or is right for its family.
+        from parallel3d.tp.derive.check import check_groups
+
+        unchecked = check_groups(model, resolution, rules, example)
     if resolution.problems:
         listed = "".join(f"\n  - {problem}" for problem in resolution.problems)
         count = len(resolution.problems)
@@ -186,6 +199,7 @@ def resolve_plan(
         tuple(resolution.unplanned(rules)),
         tuple(resolution.notes),
         tuple(resolution.attributes),
+        tuple(unchecked),
     )
 
 

@@ -38,6 +38,7 @@ def report(plan: "ResolvedPlan") -> str:
     lines += _unplanned(plan)
     lines += [f"Attribute: {line}" for line in describe_attributes(plan.attributes)]
     lines += [f"Note: {note}" for note in plan.notes]
+    lines += [f"Not checked: {said}" for said in plan.unchecked]
     return "\n".join(lines)
 
 

@@ -2,12 +2,13 @@
 
 They share each layer's computation, so they must read the same samples. Where they don't, nothing fails: the
 loss is of a mixture of batches, and goes down more slowly. With the check on, inputs are compared before
-every forward, by collectives on tensors alone, so that it works on simulated ranks too.
+every forward, by collectives on tensors alone, so that it works on simulated ranks too. ``parallelize`` looks
+at the first training forward, where a digest of the inputs is enough unless it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,12 +18,15 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from parallel3d import _dry_run
 from parallel3d._arguments import as_bool
 from parallel3d._compat import all_gather_single, inner_tensors, untraced
+from parallel3d._trace import issuing
 from parallel3d._tree import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
+from parallel3d.mesh.store import others, ranks_are_played
 
-__all__ = ["check_same_batch"]
+__all__ = ["check_first_batch", "check_same_batch"]
 
 _HANDLE = "_parallel3d_same_batch"
 _DIMS = 8  # of a tensor, that are told apart
@@ -70,8 +74,23 @@ def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -
         vars(model)[_HANDLE] = handle
 
 
+def check_first_batch(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Once, before the first forward of ``model`` in training, compares its inputs over each tp group.
+
+    Of integers a hash is compared, of others their size and direction, so that what differs by rounding only
+    (what pipeline stages are given) is alike: one all-gather of eight numbers over tp, and of one over each
+    other axis. Nothing happens where there are no other ranks, as in a dry run.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names and mesh.size(names.index("tp")) > 1:
+        hook = _FirstCheck(mesh, names.index("tp"))
+        hook.handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
 class _Check:
     """The hook."""
+
+    more = ""  # what its error says in the end
 
     def __init__(self, mesh: DeviceMesh, tp: int) -> None:
         self.mesh = mesh
@@ -205,8 +224,81 @@ class _Check:
         raise AgreementError(
             f"the batch of rank {rank} is not that of rank {first}, the first of its tp group: {what} is "
             f"{got}, there {want}. Ranks of one tp group must read the same samples: give each the part "
-            "of the data that MeshLayout.data_rank(rank) says"
+            f"of the data that MeshLayout.data_rank(rank) says{self.more}"
         )
+
+
+class _FirstCheck(_Check):
+    """The hook that ``parallelize`` leaves, until the first training forward."""
+
+    more = ". parallelize(..., check_same_batch=False) leaves this check out"
+    handle: RemovableHandle | None = None
+
+    @untraced
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.handle is None or not (module.training and torch.is_grad_enabled()):
+            return
+        self.handle.remove()
+        self.handle = None
+        if _dry_run.active() or (others() is None and not ranks_are_played()):
+            return
+        # Another model's may be left on some ranks, which guards would find to differ.
+        issuing.unit = ""
+        with torch.no_grad():
+            rows = self.rows(self.digest([t for _, t in _named_inputs(args, kwargs)]), self.tp)
+            exact = (rows[:, :_EXACT] != rows[:1, :_EXACT]).any()
+            about = rows[:, _EXACT:].view(torch.float64)
+            found = (exact | ((about - about[:1]).abs() > _ABOUT).any()).to(torch.int64).view(1)
+            for axis in range(self.mesh.ndim):
+                if axis != self.tp and self.mesh.size(axis) > 1:
+                    found = self.rows(found, axis).amax(0)
+            differs = bool(next(inner_tensors(found)).item())
+        if differs:
+            super().__call__(module, args, kwargs)
+
+    def digest(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """int64 (8): number, kinds and hash of integers; then, as bits of float64, of other tensors the sum
+        of their norms' logarithms, and of their unit vectors' products with four vectors of signs."""
+        kinds = torch.cat([self.filled(0).view(1), *(self.kind(tensor) for tensor in tensors)])
+        whole, scale = self.filled(0), self.filled(0).to(torch.float64)
+        signed = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for number, tensor in enumerate(tensors):
+            flat = _flat(tensor.to(self.device))
+            if not isinstance(flat.numel(), int):
+                continue  # sizes of simulated ranks that differ, as their kinds say
+            if flat.dtype == torch.int64:
+                whole = whole + _hash(flat, number)
+                continue
+            norm, products = scale.new_zeros(()), torch.zeros_like(signed)
+            for start, piece in _pieces(flat):
+                piece = torch.nan_to_num(piece, 0.0, 0.0, 0.0)
+                place = torch.arange(start, start + piece.numel(), device=self.device) + number
+                signs = torch.stack([1.0 - 2.0 * ((place * m >> 40) & 1) for m in _MIXERS])
+                norm, products = norm + piece.square().sum(), products + signs.double() @ piece
+            norm = norm.sqrt().clamp(min=1e-300)
+            scale, signed = scale + norm.log(), signed + products / norm
+        exact = torch.stack([self.filled(len(tensors)), _hash(kinds, 0), whole])
+        return torch.cat([exact, torch.cat([scale.view(1), signed]).view(torch.int64)])
+
+
+_EXACT = 3  # numbers of a digest that must be equal
+_ABOUT = 0.05  # how far the others may be apart: by rounding 0.01 at most, by other samples about 1
+_MIXERS = (0x9E3779B97F4A7C1, 0xBF58476D1CE4E5B, 0x94D049BB133111E + 1, 0x2545F4914F6CDD1)
+_PIECE = 1 << 20
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    for start in range(0, flat.numel(), _PIECE):
+        yield start, flat[start : start + _PIECE]
+
+
+def _hash(flat: torch.Tensor, salt: int) -> torch.Tensor:
+    """Of int64 numbers and their places; sums of products, which wrap around."""
+    total = flat.new_zeros(())
+    for start, piece in _pieces(flat):
+        place = torch.arange(start, start + piece.numel(), device=flat.device) + 31 * salt + 1
+        total = total + ((piece + 1) * (place * _MIXERS[0] + _MIXERS[1])).sum()
+    return total
 
 
 def _named_inputs(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:

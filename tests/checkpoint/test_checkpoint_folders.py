@@ -350,6 +350,39 @@ def test_cannot_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(tmp_path) == {"step-00000001", "step-00000002"}
 
 
+@pytest.mark.parametrize("step", [1, 2], ids=["same step again", "an old one"])
+def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The save has been done: its folder is returned, and a warning says what takes space."""
+    save(tmp_path, One(1), step=1)
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        patch.setattr(os, "rmdir", refuse)
+        with pytest.warns(UserWarning, match=r"could not be removed.*Permission denied"):
+            path = save(tmp_path, One(2), step=step, keep=1)
+    assert path.is_dir() and loaded(tmp_path) == (step, 2.0)
+    save(tmp_path, One(3), step=3, keep=1)
+    assert names(tmp_path) == {"step-00000003"}
+
+
+def test_a_link_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, One(1), step=1)
+    shutil.move(tmp_path / "step-00000001", tmp_path / "elsewhere")
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    original = os.unlink
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        if "step-" in str(path):
+            raise PermissionError(13, "Permission denied")
+        original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.warns(UserWarning, match=r"could not be removed.*Permission denied"):
+        assert save(tmp_path, One(2), step=1).is_dir()
+
+
 def test_what_is_in_it(tmp_path: Path) -> None:
     """Files that others read: safetensors, JSON."""
     from safetensors.torch import load_file

@@ -122,7 +122,7 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
     [
         (
             lambda m: O.SGD(m.parameters(), lr=0.1),
-            "another optimizer than SGD: .* Adam, .*SGD now",
+            "another optimizer than SGD: it was AdamW's",
         ),
         (lambda m: O.AdamW(m.a.parameters()), "parameters that the optimizer doesn't have"),
         (lambda m: O.AdamW([nn.Parameter(torch.ones(1))]), "isn't one of the model's"),
@@ -181,11 +181,11 @@ def test_another_kind_of_optimizer(tmp_path: Path, kind: str) -> None:
     other = net(2)
     optimizer = getattr(O, kind)(other.parameters(), lr=0.2)
     before = values(other, optimizer)
-    with pytest.raises(CheckpointError, match=f"its kind was Adam, and is {kind} now"):
+    with pytest.raises(CheckpointError, match=f"than {kind}: it was AdamW's"):
         load(tmp_path / "adam", other, optimizer)
     same(values(other, optimizer), before)
     save(tmp_path / "else", other, optimizer, step=1)
-    with pytest.raises(CheckpointError, match=f"its kind was {kind}, and is Adam now"):
+    with pytest.raises(CheckpointError, match=f"than Adam: it was {kind}'s"):
         load(tmp_path / "else", other, O.Adam(other.parameters()))
 
 

@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 
-from parallel3d.checkpoint.format.index import Chunk, _tile
+from parallel3d.checkpoint.format.index import Chunk, tile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -47,7 +47,7 @@ def test_against_counting() -> None:
         boxes = [box for box in boxes if all(box[1])]
         want = counted(shape, boxes)
         right += want
-        assert _tile(shape, [Chunk(o, s, "", 0, ()) for o, s in boxes]) == want, (shape, boxes)
+        assert tile(shape, [Chunk(o, s, "", 0, ()) for o, s in boxes]) == want, (shape, boxes)
     assert 1000 < right < 2900
 
 
@@ -58,5 +58,5 @@ def test_many_are_quick() -> None:
     right = [Chunk((row, 1), (2, 1), "", 0, ()) for row in range(1, rows - 1, 2)]
     ends = [Chunk((0, 1), (1, 1), "", 0, ()), Chunk((rows - 1, 1), (1, 1), "", 0, ())]
     began = time.process_time()
-    assert _tile((rows, 2), [*left, *right, *ends]) and not _tile((rows, 2), [*left, *right])
+    assert tile((rows, 2), [*left, *right, *ends]) and not tile((rows, 2), [*left, *right])
     assert time.process_time() - began < 10

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from doc_loops import steps_an_optimizer, watched
 from doc_pages import Section
 from torch import distributed as dist
 
@@ -24,15 +25,29 @@ def execute(section: Section, folder: str) -> None:
         if section.setup:
             path = SETUPS / f"{section.setup}.py"
             exec(compile(path.read_text(), str(path), "exec"), names)
-        for block in section.blocks:
-            linecache.checkcache(str(block.page))
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said):
-                exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
-            printed = [line.rstrip() for line in said.getvalue().rstrip().splitlines()]
-            first = not dist.is_initialized() or dist.get_rank() == 0
-            if block.prints is not None and first:
-                assert printed == block.prints.rstrip().splitlines(), f"{block.where} prints this"
+        with watched(section, names) as steps:
+            _run_blocks(section, names)
+        loops = any(map(steps_an_optimizer, section.blocks))
+        assert steps[0] or not loops or _only_dry(section), (
+            f"{section.where}: its loop did not step"
+        )
+
+
+def _only_dry(section: Section) -> bool:
+    """Whether all that steps is run dry, which has no numbers."""
+    return any("dryrun import record" in block.code for block in section.blocks)
+
+
+def _run_blocks(section: Section, names: dict[str, Any]) -> None:
+    for block in section.blocks:
+        linecache.checkcache(str(block.page))
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
+        printed = [line.rstrip() for line in said.getvalue().rstrip().splitlines()]
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        if block.prints is not None and first:
+            assert printed == block.prints.rstrip().splitlines(), f"{block.where} prints this"
 
 
 def run_here(section: Section, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from doc_loops import LOOPS, NOT_RUN, steps_an_optimizer
 from doc_pages import PAGES, SHELLS, Section, blocks, sections
 from doc_runner import execute, run_here
 
@@ -35,3 +36,15 @@ def test_no_block_is_passed_over(page: Path) -> None:
         assert len(block.not_run.split()) > 2 or not block.not_run, f"{block.where}: what reason?"
         if block.not_run and block.language == "python":
             compile(block.code, str(page), "exec")  # Python it is, all the same
+
+
+def test_loops_that_are_not_run_are_listed() -> None:
+    """Those that are run are compared with the plain model, step by step: see doc_loops."""
+    found = {
+        block.page.name
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "python" and block.not_run and steps_an_optimizer(block)
+    }
+    assert found == NOT_RUN.keys()
+    assert LOOPS.keys() <= {page.name for page in PAGES}

@@ -86,6 +86,7 @@ def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.Devic
         reshard_after_forward=case.reshard,
         activation_checkpointing=case.recompute,
         shard_optimizer_over_replicate=case.hfsdp,
+        check_same_batch=False,  # a dry run has no other rank to compare with
     )
     p3d.materialize(model, device="cpu", seed=1)
     trainer = Trainer(

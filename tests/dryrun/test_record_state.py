@@ -25,8 +25,8 @@ COUNTER = 4  # bytes of a parameter's count of steps, which the planner does not
 
 
 def state(run: DryRun, counters: int) -> tuple[int, int, int]:
-    """Bytes at the end of the last step."""
-    end = run.memory[-1].by_kind
+    """Bytes after the last step, before the trainer lets go of its gradients."""
+    end = max(reversed(run.memory), key=lambda each: each.by_kind.get("gradients", 0)).by_kind
     return end["parameters"], end["gradients"], end["optimizer state"] - COUNTER * counters
 
 
@@ -85,7 +85,7 @@ import json, resource, sys, time
 from parallel3d.dryrun import record
 from parallel3d.dryrun.program import script
 run = record(script(sys.argv[1], sys.argv[2:]), 4096)
-end = run.memory[-1].by_kind
+end = max(reversed(run.memory), key=lambda each: each.by_kind.get("gradients", 0)).by_kind
 counters = 4 * len(run.parameters)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([end["parameters"], end["gradients"], end["optimizer state"] - counters]))

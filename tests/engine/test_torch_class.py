@@ -47,8 +47,10 @@ def test_signatures_of_methods(name: str) -> None:
 def test_signatures_of_functions() -> None:
     for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
         ours, torchs = parameters(getattr(fsdp, name)), parameters(getattr(torch_fsdp, name))
-        own = {"fully_shard": [("shard_optimizer_over_replicate", KEYWORD_ONLY, False)]}
-        assert ours == torchs + own.get(name, []), name
+        own = [("shard_optimizer_over_replicate", KEYWORD_ONLY, False)]
+        if not hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
+            own.insert(0, ("dp_mesh_dims", KEYWORD_ONLY, None))
+        assert ours == torchs + own * (name == "fully_shard"), name
 
 
 def parameters(function) -> list[tuple]:
@@ -58,12 +60,13 @@ def parameters(function) -> list[tuple]:
     ]
 
 
-OURS = {  # fields of MixedPrecisionPolicy that torch's has not, all at the end
+OURS = {  # fields of MixedPrecisionPolicy that torch's may not have; those by position at the end
     "cast_root_forward_inputs",
     "buffer_dtype",
     "keep_low_precision_grads",
     "full_precision_in_eval",
     "full_precision_modules",
+    "param_dtype_override_fn",  # torch has it since 2.15
 }
 
 
@@ -71,9 +74,13 @@ def fields(value):
     """A policy's fields, in order, without those that only ours has."""
     if not dataclasses.is_dataclass(value):
         return value
-    own = OURS if isinstance(value, fsdp.MixedPrecisionPolicy) else set()
+    is_ours = isinstance(value, fsdp.MixedPrecisionPolicy)
+    torchs = {f.name for f in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)}
+    own = OURS - torchs if is_ours else set()
     found = dataclasses.asdict(value)
-    assert set(list(found)[len(found) - len(own) :]) == own
+    positional = [f.name for f in dataclasses.fields(value) if not f.kw_only]
+    own_positional = own & set(positional)
+    assert set(positional[len(positional) - len(own_positional) :]) == own_positional
     return {name: each for name, each in found.items() if name not in own}
 
 
@@ -83,7 +90,9 @@ def test_policies_have_the_same_fields() -> None:
         ours, torchs = getattr(fsdp, name), getattr(torch_fsdp, name)
         assert fields(ours()) == fields(torchs())
         assert isinstance(ours(), torchs)
-    assert fields(fsdp.DataParallelMeshDims("a")) == fields(torch_fsdp.DataParallelMeshDims("a"))
+    if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
+        dims = torch_fsdp.DataParallelMeshDims("a")
+        assert fields(fsdp.DataParallelMeshDims("a")) == fields(dims)
 
 
 @pytest.mark.parity("function: isinstance of torch's FSDPModule")

@@ -1,8 +1,10 @@
 """Random models as data, the modules that the data describes, and how they are made parallel."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import MixedPrecisionPolicy, tp
 from parallel3d.fsdp import fully_shard
 
-__all__ = ["Model", "RandomModel", "apply", "models", "tree"]
+__all__ = ["Model", "RandomModel", "apply", "lost", "models", "odd_models", "tree"]
 
 DTYPE = torch.float64
 
@@ -33,11 +35,18 @@ class Unit:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A module of ``LEAVES``."""
+    """A module of ``LEAVES``.
+
+    Attributes:
+        aux: what its forward leaves a loss term in, of ``WRAPS``: on an attribute, or ``"lost"``.
+        output: what it returns its output in, of ``WRAPS``, or ``"lost"``.
+    """
 
     kind: str
     size: int = 3
     unit: Unit | None = None
+    aux: str | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,12 @@ def _walk(parts: tuple) -> Iterator[Leaf | Again | Block]:
             yield from _walk(part.parts)
 
 
+def lost(model: RandomModel) -> bool:
+    """Whether anything that is computed goes where the engine can't see it."""
+    parts = (part for part in _walk(model.parts) if isinstance(part, Leaf))
+    return any("lost" in (part.aux, part.output) for part in parts)
+
+
 def tree(model: RandomModel) -> str:
     """``model`` to read, a part a line."""
     lines = [f"width {model.width}, root {model.root}, heads {model.heads}"]
@@ -110,21 +125,105 @@ def tree(model: RandomModel) -> str:
 # ---- modules ----
 
 
+LOST: list[torch.Tensor] = []  # outputs, which neither a module nor what it returns refers to
+LOST_TERMS: list[torch.Tensor] = []  # the same of loss terms
+
+
+@dataclass
+class Fields:
+    held: Any
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Object:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def items(held: Any) -> Iterator[Any]:
+    yield held
+
+
+WRAPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda t: t,
+    "list": lambda t: [t],
+    "dict": lambda t: {"held": (t,)},
+    "dataclass": Fields,
+    "slots": Slots,
+    "object": Object,
+    "object in a list": lambda t: [Object([t])],
+}
+OUTPUTS = WRAPS | {
+    "objects": lambda t: Object(Slots(Fields(t))),
+    "closure": lambda t: lambda: t,
+    "generator": items,
+    "iterator": lambda t: iter([t]),
+}
+
+
+def held_in(value: Any) -> torch.Tensor:
+    """The tensor in any of these."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, FunctionType):
+        return value()
+    if hasattr(value, "held"):
+        return held_in(value.held)
+    return held_in(next(iter(value.values() if isinstance(value, dict) else value)))
+
+
 def linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Linear:
     return nn.Linear(width_in, width_out, bias=bias, dtype=DTYPE)
 
 
 class Part(nn.Module):
-    """Passes its input on where ``skip`` is set: then its parameters are unused."""
+    """Passes its input on where ``skip`` is set: then its parameters are unused.
+
+    Attributes:
+        spec: says what it returns, and leaves on ``aux``.
+        adapter: a module put in later, whose output is added.
+    """
 
     skip = False
+    spec = Leaf("")
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
         self.width, self.size = width, size
+        self.aux: Any = None
+        self.adapter: nn.Module | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.skip else self.run(x)
+    def forward(self, x: torch.Tensor) -> Any:
+        self.aux = None
+        if self.skip:
+            return x
+        if self.spec.aux is not None and self.size % 2:
+            self.leave(x)
+        y = self.run(x)
+        if self.spec.aux is not None and not self.size % 2:
+            self.leave(y)
+        if self.adapter is not None:
+            y = y + self.adapter(x)
+        if self.spec.output is None:
+            return y
+        if self.spec.output == "lost":
+            LOST.append(y)
+            return None
+        return OUTPUTS[self.spec.output](y)
+
+    def leave(self, x: torch.Tensor) -> None:
+        """Leaves a loss term, whose backward reads the parameters."""
+        term = self.run(torch.tanh(x)).square().mean()
+        if self.spec.aux == "lost":
+            LOST_TERMS.append(term)
+        else:
+            self.aux = WRAPS[self.spec.aux](term)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -259,7 +358,8 @@ def run_parts(parts: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         if how in ("around", "around, reentrant"):
             x = _checkpointed(part, x, reentrant=how != "around")
         else:
-            x = part(x)
+            y = part(x)
+            x = LOST.pop() if y is None else held_in(y)
     return x
 
 
@@ -289,6 +389,13 @@ class Model(nn.Module):
         x = run_parts(self.parts, x)
         return self.a(x), self.b(x)
 
+    def terms(self) -> list[torch.Tensor]:
+        """Loss terms that the forward before has left."""
+        terms = [held_in(leaf.aux) for leaf in self.leaves if leaf.aux is not None]
+        terms += LOST_TERMS
+        LOST_TERMS.clear()
+        return terms
+
 
 def _made(part: Leaf | Again | Block, width: int, leaves: list[Part]) -> nn.Module:
     if isinstance(part, Block):
@@ -296,8 +403,10 @@ def _made(part: Leaf | Again | Block, width: int, leaves: list[Part]) -> nn.Modu
     if isinstance(part, Again) and leaves:
         return leaves[part.leaf % len(leaves)]
     leaf = Leaf("mlp") if isinstance(part, Again) else part
-    leaves.append(LEAVES[leaf.kind](width, leaf.size))
-    return leaves[-1]
+    made = LEAVES[leaf.kind](width, leaf.size)
+    made.spec = leaf
+    leaves.append(made)
+    return made
 
 
 # ---- made parallel ----
@@ -372,12 +481,16 @@ def weighted(*choices: tuple[int, st.SearchStrategy]) -> st.SearchStrategy:
 units = st.builds(Unit, st.sampled_from([None, True, False, 2]), st.booleans(), st.booleans())
 maybe_units = st.none() | units
 again = st.builds(Again, st.integers(0, 5))
-leaves = st.builds(
-    Leaf,
-    st.sampled_from(["mlp", "mlp", *LEAVES]),
-    st.integers(1, 5),
-    weighted((3, st.none()), (1, units)),
-)
+
+
+def leaves(*odd: st.SearchStrategy) -> st.SearchStrategy[Leaf]:
+    return st.builds(
+        Leaf,
+        st.sampled_from(["mlp", "mlp", *LEAVES]),
+        st.integers(1, 5),
+        weighted((3, st.none()), (1, units)),
+        *odd,
+    )
 
 
 def blocks(parts: st.SearchStrategy, most: int) -> st.SearchStrategy[Block]:
@@ -391,13 +504,23 @@ def blocks(parts: st.SearchStrategy, most: int) -> st.SearchStrategy[Block]:
     )
 
 
-inner = blocks(weighted((5, leaves), (1, again)), 2)
-outer = blocks(weighted((2, leaves), (3, inner), (1, again)), 2)
-parts = weighted((4, leaves), (3, inner), (2, outer), (1, again))
-models = st.builds(
-    RandomModel,
-    st.lists(parts, min_size=1, max_size=3).map(tuple),
-    st.integers(1, 5),
-    units,
-    maybe_units,
+def models_of(leaves: st.SearchStrategy[Leaf]) -> st.SearchStrategy[RandomModel]:
+    inner = blocks(weighted((5, leaves), (1, again)), 2)
+    outer = blocks(weighted((2, leaves), (3, inner), (1, again)), 2)
+    parts = weighted((4, leaves), (3, inner), (2, outer), (1, again))
+    return st.builds(
+        RandomModel,
+        st.lists(parts, min_size=1, max_size=3).map(tuple),
+        st.integers(1, 5),
+        units,
+        maybe_units,
+    )
+
+
+models = models_of(leaves())
+odd_models = models_of(
+    leaves(
+        st.sampled_from([None, *WRAPS, *WRAPS, "lost"]),
+        st.sampled_from([None] * 6 + [*OUTPUTS, *OUTPUTS, "lost"]),
+    )
 )

@@ -1,10 +1,11 @@
 """Which axes of a mesh the engine takes: by name where there are names it knows."""
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import MeshError
-from parallel3d.fsdp.placing.axes import data_axes
+from parallel3d.fsdp.placing.axes import checked_mesh, data_axes
 from parallel3d.testing import fake_world
 
 GOOD = {
@@ -46,7 +47,17 @@ def test_refused(names: tuple[str, ...]) -> None:
             data_axes(mesh)
 
 
-def test_two_unnamed_axes_are_replicate_and_shard() -> None:
-    with fake_world(0, 4):
-        axes = data_axes(init_device_mesh("cpu", (2, 2)))
-        assert (axes.replicate, axes.shard, axes.tp) == (0, 1, None)
+def test_two_unnamed_axes_are_refused() -> None:
+    with fake_world(0, 4), pytest.raises(MeshError, match="no names"):
+        data_axes(init_device_mesh("cpu", (2, 2)))
+
+
+def test_the_default_mesh_is_on_a_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of torch names CUDA as its accelerator on a machine without a GPU too."""
+
+    def of_a_cuda_build(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", of_a_cuda_build)
+    with fake_world(0, 2):
+        assert checked_mesh(None).device_type == "cpu"

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp, parallelize
+from parallel3d._compat import reduce_scatter_single
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import (
     CommHookState,
@@ -115,7 +116,7 @@ class Noted:
         if output is None:
             dist.all_reduce(grad, group=state.process_group)
         else:
-            dist.reduce_scatter_single(output, grad, group=state.process_group)
+            reduce_scatter_single(output, grad, group=state.process_group)
 
 
 def test_hsdp_calls_both_in_turn_and_the_engine_divides_nothing():

@@ -61,7 +61,7 @@ class TestInputBuffers:
     def test_no_number_of_buffers(self, wrong):
         with fake_world(0, 2):
             model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
-            with pytest.raises(Parallel3dError, match="at least 1"):
+            with pytest.raises(Parallel3dError, match="1 or more"):
                 model.set_reduce_scatter_max_input_buffers(wrong)
 
 

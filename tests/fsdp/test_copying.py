@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d._compat import inner_tensors
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.running.members import the_unit, unit_of
 from parallel3d.testing import local_world
@@ -19,9 +20,9 @@ from parallel3d.testing import local_world
 parity = pytest.mark.parity
 
 
-def step(model, seed=0):
+def step(model, ids=None):
     model.zero_grad()
-    loss = lm_loss(model, tokens(seed))
+    loss = lm_loss(model, tokens(0) if ids is None else ids)
     loss.backward()
     return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
 
@@ -117,15 +118,16 @@ def test_settings_are_copied():
 
 
 def test_parallelized_model_with_tp():
-    with local_world(4):
+    with local_world(4) as world:
         mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
         torch.manual_seed(0)
         model = parallelize(Lm(layers=1), mesh, LM_PLAN, activation_checkpointing=True)
+        ids = world.map(lambda rank: tokens(rank // 2))  # ranks of one tp group read the same
         twin = copy.deepcopy(model)
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()  # the copy must not compute with the original's weights
-        grads = step(twin)
+        grads = step(twin, ids)
         assert any(grad.abs().max() > 0 for grad in grads.values())
 
 
@@ -161,3 +163,45 @@ def test_of_one_block():
         x = torch.randn(2, 3, 12)
         with torch.no_grad():
             torch.testing.assert_close(block(x), model.layers[0](x))
+
+
+@pytest.mark.parametrize("copied", ["", "embed", "head"])
+def test_of_a_unit_inside_another_that_a_tie_has_joined(copied):
+    """The embedding is a unit, and its weight is the head's, which is of the root's: they are one unit."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.block = nn.Linear(6, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.block(self.embed(ids)))
+
+    with local_world(2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = Tied()
+        for unit in (model.embed, model.block, model):
+            fully_shard(unit, mesh=mesh)
+        ids = torch.arange(5)
+        model(ids).sum().backward()
+        twin = copy.deepcopy(model)
+        assert twin.head.weight is twin.embed.weight
+        assert twin.head.weight is not model.head.weight
+        for p, q in zip(inner_tensors(twin(ids)), inner_tensors(model(ids)), strict=True):
+            assert torch.equal(p, q)
+        model.zero_grad()
+        twin.zero_grad()
+        for each in (twin, model):
+            each(ids).square().sum().backward()
+        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+            for a, b in zip(
+                inner_tensors(p.grad.to_local()), inner_tensors(q.grad.to_local()), strict=True
+            ):
+                assert torch.equal(a, b)
+        part = copy.deepcopy(model.get_submodule(copied))
+        assert [n for n, _ in part.named_parameters()] == [
+            n for n, _ in model.get_submodule(copied).named_parameters()
+        ]

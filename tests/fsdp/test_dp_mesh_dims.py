@@ -1,6 +1,7 @@
 """dp_mesh_dims: parameters that are DTensors on the whole mesh, as torch's SPMD models have them."""
 
 import copy
+import inspect
 import itertools
 
 import pytest
@@ -16,6 +17,8 @@ from parallel3d._compat import StridedShard
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import fake_world, local_world
+
+TORCH_TAKES_DIMS = "dp_mesh_dims" in inspect.signature(torch_fully_shard).parameters  # since 2.12
 
 # Names of the axes, their sizes, what is said of them, and the axis of tensor parallelism.
 MESHES = {
@@ -42,19 +45,26 @@ MESHES = {
     "two shard axes, tp": (("fsdp", "cp", "tp"), (2, 1, 2), {"shard": ("fsdp", "cp")}, "tp"),
 }
 LIKE_OTHERS = ("shard", "hsdp", "ddp, tp", "two shard axes")  # the rest has all that they have
-# DTensor takes seconds to plan an operation on four axes: these are only laid out.
+# DTensor takes seconds to plan an operation on four axes: these are only laid out. Names of the axes, what is
+# said of them, the axes of the parameters, and the rows of up.weight that rank 5 of 16 has.
 FOUR_AXES = {
     "hsdp, two shard axes, tp": (
         ("ddp", "fsdp", "cp", "tp"),
         {"shard": ("fsdp", "cp"), "replicate": "ddp"},
+        ("ddp", "fsdp_cp", "tp"),
+        range(24, 28),
     ),
     "two replicate axes, shard, tp": (
         ("pod", "ddp", "fsdp", "tp"),
         {"shard": "fsdp", "replicate": ("pod", "ddp")},
+        ("pod", "ddp", "fsdp", "tp"),
+        range(16, 24),
     ),
     "an axis that is neither": (
         ("ddp", "ep", "fsdp", "tp"),
         {"shard": "fsdp", "replicate": "ddp"},
+        ("ddp", "ep", "fsdp", "tp"),
+        range(16, 24),
     ),
 }
 
@@ -116,13 +126,13 @@ def one_loss(model: nn.Module, mesh, tp: str | None, scale: float = 1.0) -> torc
 
 
 def beside_torch(key: str) -> None:
-    """Placements, gradients, and weights after a step, equal torch's; gradients equal the plain model's."""
+    """Gradients, and weights after a step, equal the plain model's, and torch's where it has dp_mesh_dims."""
     names, shape, dims, tp = MESHES[key]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
     plain = Mlp().double()
     models = []
-    for shard in (fully_shard, torch_fully_shard):
+    for shard in (fully_shard, torch_fully_shard)[: 1 + TORCH_TAKES_DIMS]:
         model = distribute(copy.deepcopy(plain), mesh, tp)
         for each in (model.up, model):
             shard(each, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
@@ -132,22 +142,23 @@ def beside_torch(key: str) -> None:
             one_loss(model, mesh, tp).backward()
             optimizer.step()
         models.append(model)
-    ours, theirs = models
+    ours, *theirs = models
     ranks = dist.get_world_size() // (mesh["tp"].size() if tp else 1)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         sum(plain(sample(rank)).square().mean() / ranks for rank in range(ranks)).backward()
         optimizer.step()
-    pairs = zip(plain.named_parameters(), ours.parameters(), theirs.parameters(), strict=True)
-    for (name, want), mine, other in pairs:
-        assert mine.placements == other.placements, (name, mine.placements, other.placements)
+    for (name, want), mine in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert mine.grad.placements == mine.placements
-        assert mine.device_mesh.mesh_dim_names == other.device_mesh.mesh_dim_names
-        assert torch.allclose(mine.to_local(), other.to_local(), rtol=0, atol=1e-12), name
-        assert torch.allclose(mine.grad.to_local(), other.grad.to_local(), rtol=0, atol=1e-12), name
         assert torch.allclose(mine.full_tensor(), want, rtol=0, atol=1e-12), name
         assert torch.allclose(mine.grad.full_tensor(), want.grad, rtol=0, atol=1e-12), name
+    for model in theirs:
+        for (name, mine), other in zip(ours.named_parameters(), model.parameters(), strict=True):
+            assert mine.placements == other.placements, (name, mine.placements, other.placements)
+            assert mine.device_mesh.mesh_dim_names == other.device_mesh.mesh_dim_names
+            for a, b in ((mine, other), (mine.grad, other.grad)):
+                assert torch.allclose(a.to_local(), b.to_local(), rtol=0, atol=1e-12), name
 
 
 @pytest.mark.parity(
@@ -165,21 +176,27 @@ def test_equal_to_torch_and_to_the_plain_model(gloo_pool, key) -> None:
 
 @pytest.mark.parametrize("key", FOUR_AXES)
 def test_four_axes_are_laid_out_as_torch_does(key) -> None:
-    names, dims = FOUR_AXES[key]
+    names, dims, at_rest, rows = FOUR_AXES[key]
     with fake_world(5, 16):
         mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=names)
-        ours, theirs = (
+        ours, *theirs = (
             shard(
                 distribute(numbered(), mesh, "tp"),
                 mesh=mesh,
                 dp_mesh_dims=DataParallelMeshDims(**dims),
             )
-            for shard in (fully_shard, torch_fully_shard)
+            for shard in (fully_shard, torch_fully_shard)[: 1 + TORCH_TAKES_DIMS]
         )
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert mine.placements == other.placements
-            assert mine.device_mesh == other.device_mesh
-            assert torch.equal(mine.to_local(), other.to_local())
+        weight = ours.up.weight
+        assert weight.device_mesh.mesh_dim_names == at_rest
+        whole = [Replicate()] * (len(at_rest) - 2)
+        assert list(weight.placements) == [*whole, StridedShard(0, split_factor=2), Shard(0)]
+        assert torch.equal(weight.to_local(), numbered().up.weight[rows.start : rows.stop])
+        for model in theirs:
+            for mine, other in zip(ours.parameters(), model.parameters(), strict=True):
+                assert mine.placements == other.placements
+                assert mine.device_mesh == other.device_mesh
+                assert torch.equal(mine.to_local(), other.to_local())
 
 
 @pytest.mark.parametrize(

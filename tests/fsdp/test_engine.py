@@ -85,7 +85,8 @@ def test_steps_leave_no_garbage() -> None:
     """With the collector off, the number of objects stays what it was: no cycle is made per step."""
     with fake_world(0, 8):
         model, _ = build((2, 4, 1))
-        optimizer = torch.optim.AdamW(model.parameters())
+        # Not AdamW: its numbers differ at each step, and torch 2.11 then makes garbage in planning DTensors.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step() -> None:
             lm_loss(model, tokens(0)).backward()

@@ -26,6 +26,7 @@ class TestFullPrecisionInEval:
                 full_precision_in_eval=True,
                 reshard_after_forward=False,
             )
+            model.set_keep_between_forwards(True)
             (bucket,) = the_unit(model).group.buckets
             low = bucket.unsharded
             mesh = model.weight.device_mesh

@@ -301,6 +301,53 @@ def test_module_and_mesh_are_the_parameters() -> None:
         ]
 
 
+class TestOnLocalTensors:
+    """Methods set on the sharded Parameters' local tensors, of no subclass, as torch takes them too."""
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_it_is_called(self, ranks) -> None:
+        seen: list[str] = []
+
+        def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
+            seen.append("pre")
+            return (self.to(torch.bfloat16),), None
+
+        def post(self, outputs, metadata, param_dtype, *, out=None):
+            seen.append("post")
+            (gathered,) = outputs
+            if out is not None:
+                with torch.no_grad():
+                    return out.copy_(gathered)
+            whole = gathered.to(param_dtype)
+            return whole, (whole,)
+
+        with fake_world(0, ranks):
+            model = wrap(mlp(8), (1, ranks, 1))
+            weight = model[0].weight
+            local = weight.to_local()
+            values = local.clone()
+            local = weight._local_tensor
+            local.fsdp_pre_all_gather = pre.__get__(local)
+            local.fsdp_post_all_gather = post.__get__(local)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                step(model)
+                assert model[0].weight is weight and weight.grad is not None
+                optimizer.step()
+                optimizer.zero_grad()
+            assert seen.count("pre") >= 2 and seen.count("post") >= 2
+            assert not torch.equal(weight.to_local(), values) and at_rest(model)
+            kinds = [type(bucket) for bucket in unit_of(model).group.buckets]
+            assert kinds.count(ExtensionBucket) == 1 and len(kinds) == 2
+
+    def test_one_method_alone(self) -> None:
+        with fake_world(0, 2):
+            model = wrap(mlp(8))
+            model[0].weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None
+            with pytest.raises(Parallel3dError, match="not fsdp_post_all_gather"):
+                step(model)
+
+
 class TestAtRest:
     def test_load_state_dict(self) -> None:
         """Copied, assigned as shards, and assigned whole."""

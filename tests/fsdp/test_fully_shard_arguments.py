@@ -34,7 +34,7 @@ def data_mesh(size: int = 2):
 class TestMesh:
     @pytest.mark.parity("argument: mesh=None")
     def test_none_is_all_ranks(self) -> None:
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         with fake_world(2, 6):
             model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
             for each in (*model, model):
@@ -277,7 +277,8 @@ def test_names_are_the_same_as_torchs() -> None:
     import inspect
 
     ours, theirs = (inspect.signature(f).parameters for f in (fully_shard, torch_fsdp.fully_shard))
-    assert list(ours) == [*theirs, "shard_optimizer_over_replicate"]
+    since_2_12 = ["dp_mesh_dims"] if "dp_mesh_dims" not in theirs else []
+    assert list(ours) == [*theirs, *since_2_12, "shard_optimizer_over_replicate"]
     for name in theirs:
         argument = ours[name]
         assert argument.kind == theirs[name].kind

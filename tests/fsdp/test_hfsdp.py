@@ -134,10 +134,13 @@ class TestLayout:
 
 
 class TestCollectives:
-    def test_one_renewal_a_step(self) -> None:
-        """Micro-batches and the backward gather over shard only; the last one scatters over replicate."""
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_renewals_of_a_step(self, keep: bool) -> None:
+        """The backward gathers over shard only, and where the copy is kept micro-batches do, too; the last
+        one scatters over replicate."""
         with fake_world(0, 4):
             model, mesh = made(MeshLayout(2, 2, 1))
+            model.set_keep_between_forwards(keep)
             optimizer = torch.optim.AdamW(model.parameters())
             units = 3
             for _ in range(2):
@@ -150,14 +153,16 @@ class TestCollectives:
                     assert recorder.count("reduce_scatter", "shard") == units
                     scatters.append(recorder.count("reduce_scatter", "replicate"))
                     assert recorder.count("all_gather", "shard") > 0
-                assert renewals == [units, 0]
+                assert renewals == [units, 0 if keep else units]
                 assert scatters == [0, units]
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def test_evaluation_renews_once(self) -> None:
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_renewals_of_evaluations(self, keep: bool) -> None:
         with fake_world(0, 4), torch.no_grad():
             model, mesh = made(MeshLayout(2, 2, 1))
+            model.set_keep_between_forwards(keep)
             counts = []
             for change in (False, False, True):
                 if change:
@@ -165,7 +170,7 @@ class TestCollectives:
                 with record_collectives(mesh) as recorder:
                     model(tokens(0, vocab=20))
                 counts.append(recorder.count("all_gather", "replicate"))
-            assert counts == [3, 0, 1]
+            assert counts == ([3, 0, 1] if keep else [3, 3, 3])
 
     def test_the_renewal_is_in_compute_dtype(self) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -141,6 +141,7 @@ def test_an_optimizer_of_something_else(kept) -> None:
         mesh = build_mesh(LAYOUT, device_type="cpu")
         model = fully_shard(Net(), mesh=mesh, shard_optimizer_over_replicate=not kept)
         model.set_reshard_after_backward(not kept)
+        model.set_keep_between_forwards(True)
         probe = nn.Linear(2, 2)
         optimizers = [torch.optim.SGD(each.parameters()) for each in (probe, model)]
         counts = []

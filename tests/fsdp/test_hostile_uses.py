@@ -203,7 +203,9 @@ class TestReplaced:
     def test_shape_is_checked(self):
         with local_world(2):
             model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
-            model.weight = nn.Parameter(torch.zeros(2, 6))
+            with pytest.raises(ValueError, match=r"of shape \(4, 6\) was replaced.*\(2, 6\)"):
+                model.weight = nn.Parameter(torch.zeros(2, 6))
+            model._parameters["weight"] = nn.Parameter(torch.zeros(2, 6))  # which nothing sees
             with pytest.raises(ValueError, match=r"of shape \(4, 6\) was replaced.*\(2, 6\)"):
                 model(torch.randn(1, 6))
 

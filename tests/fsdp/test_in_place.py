@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from wrapped import at_rest
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
-from parallel3d._compat import TorchDispatchMode
+from parallel3d._compat import TorchDispatchMode, all_gather_single
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.buckets import in_place
 from parallel3d.fsdp.comms.cpu_comm import CpuComm
@@ -61,7 +61,7 @@ class Gather:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return torch.distributed.all_gather_single(
+        return all_gather_single(
             output_tensor, input_tensor.clone(), group=group, async_op=async_op
         )
 

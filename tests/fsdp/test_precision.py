@@ -15,7 +15,7 @@ from parallel3d.testing import local_world, record_collectives
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 LONG = torch.int64
 # Computing in float64 with float32 at rest, all is exact but for what is rounded at rest.
-UP = {"param_dtype": FP64}
+UP = {"param_dtype": FP64, "reduce_dtype": FP64}
 # Layouts of the cases: with tp, and HSDP.
 LAYOUTS = [(2, 2, 1), (1, 2, 2)]
 

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import given, settings
 from random_models import Block, Leaf, RandomModel, Unit
-from random_programs import Config, Micro, Step, configs, run
+from random_programs import Config, Micro, Step, configs, odd_configs, run, tally
 from sweeps import SETTINGS
 
 
@@ -71,3 +71,30 @@ def test_many(seed: int) -> None:
         check(config)
 
     examples()
+
+
+@settings(SETTINGS, max_examples=6, derandomize=True)
+@given(odd_configs)
+def test_odd_few(config: Config) -> None:
+    check(config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_odd_many(seed: int, capsys) -> None:
+    """300 programs in all whose models and users do odd things, 25 for each seed.
+
+    What is refused is expected where it is, see ``random_programs``, and the program goes on after it.
+    """
+    tally.clear()
+
+    @hypothesis.seed(seed)
+    @settings(SETTINGS, max_examples=25)
+    @given(odd_configs)
+    def examples(config: Config) -> None:
+        check(config)
+
+    examples()
+    with capsys.disabled():
+        print(f"\nseed {seed}: {dict(sorted(tally.items()))}")
+    assert tally["programs equal"] >= 15

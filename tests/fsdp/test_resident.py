@@ -196,16 +196,3 @@ def test_copies_and_held_gradients() -> None:
         check(twin, expected)
         for grad, value in zip(kept, values, strict=True):
             assert torch.equal(grad.to_local(), value)  # a step later it is what it was
-
-
-def test_memory_of_gradients_is_freed_when_the_next_forward_begins() -> None:
-    with fake_world(0, 1):
-        model = wrapped(1)
-        for _ in range(2):
-            model(batch()).sum().backward()
-            (joint,) = the_unit(model).context.residents.joints
-            assert not joint.pool.released
-            model.zero_grad()
-            with torch.no_grad():
-                model(batch())
-            assert joint.pool.released

@@ -1,11 +1,16 @@
 """Units whose root shows them: their hooks are off within its forward; see ``HooksOff``."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 from test_resident import USES, WIDTH, Model, batch, check, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d import _compat_checkpoint
 from parallel3d.fsdp.running.hooks_off import HooksOff
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.testing import fake_world
@@ -151,3 +156,64 @@ def test_what_has_no_checkpoint_counts_none() -> None:
         model(batch())
         assert hooks_off.may is False and len(held) == 2
         assert HooksOff.fewest_calls > 0
+
+
+@pytest.fixture
+def tried_anew() -> Iterator[None]:
+    _compat_checkpoint._is_seen.cache_clear()
+    yield
+    _compat_checkpoint._is_seen.cache_clear()
+
+
+@pytest.mark.parametrize("with_calls", [False, True])
+def test_calls_of_checkpoint_are_counted_here(with_calls: bool, tried_anew: None) -> None:
+    """Also when first asked within modes and hooks of the user's."""
+
+    def never(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("an outer checkpoint must not see a trial of ours")
+
+    with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(never, never):
+        assert _compat_checkpoint._is_seen(with_calls=with_calls)
+
+
+def test_the_trial_does_not_import_the_compiler() -> None:
+    code = "import sys; from parallel3d._compat_checkpoint import sees_checkpointed_calls as sees; "
+    subprocess.run(
+        [sys.executable, "-c", code + "assert sees() and 'torch._dynamo' not in sys.modules"],
+        check=True,
+    )
+
+
+BREAKS = {
+    "a count that stays": lambda patch: patch.setattr(
+        _compat_checkpoint, "getrefcount", lambda _: 7
+    ),
+    "no such class": lambda patch: patch.setattr(_compat_checkpoint, "_kinds", lambda: (int.no,)),
+    "another class": lambda patch: patch.setattr(
+        _compat_checkpoint, "_kinds", lambda: (Model, Simple)
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_hooks_stay_on_where_calls_of_checkpoint_are_not_seen(
+    broken: str, tried_anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another torch, or a Python whose classes are not counted, must cost time and not gradients."""
+    BREAKS[broken](monkeypatch)
+    with fake_world(0, 1):
+        expected, model = pair()
+        for each in (*expected.blocks, *model.blocks):
+            each.recomputes = True
+        expected(batch()).sum().backward()
+        with pytest.warns(UserWarning, match="checkpoint can't be counted"):
+            model(batch()).sum().backward()
+        for step in range(2):
+            for each in (expected, model):
+                each.zero_grad()
+                each(batch(step))
+                each.blocks[1].seen.sum().backward()
+            check(model, expected)
+        for each in model.blocks:
+            each.recomputes = False
+        assert hooks_within(model) == [2]

@@ -8,7 +8,9 @@ import torch
 from test_resident import WIDTH, Model, batch, check
 from test_resident_hooks import pair
 
+from parallel3d._compat_checkpoint import checkpointed_calls
 from parallel3d.fsdp import FSDPModule
+from parallel3d.fsdp.running.hooks_off import HooksOff
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.testing import fake_world
 
@@ -34,8 +36,14 @@ ACTS: dict[str, Callable[[Model], object]] = {
 }
 
 
+@pytest.mark.parametrize("hooks_off", [True, False])
 @pytest.mark.parametrize("act", ACTS)
-def test_to_a_unit_that_runs_later(act: str) -> None:
+def test_to_a_unit_that_runs_later(
+    act: str, hooks_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``hooks_off``: whether units' hooks may be off, as they are where nothing is recomputed."""
+    fewest = checkpointed_calls() if hooks_off else -1
+    monkeypatch.setattr(HooksOff, "fewest_calls", fewest)
     with fake_world(0, 1):
         expected, model = pair()
         for each in (expected, model):

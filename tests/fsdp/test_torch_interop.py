@@ -38,14 +38,15 @@ def test_torch_takes_our_mesh_dims() -> None:
     with fake_world(0, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
         placements = []
-        for engine in (fsdp, torch_fsdp):
+        torch_takes_dims = hasattr(torch_fsdp, "DataParallelMeshDims")  # since 2.12
+        for engine in (fsdp, torch_fsdp)[: 1 + torch_takes_dims]:
             model = nn.Linear(4, 4, bias=False)
             whole = DTensor.from_local(model.weight.detach(), mesh, [Replicate()] * 2)
             model.weight = nn.Parameter(whole)
             dims = fsdp.DataParallelMeshDims(shard="parts", replicate="copies")
             engine.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
             placements.append(model.weight.placements)
-        assert placements == [(Replicate(), Shard(0))] * 2
+        assert placements == [(Replicate(), Shard(0))] * (1 + torch_takes_dims)
 
 
 def test_extensions_are_given_a_policy_of_torchs_class() -> None:

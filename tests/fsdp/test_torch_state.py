@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, StateError, build_mesh
@@ -87,9 +89,9 @@ class TestState:
         with fake_world(0, 2):
             model, _ = build()
             group = model._get_fsdp_state()._fsdp_param_group
-            assert not hasattr(group, "fsdp_params")
-            with pytest.raises(AttributeError, match=r"'fsdp_params' is a part .* post_backward"):
-                _ = group.fsdp_params
+            assert not hasattr(group, "mesh_info")
+            with pytest.raises(AttributeError, match=r"'mesh_info' is a part .* post_backward"):
+                _ = group.mesh_info
 
     def test_a_unit_without_parameters_has_no_group(self) -> None:
         with fake_world(0, 2):
@@ -203,3 +205,101 @@ class TestTorchFunctions:
             torch_fsdp.share_comm_ctx([first, second])
             lm_loss(second, tokens(0)).backward()
             assert unit_of(first).context.comm is unit_of(second.layers[1]).context.comm
+
+
+class TestPrivateNames:
+    """What other programs read of torch's engine."""
+
+    def test_parameters_of_a_group(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            found = []
+            for module in model.modules():
+                state = getattr(module, "_get_fsdp_state", lambda: None)()
+                if state is not None and state._fsdp_param_group is not None:
+                    found += [p.sharded_param for p in state._fsdp_param_group.fsdp_params]
+            assert {id(p) for p in found} == {id(p) for p in model.parameters()}
+            weight = model.layers[0].up.weight
+            params = model.layers[0]._get_fsdp_state()._fsdp_param_group.fsdp_params
+            (up,) = (p for p in params if p.sharded_param is weight)
+            assert up._orig_size == weight.shape
+            assert up.sharded_size == model.layers[0].up.weight.to_local().shape
+            assert not up.unsharded_param.is_meta
+
+    def test_policy_is_read_only(self) -> None:
+        with fake_world(0, 2):
+            policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            model, _ = build(mp_policy=policy)
+            state = model._get_fsdp_state()
+            assert state._mp_policy.param_dtype is torch.bfloat16
+            for target, name in ((state, "_mp_policy"), (state._fsdp_param_group, "fsdp_params")):
+                with pytest.raises(AttributeError):
+                    setattr(target, name, None)
+
+    def test_torch_finds_the_state_of_a_module(self) -> None:
+        with fake_world(0, 2):
+            model, _ = build()
+            assert _get_module_fsdp_state(model) is model._get_fsdp_state()
+            assert _get_module_fsdp_state(model.layers[0].up) is None
+            twin = copy.deepcopy(model)
+            assert _get_module_fsdp_state(twin) is twin._get_fsdp_state()
+            assert _get_module_fsdp_state(twin)._unit is unit_of(twin)
+
+    def test_zero_bubble_steps_of_other_programs(self) -> None:
+        """They fold sums by torch's methods before post_backward."""
+        with local_world(2) as world:
+            run = Run(world)
+            start_step(run.model)
+            run.loss(1).backward()
+            run.model.set_requires_gradient_sync(True)
+            state = torch_fsdp.fully_shard.state(run.model)
+            for each in state._state_ctx.all_states:
+                for param in each._fsdp_param_group.fsdp_params:
+                    param.accumulate_unsharded_grad_if_needed()
+                    param.to_accumulated_grad_if_needed()
+                each._fsdp_param_group.post_backward()
+            state._root_post_backward_final_callback()
+            run.check([1])
+
+
+class TestMemoryTracker:
+    """torch's fsdp2_mem_tracker: it puts itself around hooks and backward, and leaves again."""
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_it_sees_forward_and_backward(self, ranks) -> None:
+        with fake_world(0, ranks):
+            model, _ = build((1, ranks, 1))
+            model_of_its_own = copy.deepcopy(model)
+            optimizer = torch.optim.Adam(model.parameters())
+            with FSDPMemTracker(model, optimizer) as tracker:
+                for step in range(2):
+                    lm_loss(model, tokens(step)).backward()
+                    stages = {
+                        tracker._mod_tracker.get_known_fqn(module): {s.name for s in stat.snapshots}
+                        for module, stat in tracker.memory_tracking.items()
+                    }
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    tracker.reset_mod_stats()
+            assert len(stages) == 3
+            wanted = {"AFT_PRE_FW", "AFT_POST_FW", "AFT_PRE_BW", "AFT_POST_BW"}
+            missing = {name: wanted - found for name, found in stages.items()}
+            # The root's inputs have no gradient: its backward is over when the whole one is.
+            assert missing.pop("FSDPLm") <= {"AFT_POST_BW"} and not any(missing.values())
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+            assert peak["Total"] > 0
+            del model_of_its_own
+
+    def test_nothing_of_it_stays(self) -> None:
+        with local_world(2) as world:
+            run, other = Run(world), Run(world)
+            with FSDPMemTracker(run.model):
+                pass
+            for each in (run, other):
+                each.loss(1).backward()
+                each.check([1])
+            for module in run.model.modules():
+                unit = unit_of(module)
+                if unit is not None:
+                    assert not unit.tracked and "pre_backward" not in vars(unit)
+            assert at_rest(copy.deepcopy(run.model)) and at_rest(run.model)

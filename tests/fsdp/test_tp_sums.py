@@ -82,7 +82,7 @@ def test_one_collective_per_bucket_in_the_reduce_dtype(sync):
     if not sync:
         assert not sums
         return
-    assert [call.unit for call in sums] == ["layers.1", "layers.0", "FSDPLm"]
+    assert [call.unit for call in sums] == ["layers.1", "layers.0", "Lm"]
     # Of each unit a norm's two vectors of 12, halved over shard, in float32. Biases come whole.
     assert [call.bytes for call in sums] == [48, 48, 48]
     norm, down = model.layers[0].norm, model.layers[0].down

@@ -78,6 +78,7 @@ class TestStayingGathered:
         with local_world(2), torch.no_grad():
             model, mesh = build()
             model.set_reshard_after_forward(False)
+            model.set_keep_between_forwards(True)
             first = lm_loss(model, tokens(0))
             with record_collectives(mesh) as recorder:
                 assert torch.equal(lm_loss(model, tokens(0)), first)
@@ -427,17 +428,20 @@ class TestOutsideAForward:
 
 class TestEvaluationThenTraining:
     @parity("argument: reshard_after_forward=False")
-    def test_false_keeps_for_evaluation_and_training_gathers_anew(self):
+    def test_false_keeps_for_the_backward_and_the_next_forward_gathers_anew(self):
         """EMA implementations swap weights through ``.data``, which no counter sees."""
         with local_world(2):
             model = fully_shard(nn.Linear(4, 4), mesh=mesh_of(), reshard_after_forward=False)
             with torch.no_grad(), record_collectives(model.weight.device_mesh) as recorder:
                 for _ in range(3):
                     model(torch.ones(1, 4))
-            assert recorder.count("all_gather") == 1
+            assert recorder.count("all_gather") == 3
             model.weight.data.zero_()
             model.bias.data.zero_()
-            out = model(torch.ones(1, 4))
+            with record_collectives(model.weight.device_mesh) as recorder:
+                out = model(torch.ones(1, 4))
+                out.sum().backward()
+            assert recorder.count("all_gather") == 1
             assert torch.equal(out.detach(), torch.zeros(1, 4))
 
     @parity("argument: reshard_after_forward=None")

@@ -10,6 +10,8 @@ from torch import nn
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
+from parallel3d.errors import AgreementError
+from parallel3d.fsdp import fully_shard
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity
@@ -89,3 +91,22 @@ class TestUnusedParameters:
             model.set_reduce_scatter_unused_params(False, recurse=False)
             assert model.layers[0].b.weight.grad is None
             assert {b.reduce_unused for b in buckets(model)} == {True}  # the root has no parameters
+
+
+def refused(branches: str) -> str:
+    """What a first backward says in which ranks use different parameters of a unit."""
+    mesh = build_mesh(MeshLayout(1, len(branches), 1), device_type="cpu")
+    torch.manual_seed(0)
+    model = fully_shard(Branches(), mesh=mesh)
+    try:
+        model(torch.ones(2, 3), branches[dist.get_rank()]).sum().backward()
+    except AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_without_it_the_first_backward_refuses(gloo_pool) -> None:
+    """A gradient that is on some ranks alone would let their shards part, in silence."""
+    for text in gloo_pool.run(refused, "abbb", world_size=4):
+        assert "set_reduce_scatter_unused_params(True)" in text and "rank 0" in text
+        assert "a.weight" in text and "has a gradient" in text

@@ -76,8 +76,8 @@ CASES = [
     _digest(
         "another order of units",
         jobs.other_unit_order,
-        "units in order: FSDPBranching, embed, layers.0",
-        "FSDPBranching, layers.0, layers.1, layers.2, embed on rank 2",
+        "units in order: Branching, embed, layers.0",
+        "Branching, layers.0, layers.1, layers.2, embed on rank 2",
     ),
     _debug(
         "a unit skipped",
@@ -94,14 +94,14 @@ CASES = [
     _debug(
         "one micro-batch more",
         jobs.more_micro_batches,
-        "rank 2: all_gather on shard for unit FSDPBranching, 1,136 bytes (step 3, micro-batch 3)",
+        "rank 2: all_gather on shard for unit Branching, 1,136 bytes (step 3, micro-batch 3)",
         f"{ALL}: optimizer step (SGD) (step 3, micro-batch 2)",
     ),
     _debug(
         "one micro-batch less",
         jobs.fewer_micro_batches,
         "rank 2: optimizer step (SGD) (step 3, micro-batch 1)",
-        f"{ALL}: all_gather on shard for unit FSDPBranching, 1,136 bytes (step 3, micro-batch 2)",
+        f"{ALL}: all_gather on shard for unit Branching, 1,136 bytes (step 3, micro-batch 2)",
     ),
     _debug(
         "a collective of the user's own on another axis",
@@ -125,7 +125,7 @@ CASES = [
         "fewer steps",
         jobs.fewer_steps,
         "rank 2: left debug mode (step 3, micro-batch 0)",
-        f"{ALL}: all_gather on shard for unit FSDPBranching",
+        f"{ALL}: all_gather on shard for unit Branching",
         odd=("", ""),
     ),
     _watch(
@@ -170,6 +170,13 @@ CASES = [
         "rank 2 did not come within 2 s: its process lives, at step 3, phase step, and is in jobs.py:",
         "hangs_in_the_data_loader",
         odd=("PeerFailureError", "lost a collective before this rank did"),
+    ),
+    _watch(
+        "a rank makes a forward more",
+        jobs.one_evaluates,
+        "Forwards without gradients begun: 1 on rank 2, 0 on ",
+        "look for a forward that only rank 2 makes, an evaluation say",
+        dying=2,
     ),
     _watch(
         "a rank makes fewer steps",

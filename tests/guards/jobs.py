@@ -277,6 +277,17 @@ def hangs_in_the_data_loader() -> None:
     time.sleep(9)
 
 
+def one_evaluates() -> None:
+    """Alone, within a step. gloo ends the process that then gets what has another size."""
+
+    def at_3(step: int, model: Any) -> None:
+        if step == 3 and is_odd():
+            with torch.no_grad():
+                lm_loss(model, tokens(0))
+
+    watched(at_3, guards.Timeouts(start=timedelta(seconds=60), step=timedelta(seconds=6)))
+
+
 def one_hangs() -> None:
     timeouts = guards.Timeouts(start=timedelta(seconds=60), step=timedelta(seconds=2))
     watched(odd_at_3(lambda step, model: hangs_in_the_data_loader()), timeouts)

@@ -98,7 +98,7 @@ def test_diagnosis_from_the_store(gloo_pool) -> None:
     for divergence, report in gloo_pool.run(told_from_the_store, world_size=4):
         assert divergence.startswith("rank 2 parts from the rest with:")
         assert "rank 2: optimizer step (SGD) (step 3, micro-batch 1)" in divergence
-        assert "ranks 0-1, 3: all_gather on shard for unit FSDPBranching" in divergence
+        assert "ranks 0-1, 3: all_gather on shard for unit Branching" in divergence
         assert "rank 3, last:\n" in report
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.tp.derive import check
+
 pytest.importorskip("transformers", minversion="5.20")
 
 PARTS = 14  # of the full run
@@ -50,6 +52,15 @@ def test_a_family_of_each_kind(gloo_pool) -> None:
     assert sum(outcome.held < 0.7 for outcome in outcomes) >= 6  # really split
 
 
+def compare_untried(cases, plan):
+    """The cases' outcomes, where ``parallelize`` believes what the plan says."""
+    from side_by_side_hf import compare_cases
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "check_groups", lambda *_: [])
+        return compare_cases(cases, plan)
+
+
 @pytest.mark.parametrize(
     ("family", "rule", "instead", "differs"),
     [
@@ -58,7 +69,8 @@ def test_a_family_of_each_kind(gloo_pool) -> None:
     ],
 )
 def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> None:
-    """The comparison can fail: one rule of a right plan is spoilt."""
+    """One rule of a right plan is spoilt: it is refused; and untried the comparison finds it."""
+    from side_by_side_hf import merged
     from tiny import tiny_model
 
     from parallel3d.tp import auto_plan
@@ -66,7 +78,11 @@ def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> N
     plan = auto_plan(tiny_model(family), 2)
     assert rule in plan
     plan = {**plan, rule: instead} if instead != "drop" else {k: plan[k] for k in plan if k != rule}
-    (outcome,) = run(gloo_pool, [(family, "base", (1, 1, 2))], plan)
+    cases = [(family, "base", (1, 1, 2))]
+    (outcome,) = run(gloo_pool, cases, plan)
+    assert outcome.verdict == "refused"
+    assert "self_attn" in outcome.note
+    (outcome,) = merged(gloo_pool.run(compare_untried, cases, plan, world_size=2))
     assert outcome.verdict == "unequal"
     assert differs in outcome.note
 

@@ -207,7 +207,21 @@ def other_seed(rank_that_differs: int) -> str:
 
 def test_models_from_different_seeds(gloo_pool) -> None:
     for message in gloo_pool.run(other_seed, 2, world_size=4):
-        assert "rank 2 differs" in message and "values" in message and "weight" in message
+        assert "rank 2 differs" in message and "first 'weight', in 2 of 2 parameters" in message
+        assert "torch.manual_seed" in message and "p3d.materialize" in message
+
+
+def three_seeds() -> str:
+    torch.manual_seed(dist.get_rank() // 2 * dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    with pytest.raises(p3d.AgreementError) as info:
+        p3d.parallelize(model, p3d.build_mesh(p3d.MeshLayout(1, 4, 1), device_type="cpu"))
+    return str(info.value)
+
+
+def test_models_of_which_none_has_a_majority(gloo_pool) -> None:
+    for message in gloo_pool.run(three_seeds, world_size=4):
+        assert "first '1.weight', in 2 of 4 parameters: 3 models on 4 ranks" in message
 
 
 def two_meshes() -> list[int]:

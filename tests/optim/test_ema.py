@@ -1,5 +1,6 @@
 """EMA: the plain model's average on shards; in and out without a trace."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -353,3 +354,41 @@ def test_made_before_the_model_was_sharded() -> None:
         parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
         with pytest.raises(StateError, match=r"is a DTensor of .* and then make the EMA"):
             ema.update()
+
+
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"shard_optimizer_over_replicate": True}], ids=str
+)
+def test_kept_weights_follow_a_swap(options) -> None:
+    """What the engine keeps between forwards is never the average's, nor the model's within ``swapped``."""
+    with local_world(4) as world:
+        torch.manual_seed(0)
+        with world.paused():
+            plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+            model = copy.deepcopy(plain)
+            averaged = copy.deepcopy(plain)
+            x = torch.randn(3, 8).double()
+        parallelize(
+            model, build_mesh(MeshLayout(2, 2, 1), device_type="cpu"), units=["0", "2"], **options
+        )
+        ema = optim.EMA(model, 0.5)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, plain)]
+        for _ in range(2):
+            model(world.map(lambda r: x)).square().sum().backward()
+            with world.paused():
+                plain(x).square().sum().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            ema.update()
+            with world.paused(), torch.no_grad():
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+                for average, p in zip(averaged.parameters(), plain.parameters(), strict=True):
+                    average.lerp_(p, 0.5)
+            for swapped in (False, True, False):
+                with torch.no_grad(), ema.swapped() if swapped else contextlib.nullcontext():
+                    found = world.per_rank(model(world.map(lambda r: x)))
+                with world.paused(), torch.no_grad():
+                    want = (averaged if swapped else plain)(x)
+                    for each in found:
+                        torch.testing.assert_close(each, want, rtol=0, atol=1e-12)

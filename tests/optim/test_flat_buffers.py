@@ -27,10 +27,11 @@ class Drifting(optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = super().step(closure)
         for p in (p for group in self.param_groups for p in group["params"]):
             p.add_(0.01)
             assert p.grad is None or p.grad.isfinite().all()
-        return super().step(closure)
+        return loss
 
 
 def buckets(model: nn.Module) -> list:
@@ -53,7 +54,9 @@ def test_padded_buckets_are_one_tensor(sizes, cls) -> None:
     with local_world(layout.world_size) as world:
         sides = Sides(world, layout)
         sides.optimizers(
-            everything, functools.partial(cls, lr=1e-2), functools.partial(local, cls, lr=1e-2)
+            everything,
+            functools.partial(cls, lr=1e-2),
+            functools.partial(local, cls, elementwise=True, lr=1e-2),
         )
         assert any(padding_in(bucket, bucket.flat) for bucket in buckets(sides.model))
         for step in range(2):

@@ -72,7 +72,7 @@ class TestTraining:
             sides.optimizers(
                 groups,
                 functools.partial(optim.AdamW, lr=1e-2),
-                functools.partial(local, Counting, lr=1e-2),
+                functools.partial(local, Counting, elementwise=True, lr=1e-2),
             )
             schedules = [
                 optim.lr_scheduler.StepLR(each, step_size=1, gamma=0.5)
@@ -105,7 +105,7 @@ class TestTraining:
             sides.optimizers(
                 everything,
                 functools.partial(optim.AdamW, lr=1e-2),
-                functools.partial(local, Counting, lr=1e-2),
+                functools.partial(local, Counting, elementwise=True, lr=1e-2),
             )
             for step in range(4):
                 sides.backward(step)

@@ -1,5 +1,7 @@
 """Which classes and options optim.local takes, and what it says of the others."""
 
+import functools
+
 import pytest
 import torch
 from models import Lm, lm_loss, tokens
@@ -50,15 +52,25 @@ class History(optim.SGD):
     [
         (optim.LBFGS, {}, "inner products over the whole model"),
         (optim.SparseAdam, {}, "use Adam"),
-        (Lamb, {}, "is not elementwise.*give matrix=True"),
-        (Lamb, {"lr": 0.0}, "is not elementwise"),
-        (Together, {"lr": 0.1}, "is not elementwise"),
+        (
+            Lamb,
+            {},
+            r"Lamb is not known to be elementwise; known are ASGD.*elementwise=True.*matrix=True",
+        ),
+        (Lamb, {"elementwise": True}, "is not elementwise.*give matrix=True"),
+        (Lamb, {"lr": 0.0, "elementwise": True}, "is not elementwise"),
+        (Together, {"lr": 0.1}, "not known to be elementwise .it is a subclass of SGD"),
+        (Together, {"lr": 0.1, "elementwise": True}, "is not elementwise"),
         (Together, {"lr": 0.1, "matrix": True}, "where there are others"),
-        (History, {"lr": 0.1}, "is not elementwise"),
-        (optim.Muon, {"matrix": False}, "can't step on plain local tensors.*2D"),
-        (optim.Adafactor, {"matrix": False}, "is not elementwise"),
+        (History, {"lr": 0.1, "elementwise": True}, "is not elementwise"),
+        (optim.Muon, {"matrix": False}, "not known to be elementwise;"),
+        (optim.Muon, {"elementwise": True}, "can't step on plain local tensors.*2D"),
+        (optim.Adafactor, {"elementwise": True}, "is not elementwise"),
         (optim.AdamW, {"differentiable": True}, "leave it out"),
         (optim.AdamW, {"matrix": 1}, "must be True, False or None"),
+        (optim.AdamW, {"elementwise": 1}, "must be True or False"),
+        (optim.AdamW, {"elementwise": True, "matrix": True}, "give one"),
+        (functools.partial(optim.AdamW, lr=1e-3), {}, "needs a class.*model, lr="),
         (optim.AdamW([nn.Parameter(torch.zeros(1))]), {}, "needs a class"),
         ("AdamW", {}, "needs a class"),
         (nn.Linear, {}, "needs a class"),
@@ -83,10 +95,10 @@ def test_groups_with_options_of_their_own() -> None:
         {"params": [model.weight], "speed": "fast"},
         {"params": model.bias, "speed": "slow"},
     ]
-    optimizer = local(Grouped, groups)
+    optimizer = local(Grouped, groups, elementwise=True)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 1e-3]
     with pytest.raises(KeyError, match="speed"):
-        local(Grouped, model)
+        local(Grouped, model, elementwise=True)
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Muon])
@@ -120,5 +132,5 @@ def test_made_before_the_model_was_sharded(name) -> None:
         optimizer = local(getattr(optim, name), params, lr=1e-3)
         parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
         lm_loss(model, tokens(0)).backward()
-        with pytest.raises(StateError, match="make the optimizer after parallelize"):
+        with pytest.raises(StateError, match="Make the optimizer after parallelize"):
             optimizer.step()

@@ -23,7 +23,7 @@ from parallel3d.testing import fake_world, local_world, record_collectives, shar
 def on_one_rank(sizes: tuple[int, int, int], **options) -> tuple[Lm, Counting]:
     torch.manual_seed(0)
     model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(*sizes), device_type="cpu"))
-    return model, local(Counting, model, lr=1e-2, **options)
+    return model, local(Counting, model, elementwise=True, lr=1e-2, **options)
 
 
 def test_memory_and_number_of_tensors() -> None:
@@ -64,7 +64,7 @@ def test_new_group_and_ignored_parameter() -> None:
         model = Lm(vocab=20, layers=1)
         fully_shard(model.layers[0], mesh=mesh)
         fully_shard(model, mesh=mesh, ignored_params={model.norm.weight})
-        optimizer = local(Counting, model.layers.named_parameters(), lr=1e-2)
+        optimizer = local(Counting, model.layers.named_parameters(), elementwise=True, lr=1e-2)
         lm_loss(model, tokens(0)).backward()
         optimizer.step()
         assert [len(g) for g in optimizer.given] == [1]
@@ -128,7 +128,7 @@ def test_an_exception_puts_everything_back() -> None:
     with fake_world(0, 2):
         torch.manual_seed(0)
         model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(shard=2), device_type="cpu"))
-        optimizer = local(Failing, model, lr=0.1)
+        optimizer = local(Failing, model, elementwise=True, lr=0.1)
         lm_loss(model, tokens(0)).backward()
         optimizer.fail = True
         with pytest.raises(ZeroDivisionError):
@@ -216,7 +216,10 @@ def test_dtensors_of_torchs_tensor_parallelism() -> None:
             setattr(model, name, nn.Parameter(mine))
         optimizers = [
             make(each.parameters(), lr=1e-2)
-            for make, each in ((optim.AdamW, plain), (functools.partial(local, Counting), model))
+            for make, each in (
+                (optim.AdamW, plain),
+                (functools.partial(local, Counting, elementwise=True), model),
+            )
         ]
         for step in range(2):
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):

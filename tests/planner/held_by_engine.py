@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.fsdp.buckets.grads import GradientSlots
+from parallel3d.fsdp.buckets.joint_reduce import JointReduce
 from parallel3d.fsdp.comms import cpu_comm
 from parallel3d.fsdp.running import resident
 from parallel3d.fsdp.running.members import units_of
@@ -51,6 +52,8 @@ class Held(TorchDispatchMode):
         for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
             self._wrap(patch, cpu_comm.CpuComm, name)
         self._wrap(patch, GradientSlots, "accept", takes=lambda args: [args[2]])
+        self._wrap(patch, GradientSlots, "_put", into="results")
+        self._wrap(patch, JointReduce, "_begin", into="results")
         self._wrap(patch, resident, "_arrive", takes=lambda args: args[1])
         self._wrap(patch, cpu_comm, "reduce_scatter", into="results")
 
@@ -121,11 +124,10 @@ class Held(TorchDispatchMode):
 
     def sample(self) -> None:
         """Takes note of what there is."""
-        pools = [bucket.grads.pool.flat for bucket in self.buckets]
         joints = self.units[0].ready_context().residents.joints
-        pools += [joint.pool.flat for joint in joints]
+        sums = [joint.arrived for joint in joints]
         grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
-        results = [local_of(t) for t in (*pools, *grads) if t is not None]
+        results = [local_of(t) for t in (*sums, *grads) if t is not None]
         jobs = [*self.comm.scattering, *self.comm.reducing]
         results += [job.tensor for job, _ in jobs if not job.inputs and hasattr(job, "tensor")]
         for tensor in results:

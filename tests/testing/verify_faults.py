@@ -109,14 +109,6 @@ def changed(plan: dict, changes: dict) -> dict:
 # ---- plans ----
 
 in_plan(
-    "rowwise and colwise swapped in an MLP",
-    "layers.1.mlp.up",
-    "error",
-    (1, 1, 2),
-    PLAN,
-    {"layers.1.mlp.up": "rowwise", "layers.1.mlp.down": "colwise"},
-)
-in_plan(
     "a norm's gradient not summed over tp under sequence parallelism",
     "layers.1.norm2",
     "gradient",

@@ -123,14 +123,16 @@ def test_pack_heads():
 
 
 def test_heads_that_divide_change_nothing():
-    resolved = resolve_plan(CountsByShape(4, 2), SPLIT, 2)
+    resolved = resolve_plan(CountsByShape(4, 2), {**SPLIT, **NORMS}, 2)
     assert not lengths(resolved) and not resolved.attributes and not resolved.notes
-    assert styles(resolved) == {"q": Colwise(), "k": Colwise(), "v": Colwise(), "o": Rowwise()}
+    assert {name: styles(resolved)[name] for name in "qkvo"} == {
+        "q": Colwise(), "k": Colwise(), "v": Colwise(), "o": Rowwise(),
+    }  # fmt: skip
 
 
 def test_no_head_is_cut_where_only_the_width_divides():
     # 24 rows on 4 ranks would be 6 each; a head has 4.
-    resolved = resolve_plan(CountsByShape(6, 6), SPLIT, 4)
+    resolved = resolve_plan(CountsByShape(6, 6), {**SPLIT, **NORMS}, 4)
     assert set(lengths(resolved)) == {
         "q.weight", "q.bias", "k.weight", "k.bias", "v.weight", "v.bias", "o.weight",
     }  # fmt: skip
@@ -286,11 +288,11 @@ def test_a_layer_that_cannot_even_be_whole_is_refused():
 
 def test_packings_of_the_plan_are_kept():
     packed = Colwise(packed=pack_heads(0, (24,), (1, 2, 2, 1)))
-    plan = {"{q,k,v}": packed, "o": Rowwise(packed=replace(packed.packed, dim=1))}
+    plan = {"{q,k,v}": packed, "o": Rowwise(packed=replace(packed.packed, dim=1)), **NORMS}
     resolved = resolve_plan(CountsByShape(6, 6), plan, 4)
     assert styles(resolved)["q"] == packed
     x = torch.randn(2, 5, DIM).double()
-    check_parity(CountsByShape(6, 6), {**plan, **NORMS}, 4, x)
+    check_parity(CountsByShape(6, 6), plan, 4, x)
 
 
 def test_a_style_that_does_not_fit_its_module_is_a_problem():
@@ -315,7 +317,7 @@ def test_attributes_are_set_on_the_modules_that_compute():
 def test_attributes_are_as_before_when_wrapping_fails():
     class Fails(CountsByAttribute):
         def __setattr__(self, name: str, value: object) -> None:
-            if name == "n_rep" and value == 2:
+            if name == "n_rep" and value == 2 and self is model:
                 raise RuntimeError("no")
             super().__setattr__(name, value)
 

@@ -118,7 +118,8 @@ def test_prepare_input_passes_other_arguments_and_finds_the_input_by_name():
 def test_prepare_input_refuses_a_call_without_its_input():
     with fake_world(0, 2):
         model = GatedMlp(8)
-        resolve_plan(model, {"": PrepareInput(), "up": "colwise"}, 2).apply(model, tp_mesh(2))
+        plan = {"": PrepareInput(), "up": "colwise_rep"}
+        resolve_plan(model, plan, 2).apply(model, tp_mesh(2))
         with pytest.raises(StateError, match="keyword arguments given: scale"):
             model(scale=2.0)
 

@@ -2,6 +2,7 @@
 
 run/step-00000300/            COMPLETE, checkpoint.json, index.json, rank-00000.safetensors, ...
 run/step-00000400.tmp-3f2a/   being written, or left by a process that was killed
+run/saving.lock               while one is being saved: no other job saves here
 """
 
 from __future__ import annotations
@@ -13,32 +14,45 @@ import os
 import re
 import secrets
 import shutil
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.format.index import Index, loads
+from parallel3d.checkpoint.format.lock import LOCK, Lock
 from parallel3d.checkpoint.format.opening import check_file, read_small
+from parallel3d.checkpoint.format.owner import Owner, this_process
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
     "as_path",
     "candidates",
+    "check_place",
     "discard",
     "finish",
     "found_in",
+    "identity",
     "is_checkpoint",
     "new_folder",
+    "newest",
     "open_checkpoint",
     "prune",
     "step_folder",
+    "step_of",
     "whole",
 ]
 
 INFO, INDEX, MARKER = "checkpoint.json", "index.json", "COMPLETE"
-_FORMAT = "parallel3d checkpoint 1"
+_VERSION = 1
+_FORMAT = f"parallel3d checkpoint {_VERSION}"
 _STEP = re.compile(r"step-([0-9]{8,18})(\.old)?")
 _LEFT = re.compile(r"step-[0-9]{8,18}(\.old)?\.tmp-[0-9a-f]{8}")
+_LOCK_LEFT = re.compile(re.escape(LOCK) + "-[0-9a-f]{8}")
 _OURS = re.compile(r"COMPLETE|checkpoint\.json|index\.json|rank-[0-9]{5,9}\.safetensors")
+_LISTINGS = (
+    3  # that find nothing: while one is read, an old folder may go and the new one come behind it
+)
 _MOST = {MARKER: 1 << 16, INDEX: 1 << 31, INFO: 1 << 31}  # bytes
 
 
@@ -59,8 +73,27 @@ def step_folder(run: Path, step: int) -> Path:
     return run / f"step-{step:08d}"
 
 
+def step_of(final: Path) -> int:
+    """The step of the checkpoint that has its place there."""
+    match = _STEP.fullmatch(final.name)
+    assert match is not None
+    return int(match[1])
+
+
 def new_folder(final: Path) -> Path:
     """Makes the folder that ``final`` is written in until it is whole.
+
+    Raises:
+        CheckpointError: as ``check_place``.
+    """
+    check_place(final)
+    folder = _temporary(final)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def check_place(final: Path) -> None:
+    """Makes sure that a checkpoint can have its place at ``final``.
 
     Raises:
         CheckpointError: there is something at ``final`` that is no checkpoint, and won't be replaced; or it
@@ -77,26 +110,32 @@ def new_folder(final: Path) -> Path:
         raise CheckpointError(
             f"{final} is there and no checkpoint of parallel3d; it is left as it is: save elsewhere"
         )
-    folder = _temporary(final)
-    folder.mkdir(parents=True)
-    return folder
 
 
 def _temporary(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
 
 
-def finish(folder: Path, final: Path, index: Index, info: dict[str, Any]) -> None:
-    """Completes a folder whose tensors are written, and gives it its name."""
+def finish(
+    folder: Path, final: Path, index: Index, info: dict[str, Any], lock: Lock | None = None
+) -> None:
+    """Completes a folder whose tensors are written, and gives it its name; under ``lock``, if there is one.
+
+    Raises:
+        CheckpointError: the lock was lost.
+    """
     digests = {}
     for name, text in ((INDEX, index.to_json()), (INFO, json.dumps(info, indent=1))):
         _write(folder / name, text)
         digests[name] = hashlib.sha256(text.encode()).hexdigest()
     _sync(folder)
     serial = 1 + max((_serial(entry) or 0 for entry in found_in(final.parent)), default=0)
-    marker = {"format": _FORMAT, "serial": serial, "sha256": digests}
+    by = this_process().as_json()
+    marker = {"format": _FORMAT, "serial": serial, "sha256": digests, "by": by}
     _write(folder / MARKER, json.dumps(marker))
     _sync(folder)
+    if lock is not None:
+        lock.check()
     old = _old_of(final)
     if os.path.lexists(final):  # the same step again: while the names change, the old one counts
         discard(old)
@@ -111,14 +150,35 @@ def _old_of(final: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder: its name first, so that who is killed leaves no half of a checkpoint."""
+    """Removes a folder: its name first, so that who is killed leaves no half of a checkpoint.
+
+    What can't be removed is a warning: the save itself has been done.
+    """
+    failed: list[BaseException] = []
+
+    def note(function: object, path: object, found: Any) -> None:
+        error = found if isinstance(found, BaseException) else found[1]
+        if not isinstance(error, FileNotFoundError):
+            failed.append(error)
+
     if folder.is_symlink():
-        folder.unlink()
-        return
-    if not _LEFT.fullmatch(folder.name) and folder.is_dir():
-        with contextlib.suppress(OSError):
-            folder = folder.rename(_temporary(folder))
-    shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.unlink(missing_ok=True)
+        except OSError as error:
+            failed.append(error)
+    else:
+        if not _LEFT.fullmatch(folder.name) and folder.is_dir():
+            with contextlib.suppress(OSError):
+                folder = folder.rename(_temporary(folder))
+        if sys.version_info >= (3, 12):
+            shutil.rmtree(folder, onexc=note)
+        else:
+            shutil.rmtree(folder, onerror=note)
+    if failed:
+        warnings.warn(
+            f"{folder} could not be removed, and takes space: {failed[0]}; the next save tries again",
+            stacklevel=2,
+        )
 
 
 def prune(run: Path, keep: int) -> None:
@@ -135,9 +195,11 @@ def prune(run: Path, keep: int) -> None:
             discard(old)
     for folder in whole(run)[keep:]:
         discard(folder)
-    for entry in run.iterdir():
+    for entry in list(run.iterdir()):
         if _LEFT.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             discard(entry)
+        elif _LOCK_LEFT.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -145,6 +207,15 @@ def _is_ours(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(_OURS.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+def identity(folder: Path) -> tuple[int, int, int] | None:
+    """Of what has this name now: another one when it was removed, or replaced; None: there is nothing."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns  # a number may come again
 
 
 def candidates(run: Path) -> list[Path]:
@@ -158,6 +229,13 @@ def found_in(run: Path) -> list[Path]:
     In the order in which they were saved, not of their steps: who has gone back to an earlier step and
     saved from there goes on from that. Where this can't be read the folder comes first, to be looked at.
     """
+    for _ in range(_LISTINGS):
+        if found := _listed(run):
+            break
+    return found
+
+
+def _listed(run: Path) -> list[Path]:
     found = []
     for entry in run.iterdir():
         match = _STEP.fullmatch(entry.name)
@@ -172,13 +250,31 @@ def whole(run: Path) -> list[Path]:
     return [folder for folder in candidates(run) if _serial(folder)]
 
 
-def _serial(folder: Path) -> int | None:
-    """Which save of its run made it; None where that can't be read."""
+def newest(run: Path) -> tuple[int, Path | None, Owner | None]:
+    """(which save made it, the folder, which process, if it says so) of the checkpoint saved last."""
+    for folder in candidates(run) if run.is_dir() else ():
+        marker = _marker(folder)
+        if serial := _serial_in(marker):
+            return serial, folder, Owner.from_json(marker.get("by"))
+    return 0, None, None
+
+
+def _marker(folder: Path) -> dict[str, Any]:
+    """What COMPLETE says; nothing where that can't be read."""
     try:
         marker = loads(_read(folder, MARKER), MARKER)
     except (CorruptCheckpointError, OSError):
-        return None
-    serial = marker.get("serial") if isinstance(marker, dict) else None
+        return {}
+    return marker if isinstance(marker, dict) else {}
+
+
+def _serial(folder: Path) -> int | None:
+    """Which save of its run made it; None where that can't be read."""
+    return _serial_in(_marker(folder))
+
+
+def _serial_in(marker: dict[str, Any]) -> int | None:
+    serial = marker.get("serial")
     return serial if type(serial) is int and 0 < serial < 1 << 62 else None
 
 
@@ -195,8 +291,15 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
 
     Raises:
         CorruptCheckpointError: something isn't.
+        CheckpointError: a newer version has saved it.
     """
     marker = _loads(folder, MARKER, _read(folder, MARKER))
+    newer = re.fullmatch(r"parallel3d checkpoint ([0-9]{1,9})", str(marker.get("format"))[:80])
+    if newer and int(newer[1]) > _VERSION:
+        raise CheckpointError(
+            f"{folder} was saved by a newer version of parallel3d: its format is {newer[1]}, and this one "
+            f"reads {_VERSION}; update parallel3d"
+        )
     if marker.get("format") != _FORMAT:
         raise CorruptCheckpointError(f"{folder}: {MARKER} isn't that of a {_FORMAT!r}")
     digests = marker.get("sha256")

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +21,7 @@ from parallel3d.checkpoint.format.blocks import BLOCK
 from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
 from parallel3d.errors import CorruptCheckpointError
 
-__all__ = ["Chunk", "Index", "TensorEntry", "file_name", "loads", "shown"]
+__all__ = ["Chunk", "Index", "TensorEntry", "file_name", "loads", "shown", "tile"]
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _LARGEST = 1 << 62  # numbers are below
@@ -114,8 +116,7 @@ def loads(text: str | bytes, what: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
+        twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
         raise ValueError(f"it has the key {twice[:80]!r} twice")
     return found
 
@@ -133,7 +134,7 @@ def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
     result = TensorEntry(dtype, shape)
     found = [_chunk(name, chunk, dtype, shape, files) for chunk in chunks]
     result.chunks = [chunk for chunk in found if prod(chunk.sizes)]
-    _expect(_tile(shape, result.chunks), f"the chunks of {name!r} overlap or leave parts out")
+    _expect(tile(shape, result.chunks), f"the chunks of {name!r} overlap or leave parts out")
     return result
 
 
@@ -164,7 +165,17 @@ def _chunk(
     return Chunk(offsets, sizes, file, begin, crc)
 
 
-def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+class Boxed(Protocol):
+    """A box of a tensor."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+def tile(shape: tuple[int, ...], chunks: Sequence[Boxed]) -> bool:
     """Whether each element of a tensor is in exactly one of ``chunks``, in one pass.
 
     The differences of a box's indicator along all dims are +1 and -1 at its corners, by the parity of its
@@ -180,7 +191,8 @@ def _tile(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
         count *= shape[d] + 1
     corners: dict[int, int] = {}
     whole = Chunk((0,) * len(shape), shape, "", 0, ())
-    for sign, boxes in ((1, chunks), (-1, [whole] if prod(shape) else [])):
+    both: list[tuple[int, Sequence[Boxed]]] = [(1, chunks), (-1, [whole] if prod(shape) else [])]
+    for sign, boxes in both:
         for box in boxes:
             ends = [(sum(box.offsets[d] * stride for d, stride in strides), sign)]
             for d, stride in strides:

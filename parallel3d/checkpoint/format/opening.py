@@ -13,7 +13,8 @@ from parallel3d.errors import CorruptCheckpointError
 
 __all__ = ["check_file", "opened", "read_small"]
 
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_LITTLE = 1 << 20
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
 
 
 @contextmanager
@@ -42,16 +43,23 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """What a file holds.
+    """What a file of JSON holds, an object.
 
     Raises:
-        CorruptCheckpointError: there is no such file, or it has more than ``most`` bytes.
+        CorruptCheckpointError: there is no such file, or it has more than ``most`` bytes; or, before more of
+            it is read than its ends, it is no object.
     """
     with opened(path) as number:
         size = os.fstat(number).st_size
         if size > most:
             raise CorruptCheckpointError(f"{path} has {size} bytes, more than it can have")
         with os.fdopen(os.dup(number), "rb") as file:
+            if size > _LITTLE:  # what isn't is for the parser to say
+                first = file.read(1)
+                file.seek(-1, os.SEEK_END)
+                if first + file.read(1) != b"{}":
+                    raise CorruptCheckpointError(f"{path} has {size} bytes, and is no JSON object")
+                file.seek(0)
             return file.read(most)
 
 

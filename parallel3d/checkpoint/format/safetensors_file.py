@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ import torch
 from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Stored", "header_of", "is_ours", "read_header"]
+__all__ = ["LONGEST", "Stored", "header_of", "is_ours", "open_regular", "read_header"]
 
+_MOST_DIMS = 64  # that torch's kernels take
 _EXPORT = {"format": "pt", "made_by": "parallel3d"}
-_LONGEST_HEADER = 100 << 20  # bytes; the library's limit too
+LONGEST = 100 << 20
+"""Bytes of a header, or an index of files; the library's limit too."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,11 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
         CorruptCheckpointError: it is no safetensors file, or not all of one.
         OSError: it can't be read.
     """
-    with open(path, "rb", opener=_open_regular) as opened:
+    with open(path, "rb", opener=open_regular) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
         length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > min(_LONGEST_HEADER, size - 8):
+        if len(first) < 8 or length > min(LONGEST, size - 8):
             raise CorruptCheckpointError(
                 f"{path} is no safetensors file, or cut short: {size} bytes, and a header of {length}"
             )
@@ -73,7 +76,7 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
     return found
 
 
-def _open_regular(path: str, flags: int) -> int:
+def open_regular(path: str, flags: int) -> int:
     """Opens a file, and nothing that could block or act, such as a pipe or a device."""
     opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(opened).st_mode):
@@ -91,16 +94,18 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _stored(file: str, name: str, said: Any, begin: int) -> Stored:
     if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
-        raise ValueError(f"{name!r} has no dtype, shape and data_offsets")
+        raise ValueError(f"{name[:200]!r} has no dtype, shape and data_offsets")
     dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets):
-        raise ValueError(f"{name!r} is {said}")
+        raise ValueError(f"{name[:200]!r} is {reprlib.repr(said)}")
+    if len(shape) > _MOST_DIMS:  # before any product of them
+        raise ValueError(f"{name[:200]!r} has {len(shape)} dims")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{name!r} lies at {offsets}")
+        raise ValueError(f"{name[:200]!r} lies at {reprlib.repr(offsets)}")
     known = DTYPES.get(dtype)
     if known is not None and prod(shape) * known.itemsize != offsets[1] - offsets[0]:
         taken = offsets[1] - offsets[0]
-        raise ValueError(f"{name!r}, {dtype} of shape {shape}, can't have {taken} bytes")
+        raise ValueError(f"{name[:200]!r}, {dtype} of shape {shape}, can't have {taken} bytes")
     return Stored(file, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
@@ -123,9 +128,9 @@ def _check_gapless(found: Mapping[str, Stored], begin: int, size: int) -> None:
 def is_ours(path: Path) -> bool:
     """Whether a file says that ``header_of`` made its header."""
     try:
-        with open(path, "rb", opener=_open_regular) as opened:
+        with open(path, "rb", opener=open_regular) as opened:
             length = int.from_bytes(opened.read(8), "little")
-            said = json.loads(opened.read(min(length, _LONGEST_HEADER)).decode())["__metadata__"]
+            said = json.loads(opened.read(min(length, LONGEST)).decode())["__metadata__"]
             return said.get("made_by") == _EXPORT["made_by"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False

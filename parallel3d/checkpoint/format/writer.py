@@ -24,6 +24,7 @@ from torch.futures import Future
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.file import Stored, write_file
 from parallel3d.checkpoint.format.index import Index, TensorEntry, file_name
+from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.errors import CheckpointError
 
 __all__ = ["Writer"]
@@ -56,6 +57,7 @@ class Writer(StorageWriter):
         self.info = info
         self.ranks = ranks
         self.folder: Path | None = None  # while it is written
+        self.lock: Lock | None = None  # that it is written under
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -124,7 +126,8 @@ class Writer(StorageWriter):
                 # Without elements: no rank has a part of it.
                 index.tensors[name] = TensorEntry(entry.properties.dtype, tuple(entry.size))
         assert self.folder is not None
-        folders.finish(self.folder, self.path, index, self.info() if self.info else {})
+        info = self.info() if self.info else {}
+        folders.finish(self.folder, self.path, index, info, self.lock)
 
 
 def _stored(item: WriteItem, planner: SavePlanner) -> Stored:

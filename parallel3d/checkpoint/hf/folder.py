@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from parallel3d.checkpoint.format.safetensors_file import Stored, read_header
+from parallel3d.checkpoint.format.safetensors_file import LONGEST, Stored, open_regular, read_header
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["INDEX", "SINGLE", "path_in", "stored_tensors"]
@@ -52,7 +52,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _index(folder: Path) -> Mapping[str, str]:
     path = path_in(folder, INDEX)
     try:
-        files = json.loads(path.read_bytes().decode())["weight_map"]
+        with open(path, "rb", opener=open_regular) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > LONGEST:
+                raise ValueError(f"it has {size} bytes")
+            text = opened.read(LONGEST).decode()
+        files = json.loads(text)["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
             raise ValueError("its weight_map is no table of file names")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

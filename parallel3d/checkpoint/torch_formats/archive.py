@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,16 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.format.crc import crc32
-from parallel3d.checkpoint.torch_formats.pickled import read_pickle
+from parallel3d.checkpoint.torch_formats.pickled import PROTO, read_pickle
 from parallel3d.checkpoint.torch_formats.vocabulary import SAVED_VALUES, SavedTensor, StorageId
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Archive", "Entry", "map_tensors"]
+__all__ = ["Archive", "Entry"]
 
 _BLOCK = 1 << 22  # bytes read at a time
 _LOCAL_HEADER = 30
-_MAX_PICKLE = 1 << 31
+_MAX_VALUES = 1_000_000
+_MAX_PICKLE = _MAX_DIRECTORY = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,21 @@ class Entry:
 
 
 class Archive:
-    """One that ``torch.save`` has written at [offset, offset + length) of a file."""
+    """One that ``torch.save`` has written at [offset, offset + length) of a file.
+
+    Its tensors may be expanded, or lie one over the other, so a small file can describe large ones. Those
+    that are not for memory which is there anyway may take as much as the archive has, in all.
+    """
 
     def __init__(
         self, path: Path, offset: int, length: int, *, what: str, checksums: bool = True
     ) -> None:
         self.path, self.offset, self.length = path, offset, length
         self.what, self.checksums = what, checksums
+        self._left = length
+        self._values_left = _MAX_VALUES
+        self._copies: dict[int, tuple[Any, Any, int]] = {}  # id -> (the value, its copy, count)
+        self._verified: set[Entry] = set()
 
     def raw(self) -> bytes:
         """All of it."""
@@ -102,11 +112,17 @@ class Archive:
             if len(roots) != 1:
                 raise zipfile.BadZipFile("records that are not in one directory")
             found = {}
+            ranges = []
             for info in infos:
                 name = info.filename.split("/", 1)[1]
                 if name in found:
                     raise zipfile.BadZipFile(f"two records {name}")
                 found[name] = self._entry(info, window)
+                ranges.append((found[name].offset, found[name].size, name))
+            ranges.sort()
+            for (start, size, name), (begin, _, other) in pairwise(ranges):
+                if start + size > begin:
+                    raise zipfile.BadZipFile(f"the records {name} and {other} share bytes")
             return found
 
     def _entry(self, info: zipfile.ZipInfo, window: _Window) -> Entry:
@@ -138,6 +154,8 @@ class Archive:
                     entry.verify()
             if order is not None and bytes(order.read(0, min(order.size, 16))) != b"little":
                 raise CheckpointError(f"{self.what} was written on a machine of another byte order")
+            if pickled.size < 2 or bytes(pickled.read(0, 1)) != PROTO:
+                raise zipfile.BadZipFile("a description that doesn't begin as a pickle")
             data = bytes(pickled.read(0, pickled.size))
         return read_pickle(data, SAVED_VALUES, what=self.what, persistent=self._storage)
 
@@ -166,6 +184,25 @@ class Archive:
             )
         return entry
 
+    def take(self, tensor: SavedTensor, name: str) -> None:
+        """Raises if memory for it, which nothing but this file asks for, would be more than the file has."""
+        self.checked(tensor)
+        self._left -= tensor.nbytes
+        if self._left < 0:
+            raise CorruptCheckpointError(
+                f"{name} would be {tensor.nbytes} bytes, {tensor.dtype} of shape {tensor.shape}: with what "
+                f"came before it more than {self.what} has; if it was expanded, save a .clone() of it"
+            )
+
+    def read_verified(self, tensor: SavedTensor) -> Tensor:
+        """All of a small one."""
+        self.take(tensor, f"{self.what}: a tensor")
+        entry = self.checked(tensor)
+        if entry not in self._verified:
+            entry.verify()
+            self._verified.add(entry)
+        return self.read(tensor, (0,) * len(tensor.shape), tensor.shape)
+
     def read(self, tensor: SavedTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """A box of ``tensor``, on the CPU, with memory of its own."""
         entry = self.checked(tensor)
@@ -177,6 +214,37 @@ class Archive:
         buffer = entry.read(start + first * itemsize, start + last * itemsize)
         flat = torch.frombuffer(buffer, dtype=torch.uint8).view(tensor.dtype)
         return flat.as_strided(sizes, tensor.stride)
+
+    def with_tensors(self, value: Any) -> Any:
+        """A copy of ``value``, a nest of dicts, lists and tuples of what it is, with its tensors' values.
+
+        Raises:
+            ValueError: it is deeper than 50 or, seen as a tree, with all that was copied before it, has more
+                than a million values.
+        """
+        found, count = self._copied(value, 0)
+        self._values_left -= count
+        if self._values_left < 0:
+            raise ValueError("a value that is nested without end")
+        return found
+
+    def _copied(self, value: Any, depth: int) -> tuple[Any, int]:
+        """(the copy, how many values are in it); of what is in several places, once."""
+        if isinstance(value, SavedTensor):
+            return self.read_verified(value), 1
+        if not isinstance(value, (dict, list, tuple)):
+            return value, 1
+        if id(value) in self._copies:
+            _, found, count = self._copies[id(value)]
+            return found, count
+        if depth > 50:
+            raise ValueError("a value that is nested without end")
+        parts = [self._copied(each, depth + 1) for each in _elements(value)]
+        copies, count = [copy for copy, _ in parts], 1 + sum(each for _, each in parts)
+        found = dict(zip(value, copies, strict=True)) if isinstance(value, dict) else copies
+        found = tuple(copies) if isinstance(value, tuple) else found
+        self._copies[id(value)] = value, found, count
+        return found, count
 
     @contextmanager
     def _clear(self) -> Iterator[None]:
@@ -192,6 +260,10 @@ class Archive:
                 f"{self.what} is nothing whole that torch.save has written "
                 f"({type(error).__name__}: {error})"
             ) from None
+
+
+def _elements(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
 
 
 class _Window(io.RawIOBase):
@@ -218,6 +290,12 @@ class _Window(io.RawIOBase):
         self._at = base + offset
         return self._at
 
+    def read(self, size: int = -1) -> bytes:
+        """As of any file; but of a zip file's directory, which is asked for in one, not any amount."""
+        if size > _MAX_DIRECTORY:
+            raise zipfile.BadZipFile(f"a directory of {size} bytes")
+        return super().read(size) or b""
+
     def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._offset + self._at)
@@ -228,27 +306,3 @@ class _Window(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def map_tensors(value: Any, function: Callable[[SavedTensor], Any], *, limit: int = 100_000) -> Any:
-    """A copy of ``value``, a nest of dicts, lists and tuples, with ``function`` of its tensors.
-
-    Raises:
-        ValueError: it is deeper than 50 or, seen as a tree, has more than ``limit`` values.
-    """
-    left = limit
-
-    def copied(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if depth > 50 or left < 0:
-            raise ValueError("a value that is nested without end")
-        if isinstance(value, SavedTensor):
-            return function(value)
-        if isinstance(value, dict):
-            return {key: copied(each, depth + 1) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([copied(each, depth + 1) for each in value])
-        return value
-
-    return copied(value, 0)

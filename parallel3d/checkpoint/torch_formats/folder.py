@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.torch_formats.pickled import Record, read_pickle
-from parallel3d.checkpoint.torch_formats.vocabulary import DCP_METADATA, sizes_of
+from parallel3d.checkpoint.format.index import tile
+from parallel3d.checkpoint.torch_formats.pickled import PROTO, Record, read_pickle
+from parallel3d.checkpoint.torch_formats.vocabulary import (
+    DCP_METADATA,
+    check_name,
+    shape_of,
+    sizes_of,
+)
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["DcpFolder", "StoredAt", "StoredChunk", "StoredTensor", "file_within"]
@@ -44,7 +50,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the folder. Its chunks lie within it; whether they cover it is not checked here."""
+    """A tensor in the folder. Each of its elements is in one of the chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -88,11 +94,15 @@ class DcpFolder:
         size = file_within(path, METADATA).stat().st_size
         if size > _MAX_METADATA:
             raise CorruptCheckpointError(f"{what} has {size} bytes")
-        data = file.read_bytes()
+        with open(file, "rb") as opened:
+            first = opened.read(len(PROTO))
+            if not trusted and first != PROTO:
+                raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
+            data = first + opened.read(_MAX_METADATA)
         if trusted:
             content = _unpickled(data, what)
         else:
-            content = read_pickle(data, DCP_METADATA, what=what)
+            content = read_pickle(data, DCP_METADATA, what=what, most_keys=len(data))
         try:
             return cls(path, *_contents(content))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -167,18 +177,24 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
         raise ValueError("no lists of what is stored, and where")
     stored = dict(_place(index, at) for index, at in places.items())
     _check_apart(stored.values())
+    listed = 0
     _check_paths(described, found.get("planner_data"))
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, StoredAt] = {}
     for name, entry in described.items():
         if type(name) is not str:
             raise ValueError("a name that is no string")
+        check_name(name)
         kind = entry.kind if type(entry) is Record else type(entry).__name__
         if kind == "TensorStorageMetadata":
-            tensors[name] = _tensor(name, _fields(entry, kind), stored)
+            fields = _fields(entry, kind)
+            listed += len(fields["chunks"])
+            if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
+                raise ValueError("more chunks are listed than stored")
+            tensors[name] = _tensor(name, fields, stored)
             continue
         _fields(entry, "BytesStorageMetadata")
-        at = stored.get((name, None))
+        at = stored.get(_key(name, None))
         if at is None:
             raise ValueError(f"{name} is listed and nowhere stored")
         blobs[name] = at
@@ -205,7 +221,12 @@ def _check_paths(described: dict[Any, Any], planned: Any) -> None:
         raise ValueError("other paths than names")
 
 
-def _place(index: Any, at: Any) -> tuple[tuple[str, tuple[int, ...] | None], StoredAt]:
+def _key(name: str, offset: tuple[int, ...] | None) -> str:
+    """For a dict: of tuples of numbers whoever chooses the numbers can have many with one hash."""
+    return f"{offset} {name}"
+
+
+def _place(index: Any, at: Any) -> tuple[str, StoredAt]:
     fields, place = _fields(index, "MetadataIndex"), _fields(at, "_StorageInfo")
     name, offset = fields["fqn"], fields.get("offset")
     path, start, length = place["relative_path"], place["offset"], place["length"]
@@ -217,19 +238,19 @@ def _place(index: Any, at: Any) -> tuple[tuple[str, tuple[int, ...] | None], Sto
             "without"
         )
     sizes_of((start, length))
-    return (name, None if offset is None else sizes_of(offset)), StoredAt(path, start, length)
+    return _key(name, None if offset is None else sizes_of(offset)), StoredAt(path, start, length)
 
 
 def _tensor(
     name: str,
     fields: dict[str, Any],
-    stored: Mapping[tuple[str, tuple[int, ...] | None], StoredAt],
+    stored: Mapping[str, StoredAt],
 ) -> StoredTensor:
     dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
-    shape = sizes_of(fields["size"])
-    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredChunk] = {}
+    shape = shape_of(fields["size"])
+    chunks: dict[str, StoredChunk] = {}
     for each in fields["chunks"]:
         box = _fields(each, "ChunkStorageMetadata")
         offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
@@ -238,7 +259,9 @@ def _tensor(
         )
         if not inside:
             raise ValueError(f"{name}, {shape}, has a chunk at {offsets} of {sizes}, outside of it")
-        chunks[offsets, sizes] = StoredChunk(offsets, sizes, stored.get((name, offsets)))
-    if sum(prod(sizes) for _, sizes in chunks) != prod(shape):
+        at = stored.get(_key(name, offsets))
+        chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, at)
+    found = tuple(chunks.values())
+    if not tile(shape, [chunk for chunk in found if prod(chunk.sizes)]):
         raise ValueError(f"the chunks of {name}, {shape}, overlap or don't cover it")
-    return StoredTensor(dtype, shape, tuple(chunks.values()))
+    return StoredTensor(dtype, shape, found)

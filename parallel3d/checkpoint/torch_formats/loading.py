@@ -63,7 +63,10 @@ def load(
 
     hosts = ranks.all(plan)
     ranks.all(lambda: jobs[0].make_sure(_share(ranks, hosts) if share else slice(None)))
-    ranks.all(jobs[0].carry_out)
+    job = jobs[0]
+    ranks.all(job.read_new)
+    ranks.undone_unless(job.adopt, lambda: None, job.undo)
+    ranks.all(job.carry_out)
 
 
 def _share(ranks: Ranks, hosts: Sequence[str]) -> slice:
@@ -108,9 +111,28 @@ class _Job:
         if self.optimizer is not None:
             self.optimizer.allocate()
 
+    def read_new(self) -> None:
+        """What the optimizer doesn't have yet."""
+        if self.optimizer is not None:
+            with torch.no_grad():
+                self.optimizer.read_new()
+
+    def adopt(self) -> None:
+        """What runs code that may raise; no tensor's values change."""
+        with torch.no_grad():
+            self.model.adopt()
+            if self.optimizer is not None:
+                self.optimizer.adopt()
+
+    def undo(self) -> None:
+        """What was before ``adopt``."""
+        if self.optimizer is not None:
+            self.optimizer.undo()
+        self.model.undo()
+
     def carry_out(self) -> None:
         """On the word of all ranks that everything is there."""
         with torch.no_grad():
             self.model.apply()
             if self.optimizer is not None:
-                self.optimizer.apply()
+                self.optimizer.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
+from parallel3d.checkpoint.model_state import has_extra, plain_name
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.torch_formats.archive import Entry
 from parallel3d.checkpoint.torch_formats.names import shown
@@ -18,9 +20,10 @@ from parallel3d.fsdp.running.members import units_of
 from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
 from parallel3d.fsdp.whole.other_form import check_at_rest, to_rest
 
-__all__ = ["ModelTarget", "boxes_of", "fill", "state_at_rest"]
+__all__ = ["EXTRA_STATE", "ModelTarget", "boxes_of", "fill", "state_at_rest"]
 
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
+"""What torch calls a module's, after its name."""
 _SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
@@ -68,12 +71,14 @@ class ModelTarget:
         self.model, self.state = model, state
         if strict:
             _check_names(state, stored, unexpected)
+        self._undo: list[tuple[nn.Module, Any]] = []
         self.copies: dict[str, Source] = {}
         self.values: dict[str, Any] = {}
         for name, value in stored.items():
             if name not in state:
                 continue
-            if isinstance(value, Source) and name.endswith(_EXTRA):
+            if isinstance(value, Source) and name.endswith(EXTRA_STATE):
+                value.take(name)
                 self.values[name] = value
             elif isinstance(value, Source):
                 _check_fits(name, state[name], value, cast)
@@ -95,16 +100,30 @@ class ModelTarget:
                 found += value.entries([whole(value)])
         return found
 
-    def apply(self) -> None:
-        """Copies into the model's tensors, and lets ``load_state_dict`` do what else it does."""
-        for name, source in self.copies.items():
-            fill(self.state[name], source)
+    def adopt(self) -> None:
+        """Gives modules their extra state, which they may refuse."""
+        modules = {plain_name(name): module for name, module in self.model.named_modules()}
         for name, value in self.values.items():
             if isinstance(value, Source):
                 self.state[name] = torch.empty(value.shape, dtype=value.dtype)
                 fill(self.state[name], value)
             else:
                 self.state[name] = value
+            of, _, last = plain_name(name).rpartition(".")
+            module = modules.get(of)
+            if last == EXTRA_STATE and module is not None and has_extra(module):
+                self._undo.append((module, copy.deepcopy(module.get_extra_state())))
+                module.set_extra_state(copy.deepcopy(self.state[name]))
+
+    def undo(self) -> None:
+        """What was before ``adopt``."""
+        for module, value in reversed(self._undo):
+            module.set_extra_state(value)
+
+    def apply(self) -> None:
+        """Copies into the model's tensors, and lets ``load_state_dict`` do what else it does."""
+        for name, source in self.copies.items():
+            fill(self.state[name], source)
         load_model_state_dict(self.model, self.state, type=_SHARDED)
 
 
@@ -124,7 +143,7 @@ def _check_names(
         and not (
             isinstance(value, Tensor) and id(value) in there
         )  # tied: it is there by another name
-        and not name.endswith(_EXTRA)
+        and not name.endswith(EXTRA_STATE)
     ]
     if missing:
         raise CheckpointError(

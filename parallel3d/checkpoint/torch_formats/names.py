@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from heapq import nsmallest
 from typing import Any
 
 from parallel3d.errors import CheckpointError
@@ -119,9 +120,10 @@ def others(stored: Iterable[str], names: Collection[str], *, beside: bool) -> li
 
 def shown(names: Iterable[str], count: int = 4) -> str:
     """The first few, for an error."""
-    ordered = sorted(map(repr, names))
-    more = f" and {len(ordered) - count} more" if len(ordered) > count else ""
-    return (", ".join(name[:120] for name in ordered[:count]) + more) or "nothing"
+    everything = list(names)
+    first = nsmallest(count, map(repr, everything))
+    more = f" and {len(everything) - count} more" if len(everything) > count else ""
+    return (", ".join(name[:120] for name in first) + more) or "nothing"
 
 
 def _dotted(prefix: str) -> str:

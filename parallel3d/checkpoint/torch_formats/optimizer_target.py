@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d._compat import get_local_tensor, make_dtensor, make_spec
+from parallel3d.checkpoint.optimizer_groups import alike
 from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.torch_formats.archive import Entry
+from parallel3d.checkpoint.torch_formats.expected_state import (
+    PLAIN,
+    ExpectedState,
+    Kind,
+    category,
+    wrapped,
+)
 from parallel3d.checkpoint.torch_formats.model_target import boxes_of, fill
+from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
 from parallel3d.checkpoint.torch_formats.sources import Box, Source, whole
 from parallel3d.errors import CheckpointError
@@ -20,6 +30,8 @@ from parallel3d.fsdp.whole.optim_state_dict import check_optimizer, named_params
 from parallel3d.optim.local import LocalMatrixSteps
 
 __all__ = ["OptimizerTarget", "Slot"]
+
+_MOST_STEPS = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Slot:
         replicated: whether a new one of another shape than the parameter's is a DTensor, whole on each rank.
     """
 
+    name: str
     key: str
     param: nn.Parameter
     source: Source
@@ -80,6 +93,7 @@ class OptimizerTarget:
     ) -> None:
         check_optimizer(optimizer)
         self.optimizer, self.cast = optimizer, cast
+        self._before: tuple[Any, ...] | None = None
         named = named_params(model, optimizer)
         self.raw = optimizer.state_dict()
         self.keys = state_keys(self.raw)
@@ -89,16 +103,33 @@ class OptimizerTarget:
         self.slots: list[tuple[int, Slot]] = []
         self.values: list[tuple[int, str, Any]] = []
         self.tensors: list[Tensor] = []
-        for index, ((_, param), state) in enumerate(zip(named, states, strict=True)):
+        expected = ExpectedState(optimizer)
+        group_of = [n for n, g in enumerate(self.groups) for _ in g["params"]]
+        for index, ((name, param), state) in enumerate(zip(named, states, strict=True)):
+            group = group_of[index]
+            kinds = expected.of(group, self.groups[group], param)
+            missing = [key for key in kinds or () if state and key not in state]
+            if missing:
+                raise CheckpointError(
+                    f"the saved optimizer has no {missing[0]} of {name}; it has {shown(state)}, and "
+                    f"{expected.name} keeps {shown(kinds or ())}"
+                )
             existing = self.raw["state"].get(self.keys[index], {})
             for key, value in state.items():
+                kind = (kinds or {}).get(key)
+                _check_fits(f"{key} of {name}", key, value, param, existing.get(key), kind)
                 if isinstance(value, Source):
-                    self.slots.append((index, self._slot(key, param, value, existing)))
+                    slot = self._slot(name, key, param, value, existing)
+                    if (
+                        kind is None and slot.existing is None
+                    ):  # nothing else says how large it may be
+                        value.take(f"{key} of {name}")
+                    self.slots.append((index, slot))
                 else:
                     self.values.append((index, key, value))
 
     def _slot(
-        self, key: str, param: nn.Parameter, source: Source, existing: dict[str, Any]
+        self, name: str, key: str, param: nn.Parameter, source: Source, existing: dict[str, Any]
     ) -> Slot:
         dtype = source.dtype
         if self.cast and key != "step" and param.is_floating_point() and dtype.is_floating_point:
@@ -113,13 +144,13 @@ class OptimizerTarget:
                 now = None
         else:
             now = None
-        return Slot(key, param, source, now, dtype, replicated)
+        return Slot(name, key, param, source, now, dtype, replicated)
 
     def _groups(self, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Our groups with the options that their parameters were saved with."""
         found = []
         start = 0
-        for group in self.raw["param_groups"]:
+        for number, group in enumerate(self.raw["param_groups"]):
             count = len(group["params"])
             mine, start = options[start : start + count], start + count
             chosen = mine[0] if mine else group
@@ -130,6 +161,7 @@ class OptimizerTarget:
                 )
             own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             _check_same_kind(own, chosen)
+            _check_options(number, own, chosen)
             kept = {k: group[k] for k in ("param_names",) if k in group}
             changed = {k: v for k, v in chosen.items() if k not in ("params", "param_names")}
             found.append({**own, **changed, **kept, "params": group["params"]})
@@ -143,25 +175,151 @@ class OptimizerTarget:
         """Makes the tensors that are not there yet."""
         self.tensors = [slot.tensor() for _, slot in self.slots]
 
-    def apply(self) -> None:
-        """Gives the optimizer its new state and options."""
+    def read_new(self) -> None:
+        """Reads what is new, which nobody sees yet.
+
+        Raises:
+            CheckpointError: a count of steps can't be one.
+        """
+        for (_, slot), tensor in zip(self.slots, self.tensors, strict=True):
+            if slot.existing is None:
+                fill(tensor, slot.source)
+                if slot.key == "step" and tensor.numel() == 1:
+                    _check_step(f"step of {slot.name}", tensor.item())
+
+    def adopt(self) -> None:
+        """Gives the optimizer its new state and options; what is read in place isn't read yet."""
+        kept = wrapped(self.optimizer)
+        groups = [(group, dict(group)) for group in kept.param_groups]
+        self._before = kept, getattr(kept, "state", None), kept.param_groups, groups
         state: dict[Any, dict[str, Any]] = {}
         for (index, slot), tensor in zip(self.slots, self.tensors, strict=True):
-            fill(tensor, slot.source)
             state.setdefault(self.keys[index], {})[slot.key] = tensor
         for index, key, value in self.values:
             state.setdefault(self.keys[index], {})[key] = value
         self.optimizer.load_state_dict({"state": state, "param_groups": self.groups})
         if not self.cast:
             self._undo_casts()
+        for index, key, value in self.values:
+            if isinstance(value, (str, bytes)):  # torch makes text of their letters' iterator
+                self._state(index)[key] = value
+
+    def undo(self) -> None:
+        """What was before ``adopt``."""
+        if self._before is None:
+            return
+        kept, state, groups, options = self._before
+        kept.param_groups = groups
+        if state is not None:
+            kept.state = state
+        for group, before in options:
+            group.clear()
+            group.update(before)
+
+    def read(self) -> None:
+        """Reads what is there already."""
+        for (index, slot), tensor in zip(self.slots, self.tensors, strict=True):
+            if slot.existing is not None:
+                fill(tensor, slot.source)
+                now = self._state(index).get(slot.key)
+                if isinstance(now, Tensor) and now is not tensor:  # cast, or copied
+                    now.copy_(tensor)
+
+    def _state(self, index: int) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state.get(self.params[index], {})
+        return found
 
     def _undo_casts(self) -> None:
         """``load_state_dict`` casts state to the parameter's dtype; it is to be as it was saved."""
         for (index, slot), tensor in zip(self.slots, self.tensors, strict=True):
-            entry = self.optimizer.state.get(self.params[index], {})
+            entry = self._state(index)
             now = entry.get(slot.key)
             if slot.key != "step" and isinstance(now, Tensor) and now.dtype != tensor.dtype:
                 entry[slot.key] = tensor
+
+
+def _check_fits(
+    what: str, key: str, value: Any, param: Tensor, now: Any, kind: Kind | None
+) -> None:
+    """Raises unless ``value`` can be the entry ``key`` of the state of ``param``.
+
+    Args:
+        now: what is there; None: nothing. kind: what its class keeps; None: not known.
+    """
+    problem = f"the saved optimizer's {what} is {_described(value)}"
+    number = type(value) in (int, float)
+    if key == "step" and not isinstance(value, Source):
+        _check_step(what, value)
+    if isinstance(value, Source):
+        shape, numbers = tuple(value.shape), category(value.dtype)
+        scalar = not shape and numbers in ("floating", "integer")
+        if key == "step" and not scalar:
+            raise CheckpointError(f"{problem}; it must be one number")
+        if kind is not None:
+            want = kind.shape(param)
+            if kind.dims is None and not scalar:
+                raise CheckpointError(f"{problem}; it must be one number")
+            if kind.dims is not None and (shape, numbers) != (want, kind.category):
+                raise CheckpointError(
+                    f"{problem}; for a parameter of shape {tuple(param.shape)} it must be "
+                    f"{kind.category}, of shape {want}"
+                )
+        if isinstance(now, Tensor) and (now.dim() or shape):
+            if tuple(now.shape) != shape or category(now.dtype) != numbers:
+                raise CheckpointError(
+                    f"{problem}; the optimizer's own is {now.dtype} of shape {tuple(now.shape)}"
+                )
+        elif now is not None and not isinstance(now, Tensor) and not scalar:
+            raise CheckpointError(f"{problem}; the optimizer's own is {_described(now)}")
+    elif number and value != value:
+        raise CheckpointError(problem)
+    elif kind is not None and not (number and kind.dims is None):
+        want = kind.shape(param)
+        raise CheckpointError(
+            f"{problem}; it must be one number"
+            if kind.dims is None
+            else f"{problem}; it must be a tensor of shape {want}"
+        )
+    elif isinstance(value, (str, bytes)) and not isinstance(now, type(value)):
+        raise CheckpointError(f"{problem}, which torch's load_state_dict doesn't take")
+    elif isinstance(now, (str, bytes)) and type(value) is not type(now):
+        raise CheckpointError(f"{problem}; the optimizer's own is {_described(now)}")
+    elif isinstance(now, Tensor) and not (number and now.numel() == 1):
+        raise CheckpointError(
+            f"{problem}; the optimizer's own is {now.dtype} of shape {tuple(now.shape)}"
+        )
+
+
+def _check_step(what: str, value: Any) -> None:
+    if type(value) not in (int, float) or not (math.isfinite(value) and 0 <= value < _MOST_STEPS):
+        raise CheckpointError(
+            f"the saved optimizer's {what} is {_described(value)}; it must be a number of steps"
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Source):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, (int, float, str)) or value is None:
+        return f"{value!r:.80}"
+    return f"a {type(value).__name__}"
+
+
+def _check_options(number: int, ours: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises if an option is of another kind than ours, or is none."""
+    for key, value in saved.items():
+        now = ours.get(key)
+        wrong = value != value if isinstance(value, float) else _is_huge(value)
+        switch = key in PLAIN and not (value is None or isinstance(value, bool))
+        if wrong or switch or (key in ours and not alike(now, value)):
+            raise CheckpointError(
+                f"the saved optimizer's group {number} has {key}={value!r:.80}, and the optimizer "
+                f"{now!r:.80}, which is of another kind"
+            )
+
+
+def _is_huge(value: Any) -> bool:
+    return type(value) is int and abs(value) >= 1 << 63
 
 
 def _check_same_kind(ours: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Maker", "Names", "Record", "read_pickle"]
+__all__ = ["PROTO", "Maker", "Names", "Record", "read_pickle"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,19 @@ Names = Mapping[tuple[str, str], Any]
 """(module, name) -> a Maker, or the value itself."""
 
 _KEYS = (str, int, float, bool, bytes, type(None), Record)  # whose hash takes no time
+_MOST_KEYS = 1_000_000  # of all dicts of a file together
+_MOST_SCATTERED = 10_000  # numbers as keys, other than 0, 1, 2, ...
+_LARGEST_KEY = 1 << 60  # the hash of an integer is the remainder by 2 ** 61 - 1
 _MARK = object()
 
 
 def read_pickle(
-    data: bytes, names: Names, *, what: str, persistent: Callable[[Any], Any] | None = None
+    data: bytes,
+    names: Names,
+    *,
+    what: str,
+    persistent: Callable[[Any], Any] | None = None,
+    most_keys: int = _MOST_KEYS,
 ) -> Any:
     """The value of the pickle ``data``.
 
@@ -53,12 +61,13 @@ def read_pickle(
         names: all that it may name.
         what: what it is, for errors.
         persistent: makes the value of a persistent id; None: there may be none.
+        most_keys: that its dicts may have together.
 
     Raises:
         CheckpointError: it names something else, or does what such a file has no need of.
         CorruptCheckpointError: it is no whole pickle.
     """
-    machine = _Machine(data, names, what, persistent)
+    machine = _Machine(data, names, what, persistent, most_keys)
     try:
         return machine.run()
     except CheckpointError:
@@ -78,12 +87,15 @@ class _Machine:
         names: Names,
         what: str,
         persistent: Callable[[Any], Any] | None,
+        most_keys: int,
     ) -> None:
         self.data, self.names, self.what, self.persistent = data, names, what, persistent
         self.at = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.allowance = 8 * len(data) + 10_000  # elements that calls may be given, in all
+        self.scattered = _MOST_SCATTERED
+        self.keys = most_keys
 
     def run(self) -> Any:
         data, opcodes = self.data, _OPCODES
@@ -164,9 +176,24 @@ class _Machine:
         target = self.stack[-1]
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
             raise ValueError("items of no dict")
+        self.keys -= len(items) // 2
+        if self.keys < 0:
+            raise ValueError("more keys of dicts than a checkpoint has")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in _KEYS:
-                raise ValueError(f"a dict with a {type(key).__name__} as a key")
+            kind = type(key)
+            if kind not in _KEYS:
+                raise ValueError(f"a dict with a {kind.__name__} as a key")
+            if kind is float or (kind is int and not 0 <= key <= len(target)):
+                # The hash of a string is a secret of this process; that of a number is not, and whoever
+                # chooses numbers of one hash makes each key cost as much as there are keys. Those that are
+                # counted from 0 have different ones, and of others there are few.
+                if not -_LARGEST_KEY < key < _LARGEST_KEY:
+                    raise ValueError("a dict with a huge number as a key")
+                self.scattered -= 1
+                if self.scattered < 0:
+                    raise ValueError(
+                        f"dicts with more than {_MOST_SCATTERED} numbers as keys that don't count from 0"
+                    )
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
@@ -260,6 +287,8 @@ def _skip(count: int) -> Callable[[_Machine], Any]:
 
 
 _STOP = ord(".")
+PROTO = b"\x80"
+"""What torch's pickles begin with."""
 
 _OPCODES: dict[int, Callable[[_Machine], Any]] = {
     0x80: _skip(1),  # PROTO

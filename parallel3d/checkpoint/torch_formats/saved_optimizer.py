@@ -11,6 +11,8 @@ from parallel3d.errors import CheckpointError
 
 __all__ = ["SavedGroup", "SavedOptimizer", "saved_in_dict", "saved_in_names"]
 
+_MOST_ENTRIES = 4_000_000
+
 Key = str | int
 """A parameter: its name, or its place in the order of the optimizer's groups."""
 
@@ -40,6 +42,12 @@ class SavedOptimizer:
         Raises:
             CheckpointError: the parameters are others.
         """
+        saved = [key for group in self.groups for key in group.params]
+        numbers = [key for key in saved if isinstance(key, int)]
+        keys: list[Key] = list(names)
+        if numbers:
+            _check_numbers(numbers, len(saved))  # before they are keys of a dict
+            keys = self._numbered(saved, names)
         options: dict[Key, dict[str, Any]] = {}
         for group in self.groups:
             for key in group.params:
@@ -48,11 +56,9 @@ class SavedOptimizer:
                         f"parameter {key!r} is in two groups of the saved optimizer"
                     )
                 options[key] = group.options
-        keys: list[Key] = list(names)
-        if options and all(isinstance(key, int) for key in options):
-            keys = self._numbered(list(options), names)
         missing = [str(key) for key in keys if key not in options]
-        unknown = [str(key) for key in [*options, *self.state] if key not in set(keys)]
+        known = set(keys)
+        unknown = [str(key) for key in [*options, *self.state] if key not in known]
         for found, what in (
             (missing, "has no {}, which the optimizer has"),
             (unknown, "has {}, which the optimizer hasn't"),
@@ -71,6 +77,22 @@ class SavedOptimizer:
         return saved
 
 
+def _check_numbers(numbers: list[int], count: int) -> None:
+    """That they are what ``optimizer.state_dict()`` has: all of 0 to ``count`` - 1, once."""
+    ordered = sorted(numbers)
+    for number, found in enumerate(ordered):
+        if number and found == ordered[number - 1]:
+            raise CheckpointError(f"parameter {found} is in two groups of the saved optimizer")
+        if found != number:
+            break
+    else:
+        if len(numbers) == count:
+            return
+    raise CheckpointError(
+        f"the saved optimizer's groups have {count} parameters, of other numbers than 0 to {count - 1}"
+    )
+
+
 def saved_in_dict(value: Any) -> SavedOptimizer:
     """From ``{"state": ..., "param_groups": ...}``, keyed by name or by number.
 
@@ -85,13 +107,17 @@ def saved_in_dict(value: Any) -> SavedOptimizer:
     well = isinstance(states, Mapping) and isinstance(groups, (list, tuple))
     if not well or not all(isinstance(each, Mapping) for each in (*states.values(), *groups)):
         raise CheckpointError("the saved optimizer's state and param_groups are no dicts")
+    # A file may refer to one dict or list very often.
+    lists = [p for g in groups if isinstance(p := g.get("params"), (list, tuple))]
+    if sum(map(len, (*states.values(), *groups, *lists))) > _MOST_ENTRIES:
+        raise CheckpointError(f"the saved optimizer has more than {_MOST_ENTRIES} entries")
     found = []
     for group in groups:
         params = group.get("params")
         if not isinstance(params, (list, tuple)) or not all(type(p) in (str, int) for p in params):
             raise CheckpointError("a group of the saved optimizer has no params")
         found.append(SavedGroup({k: v for k, v in group.items() if k != "params"}, tuple(params)))
-    by_key = {_key(key): dict(state) for key, state in states.items()}
+    by_key = {_key(key): _by_text(key, state) for key, state in states.items()}
     return SavedOptimizer(by_key, tuple(found))
 
 
@@ -150,6 +176,15 @@ def _split(rest: str, known: set[str]) -> tuple[Key, str]:
         return int(head), what
     name, _, what = rest.rpartition(".")
     return name, what
+
+
+def _by_text(key: Key, state: Mapping[Any, Any]) -> dict[str, Any]:
+    for each in state:
+        if not isinstance(each, str):
+            raise CheckpointError(
+                f"the saved optimizer's state of {key!r:.80} has the key {each!r:.80}, which is no string"
+            )
+    return dict(state)
 
 
 def _key(key: Any) -> Key:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.torch_formats.archive import Archive, Entry, map_tensors
+from parallel3d.checkpoint.torch_formats.archive import Archive, Entry
 from parallel3d.checkpoint.torch_formats.folder import (
     DcpFolder,
     StoredAt,
@@ -30,6 +30,7 @@ __all__ = [
     "archive_at",
     "blob_in",
     "blob_of",
+    "small",
     "whole",
 ]
 
@@ -51,6 +52,9 @@ class Source(Protocol):
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
         """The records that hold ``boxes``, to be verified; raises unless they hold all of these, once."""
+
+    def take(self, name: str) -> None:
+        """Raises a CorruptCheckpointError if ``name``, of its shape, would be more bytes than are stored."""
 
     def copy(self, box: Box, target: Tensor) -> None:
         """Copies ``box`` into ``target``, which is of its sizes."""
@@ -78,6 +82,14 @@ class Memory:
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
         return []
 
+    def take(self, name: str) -> None:
+        held = self.tensor.untyped_storage().nbytes()
+        if self.tensor.nbytes > held:
+            raise CorruptCheckpointError(
+                f"{name} would be {self.tensor.nbytes} bytes, {self.dtype} of shape {self.shape}, and {held} "
+                "are stored of it; if it was expanded, save a .clone() of it"
+            )
+
     def copy(self, box: Box, target: Tensor) -> None:
         target.copy_(self.tensor[_slices(*box)])
 
@@ -101,10 +113,29 @@ class FileTensor:
         return [self.archive.checked(self.tensor)]
 
     def copy(self, box: Box, target: Tensor) -> None:
-        for offsets, sizes in _blocks(box, self.dtype.itemsize):
+        for offsets, sizes in self._blocks(*box):
             start = tuple(o - base for o, base in zip(offsets, box[0], strict=True))
             part = self.archive.read(self.tensor, offsets, sizes)
             target[_slices(start, sizes)].copy_(part)
+
+    def take(self, name: str) -> None:
+        self.archive.take(self.tensor, name)
+
+    def _blocks(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterable[Box]:
+        """The box in parts whose bytes lie within about 64 MiB of the file each."""
+        first, last = self.tensor.span(offsets, sizes)
+        if (last - first) * self.dtype.itemsize <= _BLOCK or max(sizes, default=1) == 1:
+            yield offsets, sizes
+            return
+        steps = [(n - 1) * stride for n, stride in zip(sizes, self.tensor.stride, strict=True)]
+        dim = steps.index(max(steps))
+        # Rows whose begins lie close enough; half of them if one alone is too large.
+        within = _BLOCK // (self.dtype.itemsize * self.tensor.stride[dim])
+        rows = min(max(1, within), (sizes[dim] + 1) // 2)
+        for start in range(0, sizes[dim], rows):
+            at, count = list(offsets), list(sizes)
+            at[dim], count[dim] = offsets[dim] + start, min(rows, sizes[dim] - start)
+            yield from self._blocks(tuple(at), tuple(count))
 
 
 @dataclass
@@ -133,7 +164,10 @@ class DcpTensor:
         found: list[Entry] = []
         for box in boxes:
             common = list(self._common(box))
-            self._check_covered(box, [part for _, part in common])
+            if sum(prod(sizes) for _, (_, sizes) in common) != prod(box[1]):
+                raise CorruptCheckpointError(
+                    f"{self.folder.path}: the chunks of {self.name}, {self.shape}, overlap or don't cover it"
+                )
             for chunk, _ in common:
                 key = chunk.offsets, chunk.sizes
                 if key not in self._opened:
@@ -148,21 +182,21 @@ class DcpTensor:
             there = tuple(o - b for o, b in zip(offsets, box[0], strict=True))
             source.copy((within, sizes), target[_slices(there, sizes)])
 
+    def take(self, name: str) -> None:
+        stored = sum(chunk.at.length for chunk in self.stored.chunks if chunk.at is not None)
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        if nbytes > stored:
+            raise CorruptCheckpointError(
+                f"{self.folder.path}: {name} would be {nbytes} bytes, {self.dtype} of shape {self.shape}, "
+                f"and {stored} are stored of it"
+            )
+
     def _common(self, box: Box) -> Iterable[tuple[StoredChunk, Box]]:
         """The chunks that hold something of ``box``, and what."""
         for chunk in self.stored.chunks:
             part = _intersection(box, (chunk.offsets, chunk.sizes))
             if part is not None:
                 yield chunk, part
-
-    def _check_covered(self, box: Box, parts: Sequence[Box]) -> None:
-        overlap = any(
-            _intersection(a, b) is not None for i, a in enumerate(parts) for b in parts[:i]
-        )
-        if overlap or sum(prod(sizes) for _, sizes in parts) != prod(box[1]):
-            raise CorruptCheckpointError(
-                f"{self.folder.path}: the chunks of {self.name}, {self.shape}, overlap or don't cover it"
-            )
 
     def _open(self, chunk: StoredChunk) -> FileTensor:
         what = f"{self.folder.path}: {self.name} at {chunk.offsets}"
@@ -179,6 +213,17 @@ class DcpTensor:
                 f"and {chunk.sizes}"
             )
         return source
+
+
+def small(source: Source, name: str) -> Tensor:
+    """All of it, verified, if it takes no more memory than is stored of it."""
+    entries = source.entries([whole(source)])
+    source.take(name)
+    for entry in entries:
+        entry.verify()
+    found = torch.empty(source.shape, dtype=source.dtype)
+    source.copy(whole(source), found)
+    return found
 
 
 def archive_at(folder: DcpFolder, at: StoredAt, what: str, *, checksums: bool = True) -> Archive:
@@ -200,16 +245,11 @@ def blob_of(archive: Archive) -> Any:
 def blob_in(archive: Archive, value: Any) -> Any:
     """``value``, a part of what ``archive`` is, with its tensors read and verified."""
     try:
-        return map_tensors(value, lambda tensor: _read_verified(archive, tensor))
+        return archive.with_tensors(value)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CorruptCheckpointError(f"{archive.what} has {error}") from None
-
-
-def _read_verified(archive: Archive, tensor: SavedTensor) -> Tensor:
-    archive.checked(tensor).verify()
-    return archive.read(tensor, (0,) * len(tensor.shape), tensor.shape)
 
 
 # -- boxes -------------------------------------------------------------------------------------------------
@@ -225,15 +265,3 @@ def _intersection(a: Box, b: Box) -> Box | None:
     ends = [min(o + n, p + m) for o, n, p, m in zip(a[0], a[1], b[0], b[1], strict=True)]
     sizes = tuple(end - o for end, o in zip(ends, offsets, strict=True))
     return (offsets, sizes) if all(n > 0 for n in sizes) else None
-
-
-def _blocks(box: Box, itemsize: int) -> Iterable[Box]:
-    """``box`` in parts along its first dim, of no more than about 64 MiB each."""
-    offsets, sizes = box
-    if not sizes or not prod(sizes):
-        yield box
-        return
-    rows = max(1, _BLOCK // (itemsize * prod(sizes[1:])))
-    for start in range(0, sizes[0], rows):
-        count = min(rows, sizes[0] - start)
-        yield (offsets[0] + start, *offsets[1:]), (count, *sizes[1:])

@@ -11,9 +11,21 @@ import torch
 
 from parallel3d.checkpoint.torch_formats.pickled import Maker, Names, Record
 
-__all__ = ["DCP_METADATA", "SAVED_VALUES", "SavedTensor", "StorageId", "sizes_of"]
+__all__ = [
+    "DCP_METADATA",
+    "MAX_NAME",
+    "SAVED_VALUES",
+    "SavedTensor",
+    "StorageId",
+    "check_name",
+    "shape_of",
+    "sizes_of",
+]
 
 _MAX_DIMS = 64
+_MAX_ELEMENTS = 1 << 60
+MAX_NAME = 2000
+"""Characters of a name: what looks for prefixes takes time that grows with the square of it."""
 
 
 def sizes_of(value: Any, *, signed: bool = False) -> tuple[int, ...]:
@@ -23,6 +35,20 @@ def sizes_of(value: Any, *, signed: bool = False) -> tuple[int, ...]:
     if any(type(n) is not int or (n < 0 and not signed) or abs(n) >= 2**62 for n in value):
         raise ValueError("sizes or offsets that can't be: negative, huge or no numbers")
     return tuple(value)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """``value``, if it is the shape of a tensor that can be; a ValueError if not."""
+    shape = sizes_of(value)
+    if prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise ValueError("a shape of more elements than there can be")
+    return shape
+
+
+def check_name(name: str) -> None:
+    """A ValueError if it is longer than names are."""
+    if len(name) > MAX_NAME:
+        raise ValueError(f"a name of {len(name)} characters, {name[:40]!r}...")
 
 
 @dataclass(frozen=True)
@@ -68,6 +94,11 @@ class SavedTensor:
     dtype: torch.dtype
 
     @property
+    def nbytes(self) -> int:
+        """Of its values, each counted, also where several are one in the storage."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
     def end(self) -> int:
         """The element after its last one in the storage."""
         return self.start + self.span((0,) * len(self.shape), self.shape)[1]
@@ -106,7 +137,7 @@ def _tensor_v3(
 def _tensor(
     storage: StorageId, start: Any, shape: Any, stride: Any, dtype: torch.dtype, rest: Any
 ) -> SavedTensor:
-    shape, stride, (start,) = sizes_of(shape), sizes_of(stride), sizes_of((start,))
+    shape, stride, (start,) = shape_of(shape), sizes_of(stride), sizes_of((start,))
     if len(shape) != len(stride):
         raise ValueError("a tensor with more sizes than strides, or fewer")
     if any(rest):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel3d._compat import grads_may_differ_in_dtype, local_tensor_of
+from parallel3d._compat import follows_grad_dtype, grads_may_differ_in_dtype, local_tensor_of
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.buckets.gather_buffers import GatherBuffers
@@ -37,6 +37,7 @@ from parallel3d.fsdp.buckets.in_place import (
 )
 from parallel3d.fsdp.buckets.offload import places_of
 from parallel3d.fsdp.buckets.small_world import SmallWorld
+from parallel3d.fsdp.buckets.versions import Versions
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placing.axes import DataAxes
 from parallel3d.fsdp.precision.eval_precision import in_own_dtype
@@ -44,6 +45,7 @@ from parallel3d.fsdp.storage import release, with_own_storage
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.gate import Gate
+    from parallel3d.fsdp.comm import Comm
     from parallel3d.fsdp.comms.hooked_reduce import HookedReduce
     from parallel3d.fsdp.running.half_way import HalfWay
     from parallel3d.fsdp.running.step_guard import StepGuard
@@ -64,6 +66,7 @@ class Bucket(GatherBuffers):
         second_group: group of a second reduce-scatter, after that over shard; see ``hybrid_bucket``.
         tp_group: group that partial gradients are summed over, None where there can be none.
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
+        versions: what the unsharded parameters hold, told to autograd.
         device: where the bucket computes.
         home: device of ``flat`` and of gradients at rest; another one under CPU offload.
         pin: whether what is at home is in pinned memory.
@@ -80,6 +83,7 @@ class Bucket(GatherBuffers):
         guard: where the parameters are updated within the backward: see ``StepGuard``.
         gate: what takes the gradients where the unsharded parameters are the shards; see ``gate``.
         half_way: what waits for half of the gradients.
+        keep_storage: whether the unsharded parameters keep their memory while the unit is sharded.
     """
 
     gate: Gate | None = None
@@ -140,6 +144,7 @@ class Bucket(GatherBuffers):
         self.force_sum = False
         self.guard: StepGuard | None = None
         self.half_way: HalfWay | None = None
+        self.keep_storage = False
 
     def _find_groups(self) -> None:
         axes = self.axes
@@ -166,7 +171,8 @@ class Bucket(GatherBuffers):
 
     def _device(self) -> torch.device:
         initial = self.params[0].initial
-        assert initial is not None
+        if initial is None:
+            initial = self.params[0].local
         if initial.device.type == "meta" or initial.device.type == self.axes.mesh.device_type:
             return initial.device
         return torch.device(self.axes.mesh.device_type)
@@ -185,6 +191,7 @@ class Bucket(GatherBuffers):
                 view.copy_(param.shard_of(param.initial, tp_local=True))
                 param.initial = None
             param.place(view)
+        self.versions = Versions(self)
         self.build_unsharded()
 
     def _describe(self, device: torch.device) -> None:
@@ -216,12 +223,27 @@ class Bucket(GatherBuffers):
             self.policy = policy = in_own_dtype(policy, self.dtype)
         floating = self.dtype.is_floating_point
         self.compute_dtype = (policy.param_dtype if floating else None) or self.dtype
-        self.reduce_dtype = (policy.reduce_dtype if floating else None) or self.compute_dtype
+        given = policy.reduce_dtype if floating else None
+        self.reduce_dtype = given or self._usual_reduce_dtype()
         # Sums that wait for their reduction must not lose what the reduction would keep.
         self.sum_dtype = self.dtype
         if grads_may_differ_in_dtype:
             self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
-        self.grad_dtype = self.reduce_dtype if policy.keep_low_precision_grads else self.dtype
+        self.grad_dtype = self.dtype
+        if isinstance(wanted := self.params[0].grad_dtype, torch.dtype):
+            self.grad_dtype = wanted
+        elif wanted == "any" or policy.keep_low_precision_grads:
+            self.grad_dtype = self.reduce_dtype
+
+    def _usual_reduce_dtype(self) -> torch.dtype:
+        """Without a ``reduce_dtype``: that of the gradients to be, as torch does it since 2.15, or before
+        that of what forward sees."""
+        wanted = self.params[0].grad_dtype
+        if isinstance(wanted, torch.dtype):
+            return wanted
+        if wanted == "any" or not follows_grad_dtype or self.policy.keep_low_precision_grads:
+            return self.compute_dtype
+        return self.dtype
 
     def build_unsharded(self) -> None:
         """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
@@ -253,8 +275,19 @@ class Bucket(GatherBuffers):
         if self.has_own_unsharded:
             release(self.unsharded)
 
+    def note_weights(self, comm: Comm) -> None:
+        """Before an all-gather: which values it is of; a part that was kept is of those from before."""
+        if self.part is None:
+            self.versions.stamp.take()
+
     def leave_precision(self) -> None:
         """Before the bucket, which is sharded, goes over to another dtype."""
+
+    def free_other_precision(self) -> None:
+        """Frees what was kept of the dtype that the bucket, which is sharded, does not compute in now."""
+        other = self.other_precision
+        if other is not None and other["has_own_unsharded"]:
+            release(other["unsharded"])
 
     def enter_precision(self) -> None:
         """After it has come back to one that it has computed in before."""

@@ -7,7 +7,7 @@ and to its own memory, without a copy. Gradients are ordinary: they share one re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,10 +20,12 @@ from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.extension import Extension, as_plain, is_extended
 from parallel3d.fsdp.buckets.grads import GradientSlots
 from parallel3d.fsdp.buckets.small_world import small_mesh
+from parallel3d.fsdp.buckets.versions import Versions
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placing.axes import DataAxes
-from parallel3d.fsdp.storage import allocate, release
+from parallel3d.fsdp.placing.placement import chunk_length
+from parallel3d.fsdp.storage import allocate, own_copy, release
 
 __all__ = ["ExtensionBucket"]
 
@@ -66,6 +68,7 @@ class ExtensionBucket(Bucket):
         self._make_extensions()
         self.local_views = [self._place(param) for param in self.params]
         self.flat = self.local_views[0]
+        self.versions = Versions(self)
         self.has_own_unsharded = True
         self._make_unsharded()
         self.grads = _PlainGradients(self)
@@ -113,7 +116,10 @@ class ExtensionBucket(Bucket):
             local = self._pinned(local)
             param.place(local)
             return local
-        local = self._pinned(self._shard_of(param, initial).to(self.home))
+        local = self._shard_of(param, initial)
+        if local.device != self.home:
+            local = local.to(self.home)
+        local = self._pinned(local)
         param.place(local)
         # What the subclass keeps on its instances came along with the user's own attributes.
         for name in vars(initial):
@@ -126,7 +132,7 @@ class ExtensionBucket(Bucket):
     def _shard_of(self, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard, by the operations that torch's engine asks of a subclass."""
         if self.parts == 1:
-            return whole.clone(memory_format=torch.contiguous_format)
+            return own_copy(whole)
         assert param.dim is not None
         coordinate = self.axes.coordinate(self.axes.shard)
         if isinstance(coordinate, torch.SymInt):
@@ -134,12 +140,38 @@ class ExtensionBucket(Bucket):
             start = torch.sym_min(coordinate * rows, whole.shape[param.dim])
             part = whole.narrow(param.dim, start, param.local_shape[param.dim])
             return part.clone(memory_format=torch.contiguous_format)
-        chunks = torch.chunk(whole, self.parts, dim=param.dim)
+        chunks = self._chunks(param, whole)
         if coordinate < len(chunks):
-            return chunks[coordinate].clone(memory_format=torch.contiguous_format)
+            return own_copy(chunks[coordinate])
         empty = list(whole.shape)
         empty[param.dim] = 0
         return whole.new_zeros(empty)
+
+    def _chunks(self, param: ShardedParam, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """``whole`` cut along the sharded dim; by all ranks alike, so that all find what can't be."""
+        assert param.dim is not None
+        size = whole.shape[param.dim]
+        wanted = [n for n in (chunk_length(size, self.parts, i) for i in range(self.parts)) if n]
+        what = (
+            f"parameter {param.name} of unit {self.unit}, a {type(whole).__name__} of shape "
+            f"{tuple(whole.shape)}, can't be cut into {self.parts} shards of dim {param.dim}"
+        )
+        remedy = (
+            f"give it a size that its kind can cut over {self.parts} ranks, another dim by "
+            "shard_placement_fn, or list it in ignored_params"
+        )
+        try:
+            chunks = torch.chunk(whole, self.parts, dim=param.dim)
+        except Exception as error:
+            raise Parallel3dError(
+                f"{what}: its torch.chunk raised {type(error).__name__}: {error}; {remedy}"
+            ) from error
+        rows = [chunk.shape[param.dim] for chunk in chunks]
+        if rows != wanted:
+            raise Parallel3dError(
+                f"{what}: its torch.chunk made {rows} rows, where shards have {wanted}; {remedy}"
+            )
+        return chunks
 
     def _take(self, locals_: list[torch.Tensor]) -> None:
         for param, old, local in zip(self.params, self.local_views, locals_, strict=True):
@@ -260,9 +292,16 @@ class ExtensionBucket(Bucket):
             release(self.gathered)
 
     def free_unsharded(self) -> None:
-        """Frees what the unsharded parameters live in."""
-        for extension in self.extensions:
-            extension.release()
+        """Frees what the unsharded parameters live in, unless the user keeps it."""
+        if not self.keep_storage:
+            for extension in self.extensions:
+                extension.release()
+
+    def free_other_precision(self) -> None:
+        """As a Bucket does."""
+        if self.other_precision is not None:
+            for extension in self.other_precision["extensions"]:
+                extension.release()
 
     # -- between forward and backward ----------------------------------------------------------------
 

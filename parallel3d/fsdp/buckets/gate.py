@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import set_backward_order
+from parallel3d._compat import functorch_left, set_backward_order
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
@@ -83,7 +83,8 @@ def open_gates(
     """
     arrivals = [gate.arrivals for gate in gates]
     inputs = [each[i] for a, each in zip(arrivals, sources, strict=True) for i in a.indices]
-    with torch.inference_mode(False), torch.enable_grad():
+    # Outside of a transform of torch.func too, where the first forward may be: they serve all later ones.
+    with functorch_left(), torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
         outputs = _Arrival.apply(anchor, arrivals, inputs, take)
     set_backward_order(outputs[0].grad_fn, _AT_ONCE)

@@ -41,6 +41,7 @@ class GatherBuffers:
     slot_sizes: list[int]
     member_sizes: list[int]
     has_own_unsharded: bool
+    keep_storage: bool
     flat: torch.Tensor
     unsharded: torch.Tensor
     gathered: torch.Tensor
@@ -136,8 +137,8 @@ class GatherBuffers:
         if self.custom_gathered is not None:
             allocate(self.unsharded)
             pairs = self.copy_pairs(self.custom_gathered.view(self.parts, -1))
-            self.custom_gathered = None
             foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
+            self.custom_gathered = None
         elif self.region_views and self.gathered is not self.unsharded:
             if not self.in_place:
                 allocate(self.unsharded)
@@ -155,8 +156,8 @@ class GatherBuffers:
             release(self.gathered)
 
     def free_unsharded(self) -> None:
-        """Frees what the unsharded parameters live in."""
-        if self.has_own_unsharded:
+        """Frees what the unsharded parameters live in, unless the user keeps it."""
+        if self.has_own_unsharded and not self.keep_storage:
             release(self.unsharded)
 
     def keep_part(self, ranks: int) -> None:

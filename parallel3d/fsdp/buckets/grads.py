@@ -24,8 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import get_local_tensor, gradient_hooks, has_gradient_hooks, set_grad
-from parallel3d.fsdp.buckets.grad_pool import PLACE, GradPool, make_gradients
+from parallel3d._compat import (
+    get_local_tensor,
+    gradient_hooks,
+    has_gradient_hooks,
+    make_dtensor,
+    set_grad,
+)
 from parallel3d.fsdp.buckets.held_sum import HeldSum
 from parallel3d.fsdp.buckets.reduce_input import ReduceInput
 from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
@@ -34,9 +39,29 @@ from parallel3d.fsdp.buckets.waiting_sums import WaitingSums
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
 
-__all__ = ["GradientSlots", "flat_gradient", "flat_gradients_of"]
+__all__ = ["GradientSlots", "flat_gradient", "flat_gradients_of", "make_gradients"]
+
+# On a gradient: the buffer (S,) that it and its bucket's others are views of, its parameter's index, and the
+# sizes of all slots of the buffer.
+PLACE = "_parallel3d_place"
 
 _place_of = attrgetter(PLACE)
+
+
+def make_gradients(
+    bucket: Bucket, flat: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What ``.grad`` of the parameters is, of their ``parts`` of ``flat``.
+
+    New tensors in each backward: the user may hold the last one's.
+    """
+    low = flat.dtype if flat.dtype != bucket.dtype else None
+    grads: list[torch.Tensor] = []
+    for index, (param, part) in enumerate(zip(bucket.params, parts, strict=True)):
+        grad = make_dtensor(part, param.spec if low is None else param.reduced_spec(low))
+        setattr(grad, PLACE, (flat, index, bucket.slot_sizes))
+        grads.append(grad)
+    return grads
 
 
 def flat_gradient(
@@ -83,7 +108,6 @@ class GradientSlots(WaitingSums):
         self.arrived: set[int] = set()
         self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
         self.input: ReduceInput | None = None
-        self.pool = GradPool()
         # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
         self.in_flight: weakref.ref[Any] | None = None
 
@@ -226,49 +250,28 @@ class GradientSlots(WaitingSums):
             self._hold_partial(flat if job.rest == 1.0 else flat.mul_(job.rest), job.used)
             return
         self._put(job.take(), job.used)
-        hooked = self.run_hooks(job.used)
+        self.run_hooks(job.used)
         if bucket.guard is not None:
             bucket.guard.update(bucket, job.used)
-        if hooked or bucket.guard is not None:  # the gradients may have served
-            self.pool.release()
 
-    def run_hooks(self, used: list[int]) -> bool:
-        """Calls the users' hooks on gradients that are complete; whether there are any."""
+    def run_hooks(self, used: list[int]) -> None:
+        """Calls the users' hooks on gradients that are complete."""
         params = self.sharded
         if not any(map(has_gradient_hooks, params)):
-            return False
-        hooked = False
+            return
         for index in used:
             for hook in gradient_hooks(params[index]):
                 hook(params[index])
-                hooked = True
-        return hooked
-
-    def result_memory(self, job: ReduceJob) -> torch.Tensor | None:
-        """Where the reduce-scatter of ``job`` may write its result; None: to memory of its own."""
-        bucket = job.bucket
-        others = bucket.offloaded or bucket.scatter_comm is not None or bucket.comm_hook is not None
-        if others or bucket.second_group is not None or bucket.reduce_dtype != bucket.grad_dtype:
-            return None
-        return self.pool.lend(bucket) if job.final else None
 
     def _put(self, result: torch.Tensor, used: list[int]) -> None:
         """Puts ``result``, as it was reduced, into ``.grad``, or adds it to what is there."""
-        bucket, flat = self.bucket, result
-        if result.dtype != bucket.grad_dtype:
-            memory = None if bucket.offloaded else self.pool.lend(bucket)
-            flat = result.to(bucket.grad_dtype) if memory is None else memory.copy_(result)
-        pool = self.pool
-        if flat is pool.flat:
-            pool.lent = False
+        bucket = self.bucket
+        flat = result.to(bucket.grad_dtype)
         present = [param.grad for param in self.sharded]
         if self._add_whole(flat, present, used):
             return
-        parts, grads = pool.parts, pool.grads
-        if flat is not pool.flat:
-            parts = bucket.local_parts(flat)
-            grads = make_gradients(bucket, flat, parts)
-        self._place(parts, grads, present, used)
+        parts = bucket.local_parts(flat)
+        self._place(parts, make_gradients(bucket, flat, parts), present, used)
 
     def put_piece(
         self,
@@ -298,7 +301,7 @@ class GradientSlots(WaitingSums):
             param, grad = params[index], present[index]
             if grad is not None:
                 get_local_tensor(grad).add_(parts[index])
-            elif keep or bucket.sum_dtype is not bucket.dtype:
+            elif keep or bucket.sum_dtype is not bucket.grad_dtype:
                 # A sum of another dtype may have stood there.
                 set_grad(param, grads[index], lasting=keep)
             else:

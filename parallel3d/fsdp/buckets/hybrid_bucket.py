@@ -3,7 +3,7 @@
 HSDP keeps whole optimizer states on every replica. Here Parameters, gradients and so optimizer states are cut
 into R * N parts (R, N: sizes of replicate and shard), and the engine keeps a copy of the weights in compute
 dtype, sharded over ``shard`` alone, from which forward and backward gather as HSDP does. It is renewed by one
-all-gather over replicate at the first unshard after the weights changed. Gradients are reduce-scattered over
+all-gather over replicate at each forward of the root. Gradients are reduce-scattered over
 shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is its relative.
 
 Part ``s * R + r`` is that of the rank (r, s): the R parts of one shard rank are neighbours, so that both
@@ -14,7 +14,7 @@ reduce-scatter off; see ``hybrid_grads``. Buffers beside a Bucket's: ``copy`` (R
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +25,10 @@ from parallel3d.fsdp.buckets.extension import is_extended
 from parallel3d.fsdp.buckets.hybrid_grads import HybridGradients
 from parallel3d.fsdp.placing.placement import ParamAxes
 from parallel3d.fsdp.placing.placement_fn import Wish
-from parallel3d.fsdp.running.freshness import weights_stamp
-from parallel3d.fsdp.storage import allocate, release
+from parallel3d.fsdp.storage import allocate
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.comm import Comm
 
 __all__ = ["HybridBucket", "cut_over_replicate"]
 
@@ -51,6 +53,7 @@ class HybridBucket(Bucket):
     Attributes:
         copy: (R * S,) in compute dtype: the parts of this rank's place on the shard axis.
         renewing: what to wait for until ``copy`` is there, and the tensor it is made of.
+        is_new: whether there has been no copy yet.
     """
 
     joinable = False
@@ -82,10 +85,10 @@ class HybridBucket(Bucket):
         ):  # views made now: those made in inference mode could not be trained
             allocate(self.unsharded)
             pairs = self.copy_pairs(self.copy.view(self.parts, -1))
-            release(self.unsharded)
+            self.free_unsharded()
             self._whole_pairs = [list(side) for side in zip(*pairs, strict=True)]
         self.renewing: tuple[Any, torch.Tensor] | None = None
-        self._stamp: object = None
+        self.is_new = True
 
     def leave_precision(self) -> None:
         """As a Bucket does."""
@@ -97,14 +100,15 @@ class HybridBucket(Bucket):
 
     # -- the copy ------------------------------------------------------------------------------------
 
-    def needs_renewal(self) -> bool:
-        """Whether the weights have changed since the last renewal began."""
-        return weights_stamp([self]) != self._stamp
-
     @property
-    def is_new(self) -> bool:
-        """Whether there has been no copy yet."""
-        return self._stamp is None
+    def is_old(self) -> bool:
+        """Whether there is no copy yet, or the weights were seen to change since the last renewal began."""
+        return self.is_new or self.versions.stamp.is_old()
+
+    def note_weights(self, comm: Comm) -> None:
+        """As a Bucket does: what is gathered is the copy, of the values that it was renewed with."""
+        if self.is_new:
+            comm.renew_copy(self)
 
     def renewal(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, input) of the all-gather over replicate."""
@@ -113,7 +117,8 @@ class HybridBucket(Bucket):
     def begin_renewal(self, work: Any, part: torch.Tensor) -> None:
         """The all-gather is issued; an exception on the way here has left the copy in need of it."""
         self.renewing = (work, part)
-        self._stamp = weights_stamp([self])
+        self.is_new = False
+        self.versions.stamp.take()
 
     def finish_renewal(self) -> None:
         """Lets who comes next, on an accelerator the current stream, wait for the copy."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel3d._compat import foreach_copy_, has_gradient_hooks, torch_function_off
-from parallel3d.fsdp.buckets.grad_pool import GradPool, make_gradients
+from parallel3d.fsdp.buckets.grads import make_gradients
 from parallel3d.fsdp.buckets.reduce_job import ReduceJob, divisor_before_sum
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class JointReduce:
         self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
         self._share = self._early_share(sum(counts))
-        self.pool = GradPool(_gradients)
         self.in_flight: Any = None
         self.comm: Comm | None = None
         self.accepts_all = False
@@ -127,7 +126,6 @@ class JointReduce:
         """Drops what a backward has brought."""
         self.arrived: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []
-        self._grads: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self.used: list[list[int] | None] = [None] * len(self.buckets)
@@ -207,14 +205,8 @@ class JointReduce:
             self.launch()
 
     def _begin(self) -> None:
-        pool = self.pool
-        flat = pool.lend(self)  # type: ignore[arg-type]
-        if flat is not None:
-            self._parts, self._grads = pool.parts, pool.grads
-        else:
-            flat = torch.empty(self.numel, dtype=self.dtype, device=self.home)
-            self._parts = self.local_parts(flat)
-        self.arrived = flat
+        self.arrived = torch.empty(self.numel, dtype=self.dtype, device=self.home)
+        self._parts = self.local_parts(self.arrived)
 
     def slices(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Each bucket's part of ``flat``."""
@@ -285,23 +277,18 @@ class JointReduce:
     def finish(self, job: ReduceJob) -> None:
         """Puts the result into ``.grad``, adding to what is there."""
         job.take()
-        flat, parts, grads = self.arrived, self._parts, self._grads
+        flat, parts = self.arrived, self._parts
         assert flat is not None
-        if not grads:
-            grads = self.gradients(flat, parts)
+        grads = self.gradients(flat, parts)
         used = self.used
         launched = self.launched
         self.forget()
         self.launched = launched  # what comes now is of another reduction
         self.used = [[]] * len(self.buckets)
-        self.pool.lent = False
         if self._put_all(used, grads):
-            hooked = self._run_hooks(used)
+            self._run_hooks(used)
         else:
-            hooked = self._put_pieces(used, flat, parts, grads)
-        del flat, parts, grads
-        if hooked:
-            self.pool.release()
+            self._put_pieces(used, flat, parts, grads)
 
     def _put_all(self, used: list[list[int] | None], grads: list[torch.Tensor]) -> bool:
         """Puts ``grads`` where there are none, if every parameter gets one: none was frozen meanwhile."""
@@ -317,15 +304,10 @@ class JointReduce:
             deque(map(setattr, params, repeat("grad"), grads), maxlen=0)
         return True
 
-    def _run_hooks(self, used: list[list[int] | None]) -> bool:
-        if not any(map(has_gradient_hooks, self._sharded())):
-            return False
-        runs = [
-            bucket.grads.run_hooks(indices)
-            for bucket, indices in zip(self.buckets, used, strict=True)
-            if indices is not None
-        ]
-        return any(runs)
+    def _run_hooks(self, used: list[list[int] | None]) -> None:
+        if any(map(has_gradient_hooks, self._sharded())):
+            for bucket, indices in zip(self.buckets, used, strict=True):
+                bucket.grads.run_hooks(indices or [])
 
     def _put_pieces(
         self,
@@ -333,9 +315,8 @@ class JointReduce:
         flat: torch.Tensor,
         parts: list[torch.Tensor],
         grads: list[torch.Tensor],
-    ) -> bool:
-        """Bucket by bucket; whether hooks of users have run."""
-        hooked = False
+    ) -> None:
+        """Bucket by bucket."""
         pieces = self.slices(flat)
         for place, indices in enumerate(used):
             if indices is not None:
@@ -343,14 +324,7 @@ class JointReduce:
                 slots, params = self.buckets[place].grads, self.buckets[place].params
                 indices = [i for i in indices if params[i].sharded.requires_grad]
                 slots.put_piece(pieces[place], parts[start:end], grads[start:end], indices)
-                hooked |= slots.run_hooks(indices)
-        return hooked
+                slots.run_hooks(indices)
 
     def _sharded(self) -> list[torch.nn.Parameter]:
         return [param.sharded for bucket in self.buckets for param in bucket.params]
-
-
-def _gradients(
-    joint: JointReduce, flat: torch.Tensor, parts: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    return joint.gradients(flat, parts)

@@ -38,7 +38,8 @@ def make_buckets(
         if is_extended(param.initial):
             kind = ExtensionBucket
         own = in_own_dtype(policy, param.dtype) if param.keeps_dtype else policy
-        key = (kind, param.dtype, param.requires_grad, param.parts, tp, param.axes, meta, own)
+        dtypes = param.dtype, param.grad_dtype
+        key = (kind, dtypes, param.requires_grad, param.parts, tp, param.axes, meta, own)
         grouped.setdefault(key, []).append(param)
         policies[key] = own
     return [

@@ -38,6 +38,7 @@ class CpuComm:
         self.post_optim_event: Any = None  # nothing here runs ahead of the optimizer
         self.scattering: deque[tuple[ReduceJob, ScatterWork | None]] = deque()
         self.reducing: deque[_Reducing] = deque()
+        self.left_by: Any = None
         self._ref = weakref.ref(self)
 
     # -- all-gather ----------------------------------------------------------------------------------
@@ -59,23 +60,24 @@ class CpuComm:
         if bucket.shard_group is None:
             bucket.cast_whole()
             return
+        if bucket.gathering is None:  # an interruption came after the copy
+            return
         work, _ = bucket.gathering
         if work is not None:
             work.wait()
         bucket.copy_out()
+        bucket.gathering = None  # before what it would copy again is freed
         bucket.free_gathered()
-        bucket.gathering = None
         if bucket.part is not None:
             bucket.drop_part()
 
     def renew_copy(self, bucket: HybridBucket) -> None:
         """See ``Comm``."""
-        if bucket.needs_renewal():
-            bucket.finish_renewal()
-            output, part = bucket.renewal()
-            assert bucket.second_group is not None
-            work = all_gather(output, part, bucket.second_group, unit=bucket.unit)
-            bucket.begin_renewal(work, part)
+        bucket.finish_renewal()
+        output, part = bucket.renewal()
+        assert bucket.second_group is not None
+        work = all_gather(output, part, bucket.second_group, unit=bucket.unit)
+        bucket.begin_renewal(work, part)
 
     # -- reduction -----------------------------------------------------------------------------------
 
@@ -89,8 +91,7 @@ class CpuComm:
         job = bucket.grads.start(all_reduce=all_reduce)
         work = None
         if bucket.scatter_group is not None:
-            memory = bucket.grads.result_memory(job)
-            work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm, memory)
+            work = _scatter(bucket, job.inputs, bucket.scatter_group, bucket.scatter_comm)
         self.scattering.append((job, work))
         bucket.grads.in_flight = self._ref
         for entry in scattered:
@@ -172,6 +173,7 @@ class CpuComm:
 
     def finish(self) -> None:
         """See ``Comm``."""
+        self.left_by = None
         while self.scattering:
             # What has come is put away while the last reductions communicate: nobody computes any more. The
             # newest all-reduce may still run, and the next one must not wait for it.
@@ -183,6 +185,7 @@ class CpuComm:
 
     def abandon(self) -> None:
         """See ``Comm``."""
+        self.left_by = None
         for job, scatter in self.scattering:
             if scatter is not None:
                 _wait_quietly(scatter.work)
@@ -203,14 +206,11 @@ def _scatter(
     inputs: list[torch.Tensor],
     group: ProcessGroup,
     comm: Any = None,
-    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
         return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
-    return reduce_scatter(
-        inputs, group, unit=bucket.unit, device_type="cpu", comm=comm, result=result
-    )
+    return reduce_scatter(inputs, group, unit=bucket.unit, device_type="cpu", comm=comm)
 
 
 def _wait_quietly(work: Any) -> None:

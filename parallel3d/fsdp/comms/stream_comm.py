@@ -70,6 +70,7 @@ class StreamComm:
         self.over_tp: Any = None
         self.unsummed: deque[_InFlight] = deque()
         self.host_read: Any = None
+        self.left_by: Any = None
         self._ref = weakref.ref(self)
 
     # -- all-gather ----------------------------------------------------------------------------------
@@ -110,18 +111,18 @@ class StreamComm:
         if bucket.shard_group is None and not bucket.offloaded:
             bucket.cast_whole()
             return
+        if bucket.gathering is None:  # an interruption came after the copy
+            return
         event, _ = bucket.gathering
         self.device.current_stream().wait_event(event)
         bucket.copy_out()
+        bucket.gathering = None  # before what it would copy again is freed
         bucket.free_gathered()
-        bucket.gathering = None
         if bucket.part is not None:
             bucket.drop_part()
 
     def renew_copy(self, bucket: HybridBucket) -> None:
         """See ``Comm``."""
-        if not bucket.needs_renewal():
-            return
         assert bucket.second_group is not None
         # The optimizer wrote the shards on compute; earlier gathers read the copy on ``gather``.
         self.replicate.wait_stream(self.device.current_stream())
@@ -152,8 +153,7 @@ class StreamComm:
         with self.device.stream(self.scatter):
             work = None
             if bucket.scatter_group is not None:
-                memory = bucket.grads.result_memory(job)
-                work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm, memory)
+                work = _scatter(bucket, source, bucket.scatter_group, bucket.scatter_comm)
             job.free_inputs(work)
             later = work is not None and bucket.tp_group is not None
             if not later:
@@ -281,6 +281,7 @@ class StreamComm:
 
     def finish(self) -> None:
         """See ``Comm``."""
+        self.left_by = None
         while self.unsummed:
             self._sum_over_tp(self.unsummed[0])
         while self.in_flight:
@@ -290,6 +291,7 @@ class StreamComm:
 
     def abandon(self) -> None:
         """See ``Comm``."""
+        self.left_by = None
         compute = self.device.current_stream()
         for stream in (self.copy_in, self.gather, self.scatter, self.replicate, self.over_tp):
             if stream is not None:
@@ -314,16 +316,10 @@ def _scatter(
     inputs: list[torch.Tensor],
     group: ProcessGroup,
     comm: Any = None,
-    result: torch.Tensor | None = None,
 ) -> ScatterWork:
     """A reduce-scatter, or what the user has put in its place."""
     if bucket.comm_hook is not None:
         return bucket.comm_hook.reduce_scatter(inputs[0], group, unit=bucket.unit)
     return reduce_scatter(
-        inputs,
-        group,
-        unit=bucket.unit,
-        device_type=inputs[0].device.type,
-        comm=comm,
-        result=result,
+        inputs, group, unit=bucket.unit, device_type=inputs[0].device.type, comm=comm
     )

@@ -104,11 +104,12 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
     """Finds the axes of ``mesh`` by name.
 
     ``replicate`` / ``shard`` (also ``dp_replicate`` / ``dp_shard``) and ``tp`` decide where they
-    appear. A one-axis mesh without such a name shards; two axes without such names are
-    (replicate, shard) by position, as in ``torch.distributed.fsdp``.
+    appear. A one-axis mesh without such a name shards; two axes of other names are (replicate, shard) by
+    position, as in ``torch.distributed.fsdp``.
 
     Raises:
-        MeshError: shard before replicate, tp alone or not innermost, names that cannot be told apart.
+        MeshError: shard before replicate, tp alone or not innermost, several axes without names or with names
+            that cannot be told apart.
     """
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     found = {
@@ -121,11 +122,13 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
             _fail(
                 mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it"
             )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        _fail(mesh, "its axes have no names, so that nobody can tell which of them replicates")
     if unknown and found["tp"] is None and mesh.ndim <= 2:
         _place_by_position(mesh, found, unknown)
     elif unknown:
         first = names[unknown[0]]
-        _fail(mesh, f"axis {first!r} is not known" if first else "its axes have no names")
+        _fail(mesh, f"axis {first!r} is not known")
     _check_order(mesh, found)
     return DataAxes(mesh, found["replicate"], found["shard"], found["tp"])
 
@@ -162,7 +165,8 @@ def _default_mesh() -> DeviceMesh:
                 f"{error}. Start the program with torchrun, or call torch.distributed.init_process_group "
                 "first, or give a mesh"
             ) from error
-    device = torch.accelerator.current_accelerator()
+    # Available: a CUDA build names CUDA also on a machine without a GPU.
+    device = torch.accelerator.current_accelerator(check_available=True)
     # Unnamed, as torch makes it: DTensors of both compute together.
     return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))
 

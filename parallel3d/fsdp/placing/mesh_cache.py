@@ -1,5 +1,6 @@
 """Process groups and meshes that the engine makes for a mesh or cuts out of it, once, and keeps with it."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -14,10 +15,14 @@ T = TypeVar("T")
 
 
 class _Cache(dict):
-    """Process groups can't be copied or pickled: a copy of a mesh begins with an empty cache."""
+    """Process groups can't be copied or pickled: a copy of a mesh begins without a cache.
+
+    A pickled mesh has an empty dict of the standard library's in its place: ``torch.save`` writes the mesh of
+    each DTensor, and ``torch.load(weights_only=True)`` knows no class of ours.
+    """
 
     def __reduce__(self) -> tuple:
-        return _Cache, ()
+        return OrderedDict, ()
 
 
 def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
@@ -25,7 +30,10 @@ def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
 
     Making a process group is collective: all its ranks must come here in the same order.
     """
-    cache = vars(root_mesh(mesh)).setdefault(_ATTRIBUTE, _Cache())
+    attributes = vars(root_mesh(mesh))
+    cache = attributes.get(_ATTRIBUTE)
+    if type(cache) is not _Cache:  # none yet, or what a copy has in its place
+        cache = attributes[_ATTRIBUTE] = _Cache()
     if key not in cache:
         cache[key] = make()
     return cache[key]

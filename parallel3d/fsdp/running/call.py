@@ -11,11 +11,14 @@ import torch
 from parallel3d._compat import functorch_is_active, hook_gradient, untraced
 from parallel3d._tree import map_tensors, tensors_in
 from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.running.outputs import tensors_of
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
 
 __all__ = ["Call", "watch_output"]
+
+_WATCHERS = "_parallel3d_watchers"  # of a tensor on an attribute: the units that its gradient tells
 
 
 class Call:
@@ -29,17 +32,21 @@ class Call:
         position: place in the order of forwards.
         others: where the unit is a root, all units: those that it shows have no calls of their own.
         full: whether the unit computed in its parameters' own dtype.
+        weights: the numbers of the weights' values that it computed with.
         inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
         remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = ("__weakref__", "full", "inputs", "others", "position", "remaining", "unit")
+    __slots__ = (
+        *("__weakref__", "full", "inputs", "others", "position", "remaining", "unit", "weights"),
+    )
 
     def __init__(self, unit: Unit, position: int, others: Sequence[Unit] = ()) -> None:
         self.unit = unit
         self.others = others
         self.position = position
         self.full = unit.group.full
+        self.weights = unit.group.weights
         self.inputs = self.remaining = 0
 
     def alias(self, value: Any) -> Any:
@@ -55,8 +62,9 @@ class Call:
         if not value.requires_grad:
             return value
         view = value.view_as(value)
-        hook_gradient(view, self.input_done)
-        self.inputs += 1
+        if view.requires_grad:  # else a transform of torch.func has it on an inner level
+            hook_gradient(view, self.input_done)
+            self.inputs += 1
         return view
 
     def hook(self, tensor: torch.Tensor, method: Callable[[torch.Tensor], Any]) -> None:
@@ -101,14 +109,17 @@ class Call:
         return self.watched(grad) if torch.is_grad_enabled() else None
 
 
-def watch_output(unit: Unit, output: Any, call: Call | None) -> Any:
-    """Hooks ``call`` to the outputs of ``unit``.
+def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool) -> Any:
+    """Hooks ``call`` to the outputs of ``unit``, and to what is left on its modules.
+
+    Args:
+        attributes: whether to look there: the unit's forward has ended.
 
     Raises:
         Parallel3dError: an output is a parameter, whose memory is freed now.
     """
     frees = bool(unit.reshards()) or (call is None and not unit.group.kept)
-    for tensor in tensors_in(output):
+    for tensor in tensors_of(output):
         if unit.group.owns(tensor if tensor._base is None else tensor._base):
             if frees:
                 raise Parallel3dError(
@@ -118,6 +129,14 @@ def watch_output(unit: Unit, output: Any, call: Call | None) -> Any:
                 )
         elif call is not None and tensor.requires_grad:
             call.hook(tensor, call.begin_backward)
+    if call is not None and attributes:
+        for tensor in unit.members.attributes.tensors():
+            watchers = vars(tensor).setdefault(
+                _WATCHERS, set()
+            )  # it may stay there for many forwards
+            if unit.ref not in watchers:
+                watchers.add(unit.ref)
+                call.hook(tensor, call.begin_backward)
     if call is not None and functorch_is_active():  # a hook is of one level of its transforms
         return map_tensors(call.watched, output)
     return output

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d._compat import backward_id, queue_backward_callback, untraced
+from parallel3d._compat import backward_id, in_backward_pass, queue_backward_callback, untraced
 from parallel3d._trace import issuing
+from parallel3d._tree import tensors_in
+from parallel3d.errors import StateError
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
 from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.precision.eval_precision import follow_mode
-from parallel3d.fsdp.running.digest import begins_to_communicate, compare_ranks
+from parallel3d.fsdp.registration import check_registered
+from parallel3d.fsdp.running.digest import begins_to_communicate, compare_gradients, compare_ranks
+from parallel3d.fsdp.running.finalization import Finalization, Stage, check_inner_finalization
 from parallel3d.fsdp.running.half_way import HalfWay, bucket_to_count
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.running.members import class_name, unit_of
 from parallel3d.fsdp.running.resident import Residents
 from parallel3d.fsdp.running.schedule import check_inner_schedules
 
@@ -43,6 +48,10 @@ class RunContext:
         may_put_off: whether one may be, in this backward; None before anything has asked.
         to_compare: where the ranks will compare what they have: the first "forward" or "backward" that
             communicates; "" as soon as they have.
+        on_meta: whether parameters may still be on the meta device.
+        inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
+        gradients_compared: whether they have compared which parameters got a gradient.
+        finalization: whether and how the user ends backwards.
     """
 
     def __init__(self, root: Unit, comm: Comm) -> None:
@@ -52,6 +61,8 @@ class RunContext:
         self.order: list[weakref.ref[Unit]] = []
         self.last_order: list[weakref.ref[Unit]] = []
         self.in_backward = False
+        self._thread = get_ident()
+        self._callback: Callable[[], Any] = lambda: None
         self.backward_id = -1
         self.creates_graph = False
         self.iteration = 0
@@ -61,11 +72,17 @@ class RunContext:
         self.half_way: HalfWay | None = None
         self.may_put_off: bool | None = None
         self.to_compare = ""
+        self.gradients_compared = False
+        self.finalization = Finalization(self)
+        self.finalization.manual = root.manual_finalization
+        self.on_meta = True  # until a forward has found that none are
+        self.inputs_on_meta = False
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
         """That of ``root``, which is the first to run, and of the units inside it."""
         check_inner_schedules(root)
+        check_inner_finalization(root)
         context = cls(root, root.shared_comm or make_comm(root.device_type))
         seen: set[int] = set()
         for root_module in root.modules:
@@ -83,7 +100,7 @@ class RunContext:
                         unit.group.use_gates(None)
                 unit.context = context
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
-                unit.name(name or type(root_module).__name__)
+                unit.name(name or class_name(root_module))
                 context.add(unit)
         context.to_compare = begins_to_communicate(context.units)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
@@ -108,13 +125,28 @@ class RunContext:
 
     # -- forward -------------------------------------------------------------------------------------
 
+    def note_meta(self, inputs: Any) -> None:
+        """Before a forward with ``inputs``, as long as parameters may be on the meta device."""
+        self.on_meta = any(unit.group.on_meta for unit in self.units)
+        self.inputs_on_meta = self.on_meta and any(each.is_meta for each in tensors_in(inputs))
+
     def begin_forward(self) -> Sequence[Unit]:
         """The root's forward begins. Returns the units, to be held while its graph is there."""
+        root = self.root
+        check_registered(root)
+        self.finalization.check_waited()
+        if self.iteration == 0:
+            for unit in self.units:
+                unit.group.take_late_extensions()
         if self.to_compare == "forward":
             compare_ranks(self, forward=True)
         self.iteration += 1
+        self._thread = get_ident()
+        issuing.runs += 1
         if torch.is_grad_enabled():
             issuing.forwards += 1
+        if issuing.on_run is not None:
+            issuing.on_run()
         self.running = True
         if self.schedule is not None:
             self.schedule.begin_pass()
@@ -127,7 +159,6 @@ class RunContext:
             self._prepare(units)
             residents.find(units, self)
         residents.begin_forward()
-        root = self.root
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
@@ -138,11 +169,10 @@ class RunContext:
             group = unit.group
             if group.state is GroupState.GATHERING and not group.kept:
                 group.reshard(self.comm)  # the last forward did not get there
-            group.release_gradients()
             if unit.follows_mode:
                 follow_mode(unit, self)
-            if group.hybrids:
-                group.renew_copies(self.comm)  # all at once: they overlap the first units' compute
+            if group.hybrids:  # all at once: they overlap the first units' compute
+                group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Issues the all-gathers of what comes after ``unit``, whose forward begins."""
@@ -164,17 +194,17 @@ class RunContext:
 
     def end_forward(self, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
-        self.running = False
         self.residents.end_forward(backward_to_come=backward_to_come)
         for unit in _alive(self.residents.others):
             unit.to_run.clear()
-            if unit.group.held is not None:
+            if unit.group.held:
                 continue
             unit.group.hide()
             if not backward_to_come:
                 unit.group.reshard(self.comm)
         if not backward_to_come:
             self.comm.settle_host()
+        self.running = False  # last: what interrupts it makes the unit's ``__call__`` do it again
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -218,12 +248,15 @@ class RunContext:
         if not self.in_backward:
             if self.to_compare:
                 compare_ranks(self, forward=False)
+            self.finalization.take_over()
             self.in_backward = True
             self.backward_id = backward_id()
             self.may_put_off = None
             if self.schedule is not None:
                 self.schedule.begin_pass()
-            queue_backward_callback(self.finish_backward)
+            callback = self.finish_backward
+            self._callback = weakref.ref(callback)
+            queue_backward_callback(callback)
             self.residents.begin_backward(self.units, self.comm)
 
     def reduce(self, unit: Unit) -> None:
@@ -255,17 +288,57 @@ class RunContext:
             self.half_way.drop()
         for unit in reversed(units):
             unit.reduce(self.comm)
-        self.comm.finish()
+        manual = self.finalization.manual
+        if manual:
+            self.finalization.put_off()
+        else:
+            self.comm.finish()
         for unit in units:
             unit.end_backward()
         self.residents.end_backward(keep=self.running)
         self.in_backward = self.creates_graph = False
+        if not manual:
+            self.compare_gradients_once()
         issuing.unit = ""
+
+    def compare_gradients_once(self) -> None:
+        """After reductions: the ranks compare which parameters have a gradient, the first time."""
+        if not self.gradients_compared and not self.running:
+            self.gradients_compared = compare_gradients(self)
+
+    def set_manual_finalization(self, enabled: bool) -> None:
+        """Whether the user ends backwards.
+
+        Raises:
+            StateError: one is under way, or not ended.
+        """
+        self.root.come_to_rest()
+        finalization = self.finalization
+        if self.in_backward or finalization.stage is not Stage.COMPLETE:
+            raise StateError(
+                f"set_manual_backward_finalization({enabled}) of {self.root.label!r} within a backward, or "
+                "before finalize_backward() has ended the last one; call it before a backward"
+            )
+        finalization.manual = enabled
+        self.residents.look_again()
 
     # -- after an exception --------------------------------------------------------------------------
 
+    @property
+    def backward_has_failed(self) -> bool:
+        """Whether the backward under way has been ended by an exception, of which autograd tells nobody.
+
+        On an accelerator a backward runs on another thread than the one that waits for it, and a third may
+        ask. So only the one that the forwards run on can tell by itself that none is under way; for others
+        it is over when autograd has dropped the callback that it was to end with.
+        """
+        if not self.in_backward or in_backward_pass():
+            return False
+        return get_ident() == self._thread or self._callback() is None
+
     def leave_broken_backward(self) -> None:
         """After a backward that an exception ended: autograd has dropped the callback with it."""
+        self.finalization.spare_others()
         self.comm.abandon()
         if self.half_way is not None:
             self.half_way.drop()
@@ -274,11 +347,14 @@ class RunContext:
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
+                for param in bucket.compute_params:
+                    param.grad = None  # whose hook was interrupted
         self.residents.end_backward(keep=False)
         self.in_backward = self.creates_graph = False
 
     def reset(self) -> None:
         """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
+        self.finalization.spare_others()
         self.comm.abandon()
         if self.half_way is not None:
             self.half_way.drop()
@@ -291,6 +367,7 @@ class RunContext:
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
                 bucket.grads.drop_waiting()
+        self.finalization.drop()
         issuing.unit = ""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.running.context import RunContext
     from parallel3d.fsdp.state import Unit
 
-__all__ = ["begins_to_communicate", "compare_ranks", "ranks_of"]
+__all__ = ["begins_to_communicate", "compare_gradients", "compare_ranks", "ranks_of"]
 
 
 def ranks_of(units: Iterable[Unit]) -> list[int]:
@@ -60,6 +60,38 @@ def compare_ranks(context: RunContext, *, forward: bool) -> None:
     for ranks in sorted(by_ranks):  # in one order on all ranks: none waits in a circle
         found = by_ranks[ranks]
         compare_digests("model", ranks, lambda found=found: _texts(found, names))  # type: ignore[misc]
+
+
+def compare_gradients(context: RunContext) -> bool:
+    """After the first backward that reduces all: which parameters have a gradient. Whether it was that one.
+
+    A parameter that some ranks alone have used has a gradient on those ranks alone: its shards would part.
+    Only of the first one: later ones would cost a round trip each.
+
+    Raises:
+        AgreementError: other parameters have one on another rank; the same error on all of them.
+    """
+    units = context.units
+    if any(not (unit.sync and unit.all_reduce) or unit.guard is not None for unit in units):
+        return False
+    if others() is None or any(unit.reduce_unused for unit in units):
+        return True
+    names = _names(context)
+    by_ranks: dict[tuple[int, ...], dict[str, str]] = {}
+    for unit in units:
+        for param in _params(unit):
+            has = "has a gradient" if param.sharded.grad is not None else "has none"
+            by_ranks.setdefault(_ranks(param), {})[_name(param, names)] = has
+    for ranks in sorted(by_ranks):
+        found = by_ranks[ranks]
+        compare_digests(_GRADIENTS, ranks, lambda found=found: found)  # type: ignore[misc]
+    return True
+
+
+_GRADIENTS = (
+    "gradients of the first backward (where ranks use different parameters: "
+    "set_reduce_scatter_unused_params(True))"
+)
 
 
 def _are_gathered(units: Iterable[Unit]) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from parallel3d._compat import checkpointed_calls
+from parallel3d._compat_checkpoint import checkpointed_calls, sees_checkpointed_calls
 
 __all__ = ["HooksOff"]
 
@@ -65,7 +65,8 @@ class HooksOff:
     def end(self, *, backward_to_come: bool) -> None:
         """It has ended."""
         if backward_to_come and self.may is not False:
-            self.may = checkpointed_calls() <= HooksOff.fewest_calls
+            seen = sees_checkpointed_calls()
+            self.may = seen and checkpointed_calls() <= HooksOff.fewest_calls
         if not self._attributes:
             return
         for name, none in self._none.items():

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.utils.hooks import RemovableHandle
+
+from parallel3d.fsdp.running.outputs import UNIT_ATTRIBUTE, Attributes
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.state import Unit
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "UNIT_ATTRIBUTE",
     "Members",
+    "class_name",
     "parameters_at_rest",
     "the_unit",
     "unit_around",
@@ -22,7 +26,12 @@ __all__ = [
     "units_of",
 ]
 
-UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
+
+def class_name(module: nn.Module) -> str:
+    """The name of the user's class of ``module``: a unit's own is made of that and ``FSDPModule``."""
+    classes = type(module).__mro__
+    first = classes.index(TorchFSDPModule) + 1 if TorchFSDPModule in classes else 0
+    return classes[first].__name__
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -81,6 +90,14 @@ class Members:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._tops: set[int] | None = None
+        self._attributes: Attributes | None = None
+
+    @property
+    def attributes(self) -> Attributes:
+        """What lies on the unit's modules."""
+        if self._attributes is None:
+            self._attributes = Attributes(self.modules)
+        return self._attributes
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -99,12 +116,11 @@ class Members:
     def attach(self, module: nn.Module, unit: Unit) -> None:
         """Makes ``module`` one of them, with the hooks of ``unit``."""
         self._modules.append(weakref.ref(module))
-        self._tops = None
+        self._tops = self._attributes = None
         setattr(module, UNIT_ATTRIBUTE, unit)
         self._handles[id(module)] = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
-            # Also when forward raises: the module must show its shards again.
-            module.register_forward_hook(unit.post_forward, always_call=True),
+            module.register_forward_hook(unit.post_forward),
             module.register_load_state_dict_post_hook(unit.after_load),
         ]
 
@@ -119,6 +135,16 @@ class Members:
                     hooks.pop(key, None)  # see ``HooksOff``
         self._modules, self._handles = [], {}
         return modules
+
+    def forward_handle(self, module: nn.Module, *, before: bool) -> RemovableHandle:
+        """The handle of the unit's hook before or after the forwards of ``module``."""
+        return self._handles[id(module)][0 if before else 1]
+
+    def take_forward_handle(
+        self, module: nn.Module, handle: RemovableHandle, *, before: bool
+    ) -> None:
+        """``handle`` is of the hook that does now what that one did."""
+        self._handles[id(module)][0 if before else 1] = handle
 
     def hook_ids(self, module: nn.Module) -> list[int]:
         """Keys of the unit's hooks in ``module``'s dicts of hooks."""

@@ -23,9 +23,9 @@ from parallel3d._compat import functorch_is_active, hook_gradient, untraced
 from parallel3d._tree import tensors_in
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.gate import Arrivals, Gate, Gradients, open_gates
-from parallel3d.fsdp.buckets.grad_pool import GradPool
 from parallel3d.fsdp.buckets.joint_reduce import JointReduce, plan_reductions
 from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.running.freshness import WeightsStamp
 from parallel3d.fsdp.running.hooks_off import HooksOff
 from parallel3d.fsdp.running.swap import Swap
 from parallel3d.fsdp.running.unchanged import Snapshot
@@ -50,6 +50,8 @@ def is_resident(unit: Unit) -> bool:
         and unit.all_reduce
         and unit.order_check is None
         and unit.guard is None
+        and not (unit.context is not None and unit.context.finalization.manual)
+        and not unit.tracked
         and unit.input_dtype is None
         and unit.policy.output_dtype is None
         and not unit.follows_mode
@@ -103,6 +105,7 @@ class Residents:
         others: the other units, weakly.
         shown: whether they are: within the root's forward, and in backward.
         joints: the reductions of their gradients, in the order of the units' backwards.
+        changed: those whose weights have changed between the last forward and the backward under way.
     """
 
     def __init__(self) -> None:
@@ -115,6 +118,8 @@ class Residents:
         self._hooks_off = HooksOff()
         self._planned: list[tuple[Gate, float | None]] = []
         self._before: Snapshot | None = None
+        self._stamp: WeightsStamp | None = None  # of all weights together: one look at most times
+        self.changed: list[ParamGroup] = []
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -145,12 +150,30 @@ class Residents:
             if not unit.is_root and all(map(_has_no_tp, unit.group.buckets))
             for module in unit.modules
         ]
-        self._before = Snapshot(units, self.groups) if self.groups else None
+        # On meta every forward is looked at anew: the next one's inputs may have values.
+        fixed = self.groups and not any(group.on_meta for group in self.groups)
+        self._before = Snapshot(units, self.groups) if fixed else None
+        buckets = [bucket for group in self.groups for bucket in group.buckets]
+        for bucket in buckets:
+            bucket.versions.stamp.take()
+            bucket.versions.set_unsharded()
+        self._stamp = WeightsStamp(buckets) if buckets else None
+        self._note_changes()
+
+    def _note_changes(self) -> list[ParamGroup]:
+        """Those whose weights have changed since the last look; autograd is told of it."""
+        if self._stamp is None or not self._stamp.is_old():
+            return []
+        self._stamp.take()
+        return [group for group in self.groups if group.note_changes()]
+
+    def look_again(self) -> None:
+        """Something else has changed that makes units residents."""
+        self._before = None
 
     def begin_forward(self) -> None:
         """Shows them."""
-        for joint in self.joints:
-            joint.pool.release()
+        self._note_changes()
         self.show()
         self._hooks_off.begin()
 
@@ -172,11 +195,10 @@ class Residents:
         if group.state is not GroupState.SHARDED:  # held since an evaluation, say
             group.reshard(context.comm)
         group.adopt()
+        group.check_has_values()
         group.count_trainable()
         if not group.gated:
             group.use_gates(unit.ref)
-        for bucket in group.buckets:
-            bucket.grads.pool = GradPool()  # its gradients are the joints' now
         return True
 
     def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
@@ -211,6 +233,7 @@ class Residents:
         same = self._before is not None and self._before.has_settings_of(units)
         for joint in self.joints:
             joint.begin(comm, accepts_all=same)
+        self.changed = self._note_changes()
         if not self.shown:
             self.show()
 
@@ -231,6 +254,7 @@ class Residents:
         """After the reductions. ``keep``: a forward around this backward goes on."""
         for joint in self.joints:
             joint.end()
+        self.changed = []
         if not keep:
             self._hooks_off.end(backward_to_come=False)
             self.hide()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from parallel3d._compat import in_backward_pass, untraced
+from parallel3d._compat import untraced
 from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.settings import Settings
 
@@ -36,13 +36,16 @@ class Rest(Settings):
 
         def ready_context(self) -> RunContext: ...
 
+        @property
+        def modules(self) -> list[nn.Module]: ...
+
     @property
     def is_shown_by_root(self) -> bool:
         """Whether there is nothing to do for the unit itself now; see ``Residents``."""
         group, context = self.group, self.context
-        if not (group.gated and group.shown) or self.depth or context is None:
+        if not (group.gated and group.shown) or self.depth or self.to_run or context is None:
             return False
-        if context.in_backward and not in_backward_pass():  # which an exception has ended
+        if context.backward_has_failed:
             return False
         return context.residents.shown
 
@@ -77,11 +80,11 @@ class Rest(Settings):
     def come_to_rest(self) -> None:
         """Shows the shards again where an exception has ended a backward half-way."""
         context = self.context
-        if context is not None and context.in_backward and not in_backward_pass():
+        if context is not None and context.backward_has_failed:
             context.leave_broken_backward()
 
     @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
         if not self.group.shown and self.group.state is not GroupState.WHOLE:
-            self.group.adopt()
+            self.group.adopt(partly=len(self.modules) > 1)

@@ -20,7 +20,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from parallel3d._compat import backward_id, node_is_in_backward
 from parallel3d.errors import StateError
-from parallel3d.fsdp.group import GroupState
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.buckets.bucket import Bucket
@@ -98,9 +97,6 @@ class StepGuard:
         if not used:
             return
         self._check_uses(bucket, used)
-        group = self.unit.group
-        if group.state is GroupState.UNSHARDED and group.held is None:
-            group.stamp()  # what is gathered are the weights from before
         self.updates += 1
         self.updated_in = backward_id()
         self._update(bucket)

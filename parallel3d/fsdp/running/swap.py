@@ -54,8 +54,11 @@ class Swap:
             at_rest = values is self._at_rest
             self._note()  # the groups have listed theirs anew
             values = self._at_rest if at_rest else self._computing
+        if shown:  # first: hiding then undoes what an interruption has left
+            _exhaust(map(setattr, self.groups, repeat("shown"), repeat(True)))
         _exhaust(map(call, self._updates, values))
-        _exhaust(map(setattr, self.groups, repeat("shown"), repeat(shown)))
+        if not shown:
+            _exhaust(map(setattr, self.groups, repeat("shown"), repeat(False)))
 
 
 def _exhaust(iterator: Any) -> None:

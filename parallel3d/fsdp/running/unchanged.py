@@ -9,8 +9,8 @@ What is equal and not the same only costs a look at the units themselves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from itertools import chain
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 from parallel3d._compat import local_tensor_of, torch_function_off
@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot"]
 
 _OF_UNIT = attrgetter(
-    "sync", "all_reduce", "order_check", "guard", "input_dtype", "policy", "follows_mode", "group"
+    "sync",
+    "all_reduce",
+    "order_check",
+    "guard",
+    "tracked",
+    "input_dtype",
+    "policy",
+    "follows_mode",
+    "group",
 )
 _CONTEXT = attrgetter("context")
 _OF_GROUP = attrgetter("state", "kept", "gated", "buffers")
@@ -32,7 +40,6 @@ _OF_BUCKET = attrgetter(
 _OF_GRADS = attrgetter("whole", "partial")
 _IS_TRAINABLE = attrgetter("requires_grad")
 _LISTED = attrgetter("holders", "shown")
-_POOLED = attrgetter("pool.flat")
 
 
 class Snapshot:
@@ -41,7 +48,6 @@ class Snapshot:
     def __init__(self, units: Sequence[Unit], resident: Sequence[ParamGroup]) -> None:
         buckets = [bucket for group in resident for bucket in group.buckets]
         self._resident = resident
-        self._pooled = [bucket.grads for bucket in buckets]
         self._groups = [unit.group for unit in units]
         self._buckets = [bucket for group in self._groups for bucket in group.buckets]
         self._grads = [bucket.grads for bucket in self._buckets]
@@ -84,7 +90,6 @@ class Snapshot:
         return (
             self.has_settings_of(units)
             and _are_same(self._read_lists(), self._listed)
-            and not any(map(is_not, map(_POOLED, self._pooled), repeat(None)))
             and self._read_trainable() == self._trainable
             and _are_same(map(local_tensor_of, self._sharded), self._views)
             and _are_same(chain.from_iterable(self._dicts), self._names)

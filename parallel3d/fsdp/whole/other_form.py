@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.group import GroupState
-from parallel3d.fsdp.slots import OwnSetattr
+from parallel3d.fsdp.slots import of
 from parallel3d.fsdp.whole.gathering import check_has_values, whole_tensors
 
 if TYPE_CHECKING:
@@ -148,10 +148,4 @@ def chosen_of(unit: Unit, module: nn.Module | None = None) -> Chosen:
 
 def places_of(param: ShardedParam) -> set[int]:
     """Ids of the ``_parameters`` of the modules that hold ``param``."""
-    found = set()
-    for holder, _ in param.slots:
-        if isinstance(holder, OwnSetattr):
-            module = holder.module()
-            holder = None if module is None else module._parameters
-        found.add(id(holder))
-    return found
+    return {id(of(holder)) for holder, _ in param.slots}

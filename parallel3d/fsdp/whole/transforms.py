@@ -270,6 +270,14 @@ def _read(tensor: DTensor) -> torch.Tensor:
     mesh, shape = tensor.device_mesh, tensor.shape
     cuts = [cut for cut in _cuts(tensor.placements) if mesh.size(cut.axis) > 1]
     if all(cut.factor == 1 for cut in cuts):
+        if any(isinstance(placement, StridedShard) for placement in tensor.placements):
+            # torch 2.11 reads the strides of axes of size 1 too, which mean nothing, and may not know such.
+            placements = [
+                Replicate() if mesh.size(axis) == 1 else placement
+                for axis, placement in enumerate(tensor.placements)
+            ]
+            spec = make_spec(mesh, placements, shape, tensor.dtype)
+            tensor = make_dtensor(get_local_tensor(tensor), spec)
         return tensor.full_tensor()
     ways = [mesh.size(cut.axis) for cut in cuts]
     places = []  # by rank along the axes that cut: which rows of each dim it has

@@ -1,17 +1,18 @@
 """Groups of layers that may be split together, read off a trace; and the ways to split one."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
 
+from parallel3d.tp.derive.paths import describe, inside
 from parallel3d.tp.derive.trace import OUTPUT, Call, Flow, Layer
 from parallel3d.tp.styles import Colwise, HeadArguments, LocalSizes, Rowwise, Style
 
-__all__ = ["Group", "Way", "find_groups", "ways_to_split"]
+__all__ = ["Group", "Kinds", "Way", "find_groups", "owner_of", "ways_to_split"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def find_groups(flow: Flow, layers: dict[str, Layer]) -> tuple[list[Group], dict
     groups = [
         Group(owner, tuple(names), down)
         for down, names in ups.items()
-        if (owner := _owner([*names, down], flow)) is not None
+        if (owner := owner_of([*names, down], flow)) is not None
     ]
     groups.sort(key=lambda group: (-len(group.ups), linear.index(group.ups[0])))
     grouped = {name for group in groups for name in group.members}
@@ -76,7 +77,7 @@ def _why_alone(readers: list[str]) -> str:
     return f"its output is read by {len(readers)} ({shown}), not by one linear layer only"
 
 
-def _owner(names: list[str], flow: Flow) -> str | None:
+def owner_of(names: list[str], flow: Flow) -> str | None:
     """The innermost module around ``names`` whose call the trace saw."""
     common = names[0].split(".")[:-1]
     for name in names[1:]:
@@ -96,6 +97,44 @@ def _alike(a: list[str], b: list[str]) -> int:
             break
         count += 1
     return count
+
+
+class Kinds:
+    """Tells groups apart of which one proof isn't enough.
+
+    Args:
+        modules: the model's, by path.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], flow: Flow) -> None:
+        self._modules, self._flow = modules, flow
+        self._values: dict[tuple[type, str], int] = {}
+
+    def of(self, group: Group) -> Any:
+        """What is equal for groups of which one proof is enough."""
+        owner = self._modules[group.owner]
+        numbers = {int(part) for part in group.owner.split(".") if part.isdigit()}
+        about = []
+        for name, module in owner.named_modules():
+            plain = tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, (int, float, str, bool, tuple))
+                and not (type(value) is int and value in numbers and self._varies(module, key))
+            )
+            shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+            about.append((name, type(module), repr(plain), shapes))
+        call = self._flow.calls[group.owner]
+        members = tuple(inside(name, group.owner) for name in group.members)
+        return tuple(about), members, describe((call.args, call.kwargs))
+
+    def _varies(self, module: nn.Module, key: str) -> bool:
+        """Whether modules of this class have different values of an attribute, such as a layer's number."""
+        kind = type(module)
+        if (kind, key) not in self._values:
+            found = {repr(vars(m).get(key)) for m in self._modules.values() if type(m) is kind}
+            self._values[kind, key] = len(found)
+        return self._values[kind, key] > 1
 
 
 _MOST_WAYS = 24  # a wrong one costs a forward of one block on each rank

@@ -11,16 +11,16 @@ from torch import nn
 from parallel3d._compat_simulated import simulation_off
 from parallel3d.errors import PlanError
 from parallel3d.tp.chosen import ChosenPlan
-from parallel3d.tp.derive.groups import Group, Way, find_groups, ways_to_split
+from parallel3d.tp.derive.groups import Group, Kinds, Way, find_groups, ways_to_split
 from parallel3d.tp.derive.inputs import check_example, examples
 from parallel3d.tp.derive.layers import find_layers
 from parallel3d.tp.derive.paths import describe, inside, join, pattern_of, with_patterns
-from parallel3d.tp.derive.trace import Flow, trace
+from parallel3d.tp.derive.trace import Flow, Layer, trace
 from parallel3d.tp.derive.verify import NotEqual, Proof, Prover
 from parallel3d.tp.derive.vocabulary import Findings, split_vocabulary
 from parallel3d.tp.styles import HeadArguments, LocalSizes, Replicated, SplitHeads, Style
 
-__all__ = ["derive_plan"]
+__all__ = ["DidNotRun", "as_by_default", "derive_plan", "run_once"]
 
 
 def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
@@ -44,12 +44,12 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPl
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with _as_by_default():
+    with as_by_default():
         return _Derivation(model, tp_size, example).plan()
 
 
 @contextmanager
-def _as_by_default() -> Iterator[None]:
+def as_by_default() -> Iterator[None]:
     """Whatever modes, defaults and seeds the caller has, and puts back."""
     dtype = torch.get_default_dtype()
     with (
@@ -66,6 +66,32 @@ def _as_by_default() -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
+class DidNotRun(Exception):
+    """The model ran on no input. Attributes: tries: what each input led to, a line for each."""
+
+    def __init__(self, said: str, tries: str) -> None:
+        super().__init__(said)
+        self.tries = tries
+
+
+def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Flow:
+    """The trace of ``model`` on ``example``, or else on an input that may fit it.
+
+    Raises:
+        DidNotRun: on none of them.
+    """
+    given = [check_example(example)] if example is not None else list(examples(model))
+    errors = []
+    for args, kwargs in given:
+        try:
+            return trace(model, layers, args, kwargs)
+        except Exception as error:
+            errors.append(f"{describe((args, kwargs))}: {_first_line(error)}")
+    tries = "".join(f"\n  - {error}" for error in errors[:4])
+    on = "the example" if example is not None else "any input guessed"
+    raise DidNotRun(f"did not on {on}", tries)
+
+
 _MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in float64
 
 
@@ -76,7 +102,7 @@ class _Derivation:
         self.layers = find_layers(model)
         self.flow = self._trace(example)
         self.found = Findings()
-        self._values: dict[tuple[type, str], int] = {}
+        self._kinds = Kinds(self.modules, self.flow)
 
     def plan(self) -> ChosenPlan:
         self._attention()
@@ -90,20 +116,14 @@ class _Derivation:
     # ---- running the model ----
 
     def _trace(self, example: Any) -> Flow:
-        given = [check_example(example)] if example is not None else list(examples(self.model))
-        errors = []
-        for args, kwargs in given:
-            try:
-                return trace(self.model, self.layers, args, kwargs)
-            except Exception as error:
-                errors.append(f"{describe((args, kwargs))}: {_first_line(error)}")
-        name = type(self.model).__name__
-        tried = "".join(f"\n  - {error}" for error in errors[:4])
-        raise PlanError(
-            f"a plan for {name} can't be derived: the model must run once, and did not on "
-            f"{'the example' if example is not None else 'any input guessed'}. Give a small example: "
-            f"auto_plan(model, tp, example=((input,), {{}})){tried}"
-        )
+        try:
+            return run_once(self.model, self.layers, example)
+        except DidNotRun as error:
+            name = type(self.model).__name__
+            raise PlanError(
+                f"a plan for {name} can't be derived: the model must run once, and {error}. Give a small "
+                f"example: auto_plan(model, tp, example=((input,), {{}})){error.tries}"
+            ) from None
 
     # ---- torch's attention ----
 
@@ -112,7 +132,7 @@ class _Derivation:
         for name in self.flow.reads:
             if name not in self.layers or self.layers[name].kind != "attention":
                 continue
-            key = self._kind(Group(name, (), name))
+            key = self._kinds.of(Group(name, (), name))
             if key not in proven:
                 try:
                     prover = Prover(self.modules[name], self.flow.calls[name], self.tp)
@@ -140,7 +160,7 @@ class _Derivation:
         for group in groups:
             if any(name in self.found.styles for name in group.members):
                 continue  # one of its layers is split with others already
-            key = self._kind(group)
+            key = self._kinds.of(group)
             if key not in proven:
                 proven[key] = self._prove(group)
             self._accept(group, proven[key])
@@ -230,32 +250,6 @@ class _Derivation:
         passed = [op.strip("_") for op in self.flow.passes.get(name, {})]
         shown = [op for op in dict.fromkeys(passed) if op not in _UNINTERESTING]
         return [*shown[:6], *(["..."] if len(shown) > 6 else [])]
-
-    def _kind(self, group: Group) -> Any:
-        """What is equal for groups of which one proof is enough."""
-        owner = self.modules[group.owner]
-        numbers = {int(part) for part in group.owner.split(".") if part.isdigit()}
-        about = []
-        for name, module in owner.named_modules():
-            plain = tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, (int, float, str, bool, tuple))
-                and not (type(value) is int and value in numbers and self._varies(module, key))
-            )
-            shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
-            about.append((name, type(module), repr(plain), shapes))
-        call = self.flow.calls[group.owner]
-        members = tuple(inside(name, group.owner) for name in group.members)
-        return tuple(about), members, describe((call.args, call.kwargs))
-
-    def _varies(self, module: nn.Module, key: str) -> bool:
-        """Whether modules of this class have different values of an attribute, such as a layer's number."""
-        kind = type(module)
-        if (kind, key) not in self._values:
-            found = {repr(vars(m).get(key)) for m in self.modules.values() if type(m) is kind}
-            self._values[kind, key] = len(found)
-        return self._values[kind, key] > 1
 
     # ---- what is said ----
 

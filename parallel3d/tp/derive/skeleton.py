@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from parallel3d._compat import inner_tensors
+
 __all__ = ["copy_with", "random_like", "weightless"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -40,6 +42,7 @@ def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
 
 
 def _cpu(buffer: Tensor, generator: torch.Generator) -> Tensor:
+    buffer = next(inner_tensors(buffer))  # of simulated ranks the first one's
     if not buffer.is_meta:
         return buffer.detach().to("cpu", copy=True)
     if buffer.is_floating_point():

@@ -25,8 +25,9 @@ class Layer:
     """A module that the trace doesn't look into.
 
     Attributes:
-        kind: ``"linear"``, ``"embedding"`` or ``"attention"`` (``nn.MultiheadAttention``).
-        features: of what it puts out.
+        kind: ``"linear"``, ``"embedding"``, ``"attention"`` (``nn.MultiheadAttention``) or ``"norm"``: puts
+            out what has the sizes of its input.
+        features: of what it puts out; of a norm 0.
     """
 
     kind: str
@@ -58,6 +59,8 @@ class Flow:
         reads: layer, or ``OUTPUT`` -> the layers whose outputs reached it.
         inputs: layer -> numbers that are equal where layers read the very same tensor.
         passes: layer -> operations its output went through.
+        mixes: layer -> the first of them that isn't one of each element by itself, so that what it does to
+            a part of the features may be something else.
         cuts: layer -> how its output's last dim was cut: sizes of sections.
         calls: module -> its first call, of modules that aren't layers, and of attention.
         read_directly: parameter -> the operation that read it outside its module.
@@ -66,6 +69,7 @@ class Flow:
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     passes: dict[str, dict[str, None]] = field(default_factory=dict)
+    mixes: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calls: dict[str, Call] = field(default_factory=dict)
     read_directly: dict[str, str] = field(default_factory=dict)
@@ -139,8 +143,11 @@ class _Recorder(TorchDispatchMode):
         for tensor in read:
             if (param := self._params.get(_place(tensor))) is not None:
                 self.flow.read_directly.setdefault(param, name)
+        mixes = torch.Tag.pointwise not in func.tags and name not in _COPIES
         for source in sources:
             self.flow.passes.setdefault(source, {})[name] = None
+            if mixes:
+                self.flow.mixes.setdefault(source, name)
         made = list(tensors_in(result))
         if read and made:
             self._note_cut(name, read[0], made)
@@ -171,7 +178,7 @@ class _Recorder(TorchDispatchMode):
             if layer.kind == "attention":
                 self.flow.calls.setdefault(name, self._call(args, kwargs))
             shape = first.shape if layer.kind == "embedding" else first.shape[:-1]
-            output = torch.randn((*shape, layer.features))
+            output = torch.randn((*shape, layer.features or first.shape[-1]))
             if torch.is_grad_enabled():  # needs gradients, as it does with weights, and is no leaf
                 output = output.requires_grad_().clone()
             self.flow.reads[name] = self.flow.reads.get(name, frozenset()) | sources
@@ -216,6 +223,9 @@ class _Recorder(TorchDispatchMode):
         kept = map_tensors(note, (args, kwargs))
         self._kept.append((args, kwargs))
         return Call(kept[0], kept[1], computed)
+
+
+_COPIES = {"detach", "clone", "alias", "_to_copy", "lift_fresh", "contiguous", "empty_like"}
 
 
 def _single(tensor: Tensor) -> Tensor:

@@ -29,13 +29,17 @@ from parallel3d.tp.heads.align import align_heads
 from parallel3d.tp.heads.local_attributes import PlannedAttribute
 from parallel3d.tp.styles import Style
 
-__all__ = ["NotEqual", "Proof", "Prover", "resolve_split"]
+__all__ = ["NotEqual", "NotProven", "Proof", "Prover", "Split", "resolve_split"]
 
 _TOLERANCE = 1e-8
 
 
 class NotEqual(Exception):
     """The split module computes something else; says what."""
+
+
+class NotProven(NotEqual):
+    """The plain module can't be compared with: it doesn't run by itself, or its numbers show nothing."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,15 @@ class Prover:
             NotEqual: outputs or gradients differ, or the split module raised.
             PlanError: a style doesn't fit its module.
         """
+        return self.prove_split(resolve_split(self._case.original, styles, self._tp))
+
+    def prove_split(self, split: "Split") -> Proof:
+        """As :meth:`prove`, of styles that are settled.
+
+        Raises:
+            NotEqual: as there.
+        """
         case, tp = self._case, self._tp
-        split = resolve_split(case.original, styles, tp)
         differences, partial = [0.0], set[str]()
         for training in (True, False):
             if training not in self._plain:
@@ -205,7 +216,7 @@ class _Case:
         )
 
     def run_split(self, split: Split, training: bool, axis: TpAxis) -> _Result:
-        originals = dict(self.original.named_modules())
+        originals = dict(self.original.named_modules(remove_duplicate=False))
         by_param = {
             id(originals[module]._parameters[name]): rule
             for module, own in split.rules.items()
@@ -219,7 +230,7 @@ class _Case:
             return nn.Parameter(local)
 
         model = copy_with(self.original, part)
-        modules = dict(model.named_modules())
+        modules = dict(model.named_modules(remove_duplicate=False))
         sequence = SequenceLength()
         for name, style in split.styles.items():
             style.install(modules[name], axis, sequence)
@@ -231,10 +242,10 @@ class _Case:
         try:
             want = self.run(self.plain, training)
         except Exception as error:
-            raise NotEqual(f"it doesn't run by itself in float64: {error}") from error
+            raise NotProven(f"it doesn't run by itself in float64: {error}") from error
         for tensor in (*want.outputs, *want.input_grads, *want.param_grads.values()):
             if tensor is not None and tensor.is_floating_point() and not tensor.sum().isfinite():
-                raise NotEqual("with random weights it gives infinite or undefined numbers")
+                raise NotProven("with random weights it gives infinite or undefined numbers")
         return want
 
     def compare(
@@ -261,7 +272,9 @@ class _Case:
             grad = want.param_grads[name]
             unused = grad is None or not _largest(grad) > 0
             if unused and name.endswith("weight") and self.weights[name].numel():
-                raise NotEqual(f"nothing it puts out depends on {name}, so nothing is proven of it")
+                raise NotProven(
+                    f"nothing it puts out depends on {name}, so nothing is proven of it"
+                )
         for name, grad in want.param_grads.items():
             what, mine = f"the gradient of {name}", [r.param_grads[name] for r in got]
             rule = planned.get(name)

@@ -69,6 +69,7 @@ def align_heads(resolution: Resolution) -> None:
     if resolution.tp == 1:
         return
     for layer in find_attention(resolution.ruled, resolution.modules):
+        resolution.attentions.append(layer)
         with suppress(PlanError):  # of a style that doesn't fit its module: rules() says so
             _Alignment(resolution, layer).run()
 

@@ -15,15 +15,24 @@ from parallel3d.tp._resolve import RuledModule
 from parallel3d.tp.styles import Colwise, Rowwise
 from parallel3d.tp.styles.kinds import linear_kind
 
-__all__ = ["GROUP_SIZES", "KV_NUMBERS", "NUMBERS", "Attention", "Projection", "find_attention"]
+__all__ = [
+    "GROUP_SIZES",
+    "HEAD_SIZES",
+    "KV_NUMBERS",
+    "NUMBERS",
+    "Attention",
+    "Projection",
+    "find_attention",
+]
 
 NUMBERS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_query_heads")
 """Names attributes have that hold the number of (query) heads ..."""
 KV_NUMBERS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 """... of key and value heads ..."""
 GROUP_SIZES = ("num_key_value_groups", "num_queries_per_kv", "num_kv_groups", "n_rep")
-"""... and of query heads that attend to the same key and value head."""
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
+"""... of query heads that attend to the same key and value head ..."""
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
+"""... and the size of a head."""
 
 Role = Literal["query", "key", "value", "fused", "latent", "other"]
 
@@ -146,7 +155,7 @@ def _with_heads(layer: Attention) -> Attention:
     """The layer with its numbers of heads, or with why they aren't known."""
     if not layer.outputs:
         return replace(layer, why="no linear split by its input features follows it")
-    size = _own(layer.module, _HEAD_SIZES)
+    size = _own(layer.module, HEAD_SIZES)
     wide = [p.size for p in layer.projections if p.role in ("query", "latent", "other")]
     query = [p.size for p in layer.inputs if p.role == "query"]
 

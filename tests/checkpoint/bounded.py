@@ -1,0 +1,72 @@
+"""How much time and memory a call takes; and all that a refused load must leave as it was."""
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from parallel3d.errors import CheckpointError
+
+SECONDS, BYTES = 2.0, 64 << 20
+
+
+def plain(value: Any) -> Any:
+    """Comparable to the bit."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), data
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value
+
+
+def everything(model: Any, optimizer: Any) -> Any:
+    """Of model, optimizer and generators."""
+    _, keys, *rest = numpy.random.get_state()
+    return copy.deepcopy(
+        [
+            plain(dict(model.state_dict())),
+            plain(optimizer.state_dict()),
+            [(id(param), plain(state)) for param, state in optimizer.state.items()],
+            torch.get_rng_state().numpy().tobytes(),
+            random.getstate(),
+            keys.tobytes(),
+            rest,
+        ]
+    )
+
+
+def peak() -> int:
+    """The most memory that this process has had since ``peak_reset``, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def refused(
+    load: Callable[[], Any], model: Any, optimizer: Any, *, bytes_: int = BYTES
+) -> CheckpointError:
+    """The error of ``load()``, which changes nothing, and takes no time and no memory."""
+    before = everything(model, optimizer)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        start = peak()
+    except OSError:
+        start = 1 << 62
+    began = time.process_time()
+    with pytest.raises(CheckpointError) as caught:
+        load()
+    seconds = time.process_time() - began
+    assert everything(model, optimizer) == before
+    assert seconds < SECONDS, f"{seconds} s"
+    assert peak() - start < bytes_, f"{(peak() - start) >> 20} MiB"
+    assert len(str(caught.value)) < 2000
+    return caught.value

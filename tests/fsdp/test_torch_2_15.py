@@ -1,0 +1,135 @@
+"""What torch 2.15's ``fully_shard`` has and 2.13's has not: ours on every torch, or refused."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+
+from parallel3d import MeshLayout, Parallel3dError, build_mesh
+from parallel3d._compat import follows_grad_dtype
+from parallel3d.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from parallel3d.fsdp.running.members import units_of
+from parallel3d.testing import fake_world
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def names_of(policy: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(policy)}
+
+
+def test_every_public_name_of_the_torch_that_runs_is_ours() -> None:
+    """Methods of FSDPModule, arguments of fully_shard, fields of the policies."""
+    for name, value in vars(torch_fsdp.FSDPModule).items():
+        if callable(value) and name[0] != "_":
+            owner = next(cls for cls in FSDPModule.__mro__ if name in vars(cls))
+            assert owner.__module__.startswith("parallel3d"), name
+            expected, given = (
+                inspect.signature(each).parameters for each in (value, getattr(owner, name))
+            )
+            assert set(expected) <= set(given), name
+    ours, torchs = (inspect.signature(f).parameters for f in (fully_shard, torch_fsdp.fully_shard))
+    assert set(torchs) <= set(ours)
+    assert names_of(torch_fsdp.MixedPrecisionPolicy) <= names_of(MixedPrecisionPolicy)
+    assert OffloadPolicy is torch_fsdp.OffloadPolicy
+    assert names_of(torch_fsdp.CPUOffloadPolicy) == {"pin_memory"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = {name: p.dtype for name, p in self.named_parameters()}
+        self.seen["x"] = x.dtype
+        return self.down(self.up(x).float() @ torch.eye(6)).sum()
+
+
+def sharded(fn) -> Net:
+    mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+    policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=fn)
+    return fully_shard(Net(), mesh=mesh, mp_policy=policy)
+
+
+def test_param_dtype_override_fn() -> None:
+    with fake_world(0, 2):
+        asked = []
+
+        def keeps_down(param: nn.Parameter) -> torch.dtype | None:
+            asked.append(tuple(param.shape))
+            return FP32 if param.shape[0] == 4 else None
+
+        model = sharded(keeps_down)
+        assert sorted(asked) == [(4,), (4, 6), (6,), (6, 4)]
+        for _ in range(2):
+            model(torch.ones(2, 4)).backward()
+        assert len(asked) == 4  # once each
+        assert model.seen == {
+            "up.weight": BF16,
+            "up.bias": BF16,
+            "down.weight": FP32,
+            "down.bias": FP32,
+            "x": BF16,
+        }
+        assert all(p.grad.dtype is FP32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("wrong", [torch.float16, "float32"])
+def test_param_dtype_override_fn_that_returns_anything_else(wrong) -> None:
+    with fake_world(0, 2):
+        net = Net()
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=lambda _: wrong)
+        with pytest.raises(Parallel3dError, match=r"param_dtype_override_fn.*returned.*up\.weight"):
+            fully_shard(net, mesh=mesh, mp_policy=policy)
+        assert type(net) is Net
+
+
+def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {
+        param.name: bucket.reduce_dtype
+        for unit in units_of(model, recurse=True)
+        for bucket in unit.group.buckets
+        for param in bucket.params
+    }
+
+
+def test_reduce_dtype_none_is_the_parameters_own_since_2_15() -> None:
+    with fake_world(0, 2):
+        model = sharded(None)
+        assert set(reduce_dtypes(model).values()) == {FP32 if follows_grad_dtype else BF16}
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        low = MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True)
+        model = fully_shard(Net(), mesh=mesh, mp_policy=low)
+        assert set(reduce_dtypes(model).values()) == {BF16}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, FP32])
+@pytest.mark.parametrize("sync_first", [True, False])
+def test_gradients_have_the_grad_dtype_of_their_parameter(reduce_dtype, sync_first) -> None:
+    """torch before 2.15 can't tell one that was set, and its engine drops it."""
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        net = nn.Sequential()
+        net.up, net.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        net.up.weight.grad_dtype = BF16
+        net.down.weight.grad_dtype = None
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+        model = fully_shard(net, mesh=mesh, mp_policy=policy)
+        for sync in (sync_first, True):
+            model.set_requires_gradient_sync(sync)
+            model(torch.ones(2, 4)).sum().backward()
+        found = {name: p.grad.dtype for name, p in model.named_parameters()}
+        expected = dict.fromkeys(found, FP32)
+        if follows_grad_dtype:
+            expected |= {"up.weight": BF16, "down.weight": reduce_dtype or BF16}
+            wanted = {"up.weight": BF16, "down.weight": BF16} if reduce_dtype is None else {}
+            assert reduce_dtypes(model) == dict.fromkeys(found, FP32) | wanted
+            assert model.up.weight.grad_dtype is BF16
+            assert model.down.weight.grad_dtype is None
+        assert found == expected
