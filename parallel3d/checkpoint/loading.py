@@ -128,7 +128,7 @@ def _load(
                 result = work.run(model, optimizers, extra, skipped)
             except CheckpointError as error:
                 now = None if folder == run else ranks.first(partial(folders.identity, folder))
-                if folder != run and now != identity:
+                if folder != run and (now is None or now != identity):
                     torn = torn or (HALF_READ if HALF_READ in str(error) else "")
                     break  # removed, or replaced, as a newer one is there: look again
                 if torn and torn not in str(error):

@@ -112,6 +112,23 @@ def test_a_listing_that_has_missed_both(tmp_path: Path, monkeypatch: pytest.Monk
     assert latest(tmp_path) == tmp_path / "step-00000001"
 
 
+def test_removed_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name was read, its marker was not: it comes first, as one to be looked at, and is gone."""
+    save(tmp_path, One(1), step=1)
+    save(tmp_path, One(2), step=2)
+    gone = tmp_path / "step-00000001"
+    original, calls = folders._serial, [0]
+
+    def removed(folder: Path) -> int | None:
+        if folder == gone and not calls[0]:
+            calls[0] += 1
+            folders.discard(gone)
+        return original(folder)
+
+    monkeypatch.setattr(folders, "_serial", removed)
+    assert loaded(tmp_path) == (2, 2.0, 2.0) and calls == [1]
+
+
 def loading_beside(run: Path, times: int, steps_seen: int) -> set[int]:
     """Loads ``times`` times at least, and until ``steps_seen`` checkpoints were met (or far more times)."""
     model, steps, loads = nn.Linear(64, 64), set(), 0
