@@ -2,7 +2,8 @@
 
 Talks over one pipe. The pool sends a ``Job``; the worker answers ``("done", result)`` or
 ``("failed", (Failure, exception))`` and keeps its process group until the pool sends ``RELEASE``,
-so that no rank closes a connection its peers still read from; then it answers ``("idle", None)``.
+so that no rank closes a connection its peers still read from; then it answers ``("idle", None)``, or
+``("spent", None)`` where the run has left threads behind: the pool ends it and starts another.
 """
 
 import faulthandler
@@ -30,6 +31,9 @@ from parallel3d._compat import clear_dtensor_caches
 __all__ = ["RELEASE", "Failure", "Job", "serve"]
 
 RELEASE = b"release"
+# More than that and groups of runs gone by are still there: 15 are torch's own. A thread of gloo wakes a
+# hundred times a second, so that some runs' worth of them take a core for nothing.
+_MOST_THREADS = 24
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,15 @@ def _run(connection: Connection, job: Job) -> None:
         # would have another name than on the other ranks, and all would wait for each other.
         raise EOFError
     _clean_up()
-    _send(connection, "idle", None)
+    _send(connection, "spent" if _threads() > _MOST_THREADS else "idle", None)
+
+
+def _threads() -> int:
+    """Of this process, also those that Python has not made; 0 where the system does not say."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
 
 
 def _start_group(job: Job) -> None:

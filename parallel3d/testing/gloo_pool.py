@@ -260,7 +260,7 @@ class GlooPool:
         return results, {failure.rank: failure for failure in ordered}
 
     def _release(self, workers: list[_Worker], unfinished: list[int]) -> None:
-        """Let finished workers destroy their groups; end and forget the others."""
+        """Let finished workers destroy their groups; end and forget the others, and those that are spent."""
         for rank in unfinished:  # first: peers may wait for their sockets to close
             self._end(rank)
         finished = [
@@ -271,7 +271,8 @@ class GlooPool:
         deadline = time.monotonic() + _RELEASE_TIME
         for rank, worker in finished:
             answered = worker.connection.poll(max(0.0, deadline - time.monotonic()))
-            if not answered or worker.receive() is None:
+            message = worker.receive() if answered else None
+            if message is None or message[0] == "spent":
                 self._end(rank)
 
     def _end(self, index: int) -> None:

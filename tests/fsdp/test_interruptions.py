@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh, fsdp
 from parallel3d._compat import inner_tensors
-from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
+from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from parallel3d.fsdp.running.members import units_of
 from parallel3d.testing import local_world
 
@@ -97,6 +97,55 @@ def test_in_a_forward(layout: MeshLayout, where: str, method: str) -> None:
             handle.remove()
             check_at_rest(model, plain)
             check_step(model, plain)
+
+
+@pytest.mark.parametrize("layout", [MeshLayout(1, 2, 1), MeshLayout(2, 1, 1)], ids=str)
+@pytest.mark.parametrize("inside", ["a unit", "the root"])
+def test_a_forward_goes_on_after_a_backward_in_it_that_fails(
+    layout: MeshLayout, inside: str
+) -> None:
+    """What it has gathered stays, in the unit whose forward it is and in those around it."""
+
+    class Probing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.probe, self.after = (nn.Linear(6, 6) for _ in range(3))
+            self.bias = nn.Parameter(torch.randn(6))
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.before(x) * self.bias
+            if self.fails:
+                y = x.detach().requires_grad_() * 1
+                y.register_hook(interrupts(ZeroDivisionError))
+                with pytest.raises(ZeroDivisionError):
+                    self.probe(y).sum().backward()
+            return self.after(x * self.bias) + self.bias
+
+    torch.manual_seed(0)
+    plain = (
+        nn.Sequential(Probing(), nn.Tanh(), nn.Linear(6, 3)) if inside == "a unit" else Probing()
+    )
+    with local_world(2):
+        mesh = build_mesh(layout, device_type="cpu")
+        model = copy.deepcopy(plain)
+        probing = [each for each in model.modules() if isinstance(each, Probing)]
+        for unit in (probing[0].before, probing[0].probe, probing[0].after, *probing, model):
+            if not isinstance(unit, FSDPModule):
+                fully_shard(unit, mesh=mesh)
+        for fails in (False, True, False):
+            probing[0].fails = fails
+            model.zero_grad()
+            model(X).square().sum().backward()
+            plain.zero_grad()
+            plain(X).square().sum().backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                if "probe" in name:
+                    assert p.grad is None, name
+                    continue
+                assert p.grad is not None, name
+                for of_rank in inner_tensors(p.grad.full_tensor()):
+                    torch.testing.assert_close(of_rank, q.grad, msg=name)
 
 
 def test_an_outer_forward_that_catches_it_goes_on() -> None:

@@ -1,5 +1,6 @@
 """Backwards that an exception has ended, and what comes after them without ``reset_iter_state``."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +10,7 @@ from test_resident import Model, batch, check, plain, wrapped
 from test_resident_hooks import pair
 from torch import nn
 
+from parallel3d.fsdp.running.hooks_off import HooksOff
 from parallel3d.fsdp.running.members import the_unit
 from parallel3d.testing import fake_world
 
@@ -51,8 +53,10 @@ def test_the_step_after_it(make: Callable[[], tuple[Model, Model]], use: str) ->
         check(model, expected)
 
 
-def test_one_within_a_forward() -> None:
+@pytest.mark.parametrize("hooks", [False, True], ids=["hooks off", "hooks on"])
+def test_one_within_a_forward(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward goes on, and its backward brings all gradients."""
+    monkeypatch.setattr(HooksOff, "fewest_calls", -1 if hooks else sys.maxsize)
 
     def swallow(model: Model, params: list[nn.Parameter]) -> None:
         x = batch().requires_grad_() * 1

@@ -123,6 +123,22 @@ def test_groups_end_with_their_run(gloo_pool: GlooPool) -> None:
     assert gloo_pool.run(threads_after_a_cycle, world_size=2) == first
 
 
+_kept: list[object] = []
+
+
+def keep_groups() -> int:
+    """Groups that outlive their run, as what torch keeps of an exception may make them."""
+    _kept.extend(dist.new_group([0, 1]) for _ in range(8))
+    return os.getpid()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_a_worker_with_threads_of_runs_gone_by_is_replaced(gloo_pool: GlooPool) -> None:
+    before = gloo_pool.run(keep_groups, world_size=2)
+    after = [r["pid"] for r in gloo_pool.run(surroundings, world_size=2)]
+    assert not set(after) & set(before)
+
+
 def test_values_are_copies(gloo_pool: GlooPool) -> None:
     value = torch.arange(3)
     (result,) = gloo_pool.run(echo, value, world_size=1)

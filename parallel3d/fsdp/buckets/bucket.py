@@ -74,6 +74,7 @@ class Bucket(GatherBuffers):
         divide_factor: what sums over ranks are divided by; None: their number.
         reduce_unused: whether parameters without a gradient get a zero one.
         all_reduce_hook: called on the reduced flat gradient; on ``all_reduce_hook_stream`` if there is one.
+        even_shapes: of the slots, where none of them has padding.
         comm_hook: what reduces gradients in place of our collectives; see ``hooked_reduce``.
         gather_comm, scatter_comm: collectives in place of ours; see ``custom_comm``.
         gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
@@ -203,6 +204,7 @@ class Bucket(GatherBuffers):
         self.other_precision: dict[str, Any] | None = None
         self.set_dtypes()
         self.slot_sizes = [p.slot_numel for p in params]
+        self.even_shapes = [p.chunk_shape for p in params] if all(p.even for p in params) else None
         self.numel = sum(self.slot_sizes)
         self.packed = sum(self.slot_sizes[self.in_place :])
         self.packs_as_chunks = all(map(packs_as_chunks, params[self.in_place :]))
@@ -301,6 +303,10 @@ class Bucket(GatherBuffers):
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' real rows in a sharded buffer (S,)."""
         slots = flat.split(self.slot_sizes)
+        if (
+            self.even_shapes is not None
+        ):  # in each backward: no call per parameter but the view's own
+            return [s.view(shape) for s, shape in zip(slots, self.even_shapes, strict=True)]
         return [p.local_view(s) for p, s in zip(self.params, slots, strict=True)]
 
     def kinds(self) -> set[tuple[torch.dtype, torch.device]]:

@@ -337,19 +337,19 @@ class RunContext:
         return get_ident() == self._thread or self._callback() is None
 
     def leave_broken_backward(self) -> None:
-        """After a backward that an exception ended: autograd has dropped the callback with it."""
+        """After a backward that an exception ended: autograd has dropped the callback with it. A forward that
+        it was within goes on."""
         self.finalization.spare_others()
         self.comm.abandon()
         if self.half_way is not None:
             self.half_way.drop()
         for unit in self.units:
-            unit.depth = 0
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
                 for param in bucket.compute_params:
                     param.grad = None  # whose hook was interrupted
-        self.residents.end_backward(keep=False)
+        self.residents.end_backward(keep=self.running)
         self.in_backward = self.creates_graph = False
 
     def reset(self) -> None:

@@ -102,16 +102,18 @@ class WeightsStamp:
 
     def take(self) -> int:
         """Looks at the weights as they are now; their number."""
-        if self.is_old():
+        steps, versions = _steps_so_far(), self._read()
+        if self._is_old(steps, versions):
             self.number += 1
-        self._steps, self._versions = _steps_so_far(), self._read()
+        self._steps, self._versions = steps, versions
         return self.number
 
     def is_old(self) -> bool:
         """Whether the weights have changed since it was taken."""
-        if self._versions != self._read():
-            return True
-        return self._steps != _steps_so_far() and self._were_stepped()
+        return self._is_old(_steps_so_far(), self._read())
+
+    def _is_old(self, steps: int, versions: int) -> bool:
+        return versions != self._versions or (steps != self._steps and self._were_stepped())
 
     def _read(self) -> int:
         with torch_function_off():

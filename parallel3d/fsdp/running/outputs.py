@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from operator import call, itemgetter
+from operator import call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -60,7 +60,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 _STANDARD = frozenset((*vars(nn.Module()), *FULLY_SHARD_KEYS, UNIT_ATTRIBUTE))
 _NOT_THE_USERS = ("torch.", "parallel3d.")
-_PLAIN = frozenset(
+_PLAIN = frozenset(  # types of values that neither are tensors nor have any
     (int, float, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
     + (FunctionType, BuiltinFunctionType, MethodType)
 )
@@ -79,13 +79,16 @@ class Attributes:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._sizes: list[int] = []
         self._getters: list[Any] = []
+        self._plain: list[Any] | None = (
+            None  # the values of last time, where none can be or hold a tensor
+        )
 
     def _list(self) -> list[dict[str, Any]]:
         modules = list(_own_modules([m for ref in self._tops if (m := ref()) is not None]))
         self._modules = [weakref.ref(module) for module in modules]
         dicts = list(map(vars, modules))
         self._sizes = _sizes_of(dicts)
-        self._getters = []
+        self._getters, self._plain = [], None
         for attributes in dicts:
             names = [name for name in attributes if name not in _STANDARD]
             # Of one name it gives the value itself, of several a tuple.
@@ -102,16 +105,25 @@ class Attributes:
         except KeyError:  # one was deleted, and another added
             dicts = self._list()
             values = self._read(dicts)
-        kinds = set(map(type, values))
-        kinds -= _PLAIN
-        if kinds:
-            yield from _with_graph([value for value in values if type(value) in kinds])
-        buffers = chain.from_iterable(map(dict.values, map(_buffers_of, dicts)))
-        if any(b is not None and b.requires_grad for b in buffers):
-            yield from _with_graph(chain.from_iterable(d["_buffers"].values() for d in dicts))
+        plain = self._plain
+        if plain is None or not all(map(is_, values, plain)):
+            others = [
+                value
+                for value in values
+                if type(value) not in _PLAIN and not _is_plain_tuple(value)
+            ]
+            self._plain = None if others else values
+            yield from _with_graph(others)
+        for buffers in filter(None, map(_buffers_of, dicts)):
+            if any(b is not None and b.requires_grad for b in buffers.values()):
+                yield from _with_graph(buffers.values())
 
     def _read(self, dicts: list[dict[str, Any]]) -> list[Any]:
         return list(chain.from_iterable(map(call, self._getters, dicts)))
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and _PLAIN.issuperset(map(type, value))
 
 
 _buffers_of = itemgetter("_buffers")
