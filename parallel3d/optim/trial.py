@@ -82,10 +82,7 @@ def check_elementwise(
                 whole, ends = _stepped(_Whole(make, optimizer_class), steps)
                 _check_closure(make, optimizer_class, steps, ends)
                 for rank in (0, 1):
-                    mine, moved = _stepped(_OnShards(make, optimizer_class, rank), steps)
-                    for a, b in zip(moved, ends, strict=True):
-                        _compare(a, mine.parts(b))
-                    mine.compare_state(whole)
+                    _check_part(_OnShards(make, optimizer_class, rank), steps, whole, ends)
         except _Differs as found:
             raise Parallel3dError(
                 f"optim.local: {name} is not elementwise: in a trial on whole parameters and on the shards "
@@ -127,10 +124,7 @@ def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: 
                 _check_closure(make, optimizer_class, steps, ends)
                 _check_alike(whole)
                 for rank in (0, 1):
-                    mine, moved = _stepped(_OneByOne(make, optimizer_class, rank), steps)
-                    for a, b in zip(moved, ends, strict=True):
-                        _compare(a, mine.parts(b))
-                    mine.compare_state(whole)
+                    _check_part(_OneByOne(make, optimizer_class, rank), steps, whole, ends)
         except _Differs as found:
             raise Parallel3dError(
                 f"optim.local: {name} does something else to a parameter where there are others: in a trial "
@@ -167,6 +161,17 @@ def _stepped(trial: _Trial, steps: list[Step]) -> tuple[_Trial, list[list[torch.
         trial.step(step)
         moved.append(trial.moved(step))
     return trial, moved
+
+
+def _check_part(
+    trial: _Trial, steps: list[Step], whole: _Trial, ends: list[list[torch.Tensor]]
+) -> None:
+    """Raises _Differs unless ``steps`` do to one rank's ``trial`` its part of what they did to the ``whole``,
+    by ``ends``."""
+    _, moved = _stepped(trial, steps)
+    for mine, end in zip(moved, ends, strict=True):
+        _compare(mine, trial.parts(end))
+    trial.compare_state(whole)
 
 
 def _check_closure(
