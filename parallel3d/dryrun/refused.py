@@ -12,6 +12,8 @@ _NO_GPU = (
     "Torch not compiled with CUDA enabled",
     "Found no NVIDIA driver",
     "No CUDA GPUs are available",
+    "CUDA driver version is insufficient",  # of a build for CUDA, without a driver
+    "no CUDA-capable device is detected",
     "Cannot access accelerator device when none is available",
     "torch.cuda.Stream requires CUDA support",
     "Tried to instantiate dummy base class",
