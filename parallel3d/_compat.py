@@ -45,6 +45,7 @@ __all__ = [
     "fake_outputs_written",
     "flatten_axes",
     "follows_grad_dtype",
+    "for_compiled_function",
     "foreach_copy_",
     "fully_shard_state",
     "functorch_is_active",
@@ -332,6 +333,18 @@ if hasattr(dist, "all_gather_single"):  # 2.13 deprecated the names 2.11 has
 else:
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
+
+
+_copies_outputs = not hasattr(torch_fsdp, "DataParallelMeshDims")  # 2.11
+
+
+def for_compiled_function(output: torch.Tensor) -> torch.Tensor:
+    """What an autograd function may return that a collective has written to ``output``.
+
+    In a graph that torch 2.11 compiles, the gradient of an output that was written in place comes to nothing:
+    there it is a copy.
+    """
+    return output.clone() if _copies_outputs and torch.compiler.is_compiling() else output
 
 
 def init_fake_group(rank: int, world_size: int) -> None:

@@ -5,7 +5,7 @@ on the ``tp`` axis and attaches a ``ParamLayout``; the engine reads it when it t
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -48,6 +48,12 @@ def get_param_layout(param: nn.Parameter) -> ParamLayout:
     return getattr(param, _ATTRIBUTE, default)
 
 
+def smaller(a: Any, b: Any) -> Any:
+    """The smaller of two sizes, each an int or, under simulated ranks, a ``SymInt`` that differs by rank."""
+    # torch 2.11 can't compile sym_min of ints.
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
+
+
 def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
     """The ``index``-th of ``parts`` chunks of ``tensor`` along ``dim``, as ``torch.chunk`` cuts: all of
     ``ceil(size / parts)`` rows but the last ones, which may be shorter or empty.
@@ -60,8 +66,8 @@ def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch
     """
     size = tensor.shape[dim]
     chunk = -(-size // parts)
-    start = torch.sym_min(index * chunk, size)
-    length = torch.sym_min(size - start, chunk)
+    start = smaller(index * chunk, size)
+    length = smaller(size - start, chunk)
     if isinstance(start, torch.SymInt):
         # A factory call makes a tensor of simulated ranks; a plain tensor can't be narrowed by a
         # SymInt that differs by rank.

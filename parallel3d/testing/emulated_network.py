@@ -11,12 +11,14 @@ with EmulatedNetwork(world_size=64, links=links, axes=axes) as network:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from parallel3d._compat import fake_outputs_written
 from parallel3d._trace import issuing
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.testing._emulated_group import BACKEND, WORLD_AXIS, EmulatedGroup
@@ -121,20 +123,20 @@ class EmulatedNetwork:
             dist.Backend.register_backend(
                 BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
             )
-        _entered.append(self)
-        try:
+        with ExitStack() as stack:
+            _entered.append(self)
+            stack.callback(_entered.pop)
+            stack.enter_context(fake_outputs_written())
             dist.init_process_group(
                 BACKEND, rank=self.rank, world_size=self.world_size, store=dist.HashStore()
             )
-        except BaseException:
-            _entered.pop()
-            raise
+            stack.callback(destroy_group)
+            stack.callback(self.clock.close)
+            self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.clock.close()
-        _entered.pop()
-        destroy_group()
+        self._undo.close()
 
     def attach(self, mesh: dist.DeviceMesh) -> None:
         """Names the default group after the axis of ``mesh`` that uses it, and puts it on that one's link."""

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from parallel3d._compat import all_gather_single, reduce_scatter_single
-from parallel3d._layout import local_chunk
+from parallel3d._compat import all_gather_single, for_compiled_function, reduce_scatter_single
+from parallel3d._layout import local_chunk, smaller
 
 __all__ = [
     "TpAxis",
@@ -86,7 +86,7 @@ class TpAxis:
     def rows(self, size: int) -> int:
         """Rows of this rank's chunk of a dim of ``size``; under simulated ranks a ``SymInt``."""
         chunk = self.chunk(size)
-        return torch.sym_min(size - torch.sym_min(self.rank * chunk, size), chunk)
+        return smaller(size - smaller(self.rank * chunk, size), chunk)
 
 
 def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
@@ -171,7 +171,7 @@ def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
         return torch.cat([x.narrow(dim, 0, n) for x, n in zip(stacked, rows, strict=True)], dim)
     joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
     # No view: what an autograd function gives as one can't be changed in place, by an activation.
-    return (joined.narrow(dim, 0, size) if uneven else joined).detach()
+    return for_compiled_function((joined.narrow(dim, 0, size) if uneven else joined).detach())
 
 
 def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
@@ -195,7 +195,7 @@ def start_reduce_scatter(
     )
     if uneven:
         own = own.narrow(dim, 0, axis.rows(size)).detach()
-    return own, work
+    return for_compiled_function(own), work
 
 
 def _all_reduce(x: Tensor, axis: TpAxis) -> Tensor:
@@ -206,7 +206,8 @@ def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Te
     """The sum, and what to ``wait()`` for before it is read; None if ``wait``."""
     # A copy: autograd may hand the same gradient to other consumers.
     total = x.clone(memory_format=torch.contiguous_format)
-    return total, dist.all_reduce(total, group=axis.group, async_op=not wait)
+    work = dist.all_reduce(total, group=axis.group, async_op=not wait)
+    return for_compiled_function(total), work
 
 
 # ---- the pairs ----

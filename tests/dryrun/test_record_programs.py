@@ -314,7 +314,9 @@ def test_what_needs_a_gpu_is_named_by_its_line() -> None:
         lambda: torch.cuda.get_device_properties(0),
         lambda: torch.cuda.Stream().synchronize(),
     ):
-        with pytest.raises(DryRunError, match=rf"{__file__}:\d+, in <lambda>: .*(cuda|CUDA|NVIDIA)"):
+        with pytest.raises(
+            DryRunError, match=rf"{__file__}:\d+, in <lambda>: .*(cuda|CUDA|NVIDIA)"
+        ):
             run(program)
 
 

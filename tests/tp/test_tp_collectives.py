@@ -213,3 +213,37 @@ def test_a_sum_in_place_needs_a_contiguous_tensor():
         x = torch.randn(3, 2, requires_grad=True)
         # gloo and NCCL refuse others, or sum the wrong memory.
         assert reduce_from_tp((x * 1).t(), axis, in_place=True).is_contiguous()
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 2)], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        copy_to_tp,
+        reduce_from_tp,
+        lambda y, axis: gather_from_tp(y, 0, axis.global_size, axis),
+        lambda y, axis: gather_sequence(y, -1, axis.global_size, axis),
+        lambda y, axis: split_to_tp(y, 0, axis),
+        lambda y, axis: reduce_scatter_sequence(y, -1, axis),
+    ],
+    ids=["copy", "reduce", "gather", "gather_sequence", "split", "reduce_scatter"],
+)
+def test_compiled_they_pass_the_same_gradients(op, sizes):
+    """In a graph of torch 2.11 the gradients of what a collective had written came to nothing."""
+    whole, part = sizes
+    grads = []
+    with fake_world(0, 2):
+        axis = TpAxis(tp_mesh(2)["tp"])
+        axis.global_size = whole
+        for compiled in (False, True):
+
+            def program(x, weight):
+                return op(x @ weight, axis) * 2
+
+            if compiled:
+                torch._dynamo.reset()
+                program = torch.compile(program, backend="aot_eager", fullgraph=True)
+            x, weight = (sample(part, part, seed=s).requires_grad_() for s in (0, 1))
+            program(x, weight).sum().backward()
+            grads.append((x.grad, weight.grad))
+    assert all(map(torch.equal, *grads)) and grads[0][0].any()
