@@ -7,6 +7,7 @@ from textwrap import indent
 from parallel3d.launch.environment import variables
 from parallel3d.launch.job import LaunchJob
 from parallel3d.launch.quoting import for_kubernetes, for_torchrun, yaml_text
+from parallel3d.launch.torchrun import grace_option
 
 __all__ = ["arguments", "environment", "mounts", "resources", "script", "volumes"]
 
@@ -17,7 +18,7 @@ def script(torchrun: str, job: LaunchJob, before: str = "") -> str:
     ``torchrun`` are its options, a line each; ``before`` lines of shell that they
     need. No user's text is in here, so nothing is to be escaped.
     """
-    common = f"--nproc-per-node={job.gpus_per_node} --tee=3 --shutdown-timeout={job.grace or 30}"
+    common = f"--nproc-per-node={job.gpus_per_node} {grace_option(job)}--tee=3"
     options = " \\\n      ".join([*torchrun.split("\n"), common])
     return f"""\
 command:

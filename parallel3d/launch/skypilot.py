@@ -8,7 +8,7 @@ from parallel3d.launch.environment import variables
 from parallel3d.launch.error import LaunchError
 from parallel3d.launch.job import LaunchJob
 from parallel3d.launch.quoting import yaml_text
-from parallel3d.launch.torchrun import LIMITS, SIGNALS, training_words
+from parallel3d.launch.torchrun import LIMITS, SIGNALS, grace_option, training_words
 
 __all__ = ["skypilot_file"]
 
@@ -84,7 +84,6 @@ set -euo pipefail
 {LIMITS}
 
 torchrun {rendezvous}
-    --nproc-per-node={job.gpus_per_node} --max-restarts=0 --tee=3 \\
+    --nproc-per-node={job.gpus_per_node} --max-restarts=0 {grace_option(job)}--tee=3 \\
     {SIGNALS} \\
-    --shutdown-timeout={job.grace or 30} \\
     {training_words(job)}"""

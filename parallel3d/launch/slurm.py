@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallel3d.launch.environment import exports
 from parallel3d.launch.error import LaunchError
 from parallel3d.launch.job import LaunchJob
-from parallel3d.launch.torchrun import LIMITS, training_words
+from parallel3d.launch.torchrun import LIMITS, grace_option, training_words
 
 __all__ = ["slurm_file"]
 
@@ -96,7 +96,7 @@ run_node() {{
         trap '' USR1
         exec torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={job.gpus_per_node} \\
             --node-rank="$SLURM_NODEID" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\
-            --max-restarts=0 --shutdown-timeout={job.grace or 30} --tee=3 --log-dir="logs/$SLURM_JOB_ID" \\
+            --max-restarts=0 {grace_option(job)}--tee=3 --log-dir="logs/$SLURM_JOB_ID" \\
             {command}
     ) &
     torchrun=$!

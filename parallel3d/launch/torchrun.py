@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
 from parallel3d.launch.environment import exports
 from parallel3d.launch.job import LaunchJob
 from parallel3d.launch.quoting import for_torchrun, shell_command
 
-__all__ = ["LIMITS", "torchrun_file", "training_words"]
+__all__ = ["LIMITS", "grace_option", "torchrun_file", "training_words"]
 
 LIMITS = """\
 # Each worker keeps many files and sockets open, and RDMA locks memory: as much as this node allows.
@@ -14,6 +18,25 @@ ulimit -S -n hard
 ulimit -S -l hard"""
 
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def grace_option(job: LaunchJob) -> str:
+    """The seconds that workers have for a last checkpoint, as an option of torchrun and the space after it.
+
+    None where the torch that is installed has no such option, as 2.11: there they have 30 seconds.
+    """
+    return f"--shutdown-timeout={job.grace or 30} " if _has_grace() else ""
+
+
+@cache
+def _has_grace() -> bool:
+    torch = find_spec("torch")  # which takes seconds to import
+    if torch is None or torch.origin is None:
+        return True
+    return (
+        "shutdown-timeout"
+        in Path(torch.origin).with_name("distributed").joinpath("run.py").read_text()
+    )
 
 
 def training_words(job: LaunchJob) -> str:
@@ -42,7 +65,7 @@ set -euo pipefail
 # checkpoint before it kills them.
 exec torchrun --standalone --nproc-per-node={job.gpus_per_node} --max-restarts={job.max_restarts} \\
     {SIGNALS} \\
-    --shutdown-timeout={job.grace or 30} --tee=3 --log-dir="${{LOGS:-logs}}" \\
+    {grace_option(job)}--tee=3 --log-dir="${{LOGS:-logs}}" \\
     {training_words(job)}"""
 
 
@@ -72,5 +95,5 @@ exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus_per_node} --max-re
     --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${{PORT:-29500}}" --rdzv-id="$RUN" \\
     --rdzv-conf=read_timeout=600,join_timeout=900 ${{LOCAL:+--local-addr="$LOCAL"}} \\
     {SIGNALS} \\
-    --shutdown-timeout={job.grace or 30} --tee=3 --log-dir="${{LOGS:-logs}}" \\
+    {grace_option(job)}--tee=3 --log-dir="${{LOGS:-logs}}" \\
     {training_words(job)}"""

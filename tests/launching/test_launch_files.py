@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from odd_words import ODD
+from torch.distributed.run import get_args_parser
 
 from parallel3d.launch import TARGETS, LaunchJob, launch_file
 from parallel3d.launch.error import LaunchError
@@ -265,6 +266,14 @@ def test_a_torchrun_that_comes_back_is_let_in(target):
         job = LaunchJob(command=("train.py",), nodes=nodes, max_restarts=restarts, **more)
         wanted = nodes > 1 and restarts > 0
         assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in launch_file(target, job)) is wanted
+
+
+@pytest.mark.parametrize("target", [each for each in TARGETS if each != "ray"])
+def test_the_grace_is_an_option_where_torchrun_has_it(target: str) -> None:
+    """2.11's has not, and ends with its usage."""
+    known = get_args_parser()._option_string_actions
+    file = launch_file(target, job_for(target, grace=77))
+    assert ("--shutdown-timeout=77 " in file) == ("--shutdown-timeout" in known)
 
 
 def test_slurm_refuses_a_job_that_would_be_requeued_for_ever() -> None:
