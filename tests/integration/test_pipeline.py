@@ -5,6 +5,8 @@ gradient synchronisation off, and end a step by calling what they know of torch'
 ones compute gradients of inputs and of weights apart, and put the latter into ``.grad`` themselves.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from engines import Engine
@@ -13,6 +15,8 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
+
+from parallel3d.testing.gloo_pool import WorkerError
 
 BLOCKS, MICRO_BATCHES, DIM = 4, 4, 6
 
@@ -128,4 +132,8 @@ def compare(module: nn.Module, plain: nn.Module, step: int) -> None:
 )
 def test_schedule(on_ranks, name: str, reshard_after_forward: bool) -> None:
     scale = name != "ScheduleGPipe"
-    on_ranks(run_schedule, name, reshard_after_forward, scale, size=4)
+    sends_to_itself = torch.__version__.startswith("2.11.") and name == "ScheduleZBVZeroBubble"
+    # A rank's two stages are neighbours in it; torch 2.11 sends between them through gloo, which can't.
+    refused = pytest.raises(WorkerError, match="Pair is not connected")
+    with refused if sends_to_itself else nullcontext():
+        on_ranks(run_schedule, name, reshard_after_forward, scale, size=4)
