@@ -70,7 +70,8 @@ def run_folder(python: Path, paths: list[str], workers: int, minutes: float) -> 
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # its torchrun too
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
         try:
             done = subprocess.run(
                 [*command, f"--junitxml={report}", *paths],
