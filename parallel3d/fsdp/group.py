@@ -163,7 +163,7 @@ class ParamGroup:
         self.list_slots()
 
     def watch_gradients(self, unit: weakref.ref) -> None:
-        """Calls ``unit().on_grad(bucket, index, parameter)`` whenever autograd has a gradient."""
+        """Calls ``unit().take_gradient(bucket, index, gradient)`` whenever autograd has one."""
         self._unit = unit
         for bucket in self.buckets:
             for index, compute in enumerate(bucket.compute_params):
@@ -462,4 +462,5 @@ class _GradHook:
     def __call__(self, param: Any) -> None:
         unit, bucket = self.unit(), self.bucket()
         if unit is not None and bucket is not None:
-            unit.on_grad(bucket, self.index, param)
+            grad, param.grad = param.grad, None
+            unit.take_gradient(bucket, self.index, grad)

@@ -339,12 +339,6 @@ class Unit(Rest):
             "before the weights change, or give the unit reshard_after_forward=False, which keeps that"
         )
 
-    def on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
-        """Hook on every gradient's arrival."""
-        grad, param.grad = param.grad, None
-        assert grad is not None
-        self.take_gradient(bucket, index, grad)
-
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on outputs of a unit that its root shows."""

@@ -267,7 +267,8 @@ class TorchParamGroup(_Answers):
         for bucket in self._unit.group.buckets:
             for index, param in enumerate(bucket.compute_params):
                 if param.grad is not None:
-                    self._unit.on_grad(bucket, index, param)
+                    grad, param.grad = param.grad, None
+                    self._unit.take_gradient(bucket, index, grad)
 
     def _has_gradients(self) -> bool:
         group = self._unit.group

@@ -52,7 +52,8 @@ class ReduceInput:
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """The first gradient of parameter ``index``."""
-        bucket = self.bucket
+        bucket = self._bucket()
+        assert bucket is not None
         if index < self.in_place:
             if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
                 grad = grad.to(bucket.reduce_dtype)

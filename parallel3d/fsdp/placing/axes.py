@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import distributed as dist
@@ -94,7 +95,7 @@ class DataAxes:
             index = index * self.size(self.replicate) + self.coordinate(self.replicate)
         return index
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Ranks that gradients are averaged over."""
         return self.size(self.replicate) * self.size(self.shard)

@@ -92,6 +92,13 @@ def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tu
     if isinstance(module, unit.policy.full_precision_modules):
         return inputs  # it casts them itself, to its own dtype
     if not unit.group.full:
+        args, kwargs = inputs
+        if (
+            len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
+        ):  # most blocks' only input
+            if args[0].dtype == lower or not args[0].is_floating_point():
+                return inputs
+            return (args[0].to(lower),), kwargs
         return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
     own = unit.group.dtype
     if own is None or own == lower:
