@@ -200,10 +200,7 @@ class ParamGroup:
             partly: one of the unit's several modules was converted or loaded: buckets of which it has only
                 some parameters wait for the other modules.
         """
-        assert not self.shown
-        getters, names, found = self.found
-        if not all(map(is_, map(call, getters, names), found)):
-            self._adopt_replaced()
+        self.adopt_replaced()
         buckets = self.buckets
         if partly:
             buckets = [bucket for bucket in buckets if len(bucket.kinds()) == 1]
@@ -213,7 +210,12 @@ class ParamGroup:
         if any(moved):
             self.refresh()
 
-    def _adopt_replaced(self) -> None:
+    def adopt_replaced(self) -> None:
+        """Takes back Parameters that were put into the modules by other ways than assignment."""
+        assert not self.shown
+        getters, names, found = self.found
+        if all(map(is_, map(call, getters, names), found)):
+            return
         for bucket in self.buckets:
             for param in bucket.params:
                 for holder, name in param.slots:

@@ -86,7 +86,8 @@ class FSDPModule(CommMethods, ScheduleMethods, FinalizationMethods, TorchFSDPMod
         Forwards and backwards reshard it too where they are told to (``reshard_after_forward``,
         ``set_reshard_after_backward``). Until then forwards compute with what was gathered, or gather again
         after an optimizer's step or an in-place change of the Parameters; changes of ``param.data`` and by
-        ``torch._foreach_*`` functions outside of an optimizer they do not see.
+        ``torch._foreach_*`` functions outside of an optimizer they do not see. What is written to the
+        unsharded parameters themselves is lost when they are freed.
 
         Args:
             async_op: return a handle at once; ``wait()`` on it before the parameters are used.

@@ -104,6 +104,10 @@ def check_registered(root: Unit) -> None:
     registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
     if registered is None or not registered.is_of(modules):
         vars(modules[0]).pop(REGISTERED_ATTRIBUTE, None)
+        assert root.context is not None
+        for unit in root.context.units:  # also those that this forward does not come to
+            if not unit.group.shown and not unit.group.is_in_other_form:
+                unit.group.adopt_replaced()
         vars(modules[0])[REGISTERED_ATTRIBUTE] = _Registered(root, modules)
 
 

@@ -253,7 +253,7 @@ class Unit(Rest):
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         grad = torch.is_grad_enabled()
-        ends = self.depth == 1 and self.to_run <= {id(module)} and not context.in_backward
+        ends = self.depth == 1 and not context.in_backward
         output = watch_output(self, output, self.call if grad else None, attributes=ends)
         self.depth -= 1
         self.to_run.discard(id(module))

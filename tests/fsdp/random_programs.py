@@ -32,6 +32,7 @@ from wrapped import at_rest
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh
 from parallel3d.fsdp import BackwardPrefetch, CommHookState, FSDPModule, reduce_scatter_hook
+from parallel3d.fsdp.param import owner_at
 from parallel3d.testing import LocalWorld, local_world, shards_of
 
 __all__ = ["Config", "configs", "odd_configs", "run"]
@@ -206,8 +207,12 @@ class Side:
         return [value.detach() for value in losses]
 
     def change(self, number: int) -> None:
-        """As an optimizer does."""
-        _, param = self.param(number)
+        """As an optimizer does, which has the sharded Parameter, whatever is shown."""
+        name, param = self.param(number)
+        holder, _, attribute = name.rpartition(".")
+        owner = owner_at(self.model.get_submodule(holder), attribute)
+        if owner is not None:
+            param = owner.sharded
         with torch.no_grad():
             param.mul_(1.25)
 

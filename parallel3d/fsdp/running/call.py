@@ -113,7 +113,7 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
     """Hooks ``call`` to the outputs of ``unit``, and to what is left on its modules.
 
     Args:
-        attributes: whether to look there: the unit's forward has ended.
+        attributes: whether to look there: a forward of the unit's has ended, or of one of its modules.
 
     Raises:
         Parallel3dError: an output is a parameter, whose memory is freed now.
