@@ -392,3 +392,38 @@ class TestChangedWhereNothingIsGathered:
                 model[0].scale.mul_(2)
             with pytest.raises(StateError, match=r"unit Sequential: .*changed"):
                 loss.backward()
+
+
+class Again(nn.Module):
+    """Two blocks of one unit, the first of which runs once more when both have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (Block(lambda aux: aux, "attribute", True) for _ in range(2))
+
+    def forward(self, h):
+        for block in (self.first, self.second, self.first):
+            h, _ = block(h)
+        return h.square().mean()
+
+
+def test_on_an_attribute_of_a_unit_whose_forward_has_not_ended():
+    """Backwards of two forwards, each from what the first block has left last."""
+    torch.manual_seed(0)
+    plain = Again()
+    model = copy.deepcopy(plain)
+    inputs = torch.randn(2, 2, 8)
+    with local_world(2) as world:
+        fully_shard([model.first, model.second], mesh=mesh_of())
+        fully_shard(model, mesh=mesh_of())
+
+        def train(each):
+            each(inputs[0])  # makes the order known
+            losses = [each(x) * 0 + each.first.aux for x in inputs]
+            for loss in losses:
+                loss.backward()
+
+        train(model)
+        with world.paused():
+            train(plain)
+        check_gradients(model, plain, world)

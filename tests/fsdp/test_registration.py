@@ -109,6 +109,19 @@ class TestAssigned:
             train(each)
         check_equal(*pair)
 
+    def test_quietly_and_not_reached_by_the_next_forward(self, pair) -> None:
+        """Written into the module's dict, which no hook sees, before a forward that leaves the unit out."""
+        for each in pair:
+            train(each)
+            each.head._parameters["weight"] = value(3, 6)
+            head, each.forward = each.head, lambda x, each=each: each.twin(each.first(x))
+            each(X)
+            del each.forward
+            assert each.head.weight is head.weight
+        assert isinstance(dict(pair[0].named_parameters())["head.weight"], DTensor)
+        check_equal(*pair)
+        check_equal(*map(train, pair))
+
     def test_of_another_shape(self, pair) -> None:
         model, plain = pair
         with pytest.raises(Parallel3dError, match=r"weight of shape \(3, 6\).* shape \(5, 6\)"):
