@@ -1,8 +1,10 @@
 """What a step communicates equals what torch's fully_shard does, or is less for a stated reason."""
 
 import pytest
-from collective_cases import CASES, NONE, Case
+from collective_cases import CASES, IN_REDUCE_DTYPE, NONE, Case
 from collectives_table import PAGE, Results, collect, table
+
+from parallel3d._compat import follows_grad_dtype
 
 
 @pytest.fixture(scope="module")
@@ -33,4 +35,8 @@ def test_second_step_is_as_the_first(results) -> None:
 
 
 def test_page_is_up_to_date(results) -> None:
-    assert PAGE.read_text() == table(results), "run python tests/collectives_table.py"
+    page, now = PAGE.read_text().splitlines(), table(results).splitlines()
+    other = [line for line, found in zip(page, now, strict=True) if line != found]
+    if follows_grad_dtype:  # the page is of torch 2.13; 2.15 has mended this
+        other = [line for line in other if IN_REDUCE_DTYPE not in line]
+    assert not other, "run python tests/collectives_table.py"

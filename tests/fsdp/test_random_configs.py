@@ -97,4 +97,4 @@ def test_odd_many(seed: int, capsys) -> None:
     examples()
     with capsys.disabled():
         print(f"\nseed {seed}: {dict(sorted(tally.items()))}")
-    assert tally["programs equal"] >= 15
+    assert tally["programs equal"] > 25 // 2
