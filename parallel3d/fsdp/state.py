@@ -367,6 +367,18 @@ class Unit(Rest):
             if self.arrived >= self.group.trainable:
                 self.maybe_end_backward()
 
+    def take_gradients_put_by_hand(self) -> bool:
+        """Takes what was put into ``.grad`` of the unsharded parameters, as zero-bubble schedules do with the
+        gradients that they compute apart. Whether there was any."""
+        found = False
+        for bucket in self.group.buckets:
+            for index, param in enumerate(bucket.compute_params):
+                if param.grad is not None:
+                    grad, param.grad = param.grad, None
+                    self.take_gradient(bucket, index, grad)
+                    found = True
+        return found
+
     def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
 

@@ -256,19 +256,11 @@ class TorchParamGroup(_Answers):
         unit.reached = False
         before, context.in_backward = context.in_backward, True  # it ends by the caller's callback
         try:
-            self._take_gradients()
+            unit.take_gradients_put_by_hand()
             unit.leave_backward(context)
             context.reduce(unit)
         finally:
             context.in_backward = before
-
-    def _take_gradients(self) -> None:
-        """Takes gradients that were put into the unsharded parameters by hand, not by a backward."""
-        for bucket in self._unit.group.buckets:
-            for index, param in enumerate(bucket.compute_params):
-                if param.grad is not None:
-                    grad, param.grad = param.grad, None
-                    self._unit.take_gradient(bucket, index, grad)
 
     def _has_gradients(self) -> bool:
         group = self._unit.group

@@ -62,6 +62,46 @@ def test_gradients_come_with_it(layout, asynchronous) -> None:
 
 @parity
 @LAYOUTS
+def test_it_reshards_what_backwards_have_kept(layout) -> None:
+    """As pipeline schedules have it: units gathered by hand stay so until the end of the step."""
+    with local_world(layout.world_size) as world:
+        trial = manual(world, layout)
+        for step in (0, 2):
+            trial.model.set_reshard_after_backward(False)
+            trial.model.set_requires_gradient_sync(False)
+            for unit in (*trial.model.layers, trial.model):
+                unit.unshard()
+            trial.backward(step, step + 1)
+            trial.model.set_reshard_after_backward(True)
+            trial.model.set_requires_gradient_sync(True)
+            trial.model.finalize_backward()
+            assert at_rest(trial.model)
+            trial.check([step, step + 1])
+            trial.step()
+
+
+@parity
+def test_it_takes_gradients_put_by_hand() -> None:
+    """Zero-bubble schedules compute those of the weights apart, where the unsharded parameters are."""
+    with local_world(2) as world:
+        trial = manual(world, reshard_after_forward=False)
+        unit = the_unit(trial.model.layers[0])
+        trial.model.set_reshard_after_backward(False)
+        trial.model.set_requires_gradient_sync(False)
+        trial.forward(0)
+        bucket = unit.group.buckets[0]
+        bucket.compute_params[0].grad = torch.ones_like(bucket.compute_params[0])
+        trial.model.set_reshard_after_backward(True)
+        trial.model.set_requires_gradient_sync(True)
+        trial.model.finalize_backward()
+        assert bucket.compute_params[0].grad is None
+        for got in world.per_rank(bucket.params[0].sharded.grad.full_tensor()):
+            assert torch.equal(got, torch.ones_like(got))
+        assert at_rest(trial.model)
+
+
+@parity
+@LAYOUTS
 def test_several_backwards_that_all_reduce(layout) -> None:
     with local_world(layout.world_size) as world:
         trial = manual(world, layout)

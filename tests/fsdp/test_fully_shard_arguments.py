@@ -91,7 +91,9 @@ class TestMesh:
             whole = init_device_mesh("meta", (2, 2), mesh_dim_names=("shard", "tp"))
             weight = DTensor.from_local(torch.zeros(2, 4), whole["tp"], [Shard(0)], run_check=False)
             model = nn.Linear(4, 4, bias=False)
-            weight._is_param = True  # torch 2.15 can't make a Parameter of it: it asks for the device
+            weight._is_param = (
+                True  # torch 2.15 can't make a Parameter of it: it asks for the device
+            )
             model.weight = weight
             with pytest.raises(MeshError, match=r"weight is a DTensor on meta.*mesh is on cpu"):
                 fully_shard(model, mesh=init_device_mesh("cpu", (4,)))

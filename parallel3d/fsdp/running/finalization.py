@@ -112,11 +112,17 @@ class Finalization:
             raise StateError(f"finalize_backward() of {root!r} within a backward; call it after it")
         if self.stage is Stage.REDUCING:
             raise _not_waited("finalize_backward()", context)
-        for unit in reversed(context.units):
-            if unit.put_off:
-                unit.reduce(context.comm)
-                unit.reduced = False
-                unit.note_put_off()
+        context.in_backward = True  # which ends here
+        try:
+            for unit in reversed(context.units):
+                if unit.take_gradients_put_by_hand() or unit.put_off:
+                    unit.reduce(context.comm)
+                    unit.arrived, unit.reduced = 0, False
+                    unit.note_put_off()
+                if unit.reshard_after_backward:  # which it may not have been before
+                    unit.leave_backward(context)
+        finally:
+            context.in_backward = False
         context.comm.left_by = self._context
         self._enter(Stage.REDUCING)
 
