@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from parallel3d._compat import get_local_tensor, make_dtensor, make_spec, spec_of
 from parallel3d._packed_layout import PackedSpec, cut_packed, ordinary, packed_among
@@ -156,6 +156,8 @@ class _Call:
             return _copied(*self.args[:2])
         if self.kind == "new":
             return _new(self.func, *self.args, **self.kwargs)
+        if self.func in _LOGICAL:
+            return _all_or_any(self.func, self.args[0])
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, (list, tuple)):
                 for position, item in enumerate(value):
@@ -252,6 +254,24 @@ def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTen
         return func(make_dtensor(local, spec.ordinary), size, *args, **kwargs)
     made = func(local, list(local.shape), *args, **kwargs)
     return make_dtensor(made, make_spec(spec.mesh, spec.placements, like.shape, made.dtype))
+
+
+_LOGICAL = {torch.ops.aten.all.default, torch.ops.aten.any.default}
+
+
+def _all_or_any(func: Any, value: DTensor) -> Tensor:
+    """``value.all()`` or ``value.any()``, by a count on each rank.
+
+    DTensor of torch 2.15 would gather the rows first, as many of each rank as ``torch.chunk`` gives it.
+    """
+    spec, local = _packed_spec(value), get_local_tensor(value)
+    assert spec is not None
+    is_all = func is torch.ops.aten.all.default
+    count = (local.logical_not() if is_all else local).count_nonzero()
+    parts = [Partial() if p.is_shard() else p for p in ordinary(spec.placements)]
+    summed = DTensor.from_local(count, spec.mesh, parts, run_check=False)
+    summed = summed.redistribute(placements=[Replicate()] * len(parts))
+    return summed == 0 if is_all else summed != 0
 
 
 def _lie_apart(target: Any, source: Any) -> bool:

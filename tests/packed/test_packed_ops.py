@@ -137,7 +137,17 @@ def test_numbers_of_all(world: LocalWorld, packing) -> None:
         found = fn(a)
         assert type(found) is DTensor
         same(world, found.full_tensor(), fn(x))
-    assert all(bool(each) for each in world.per_rank((a == a).all().full_tensor()))
+    for fn in (torch.amin, torch.min):
+        same(world, fn(a).full_tensor(), fn(x))
+    for bound in (x.min(), x.median(), x.max()):  # on one rank only, on both
+        for fn in (torch.all, torch.any):
+            for found, want in (
+                (a <= bound, x <= bound),
+                (a < bound, x < bound),
+                (a == bound, x == bound),
+            ):
+                for each in world.per_rank(fn(found).full_tensor()):
+                    assert each.dtype is torch.bool and bool(each) == bool(fn(want))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)

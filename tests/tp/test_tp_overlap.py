@@ -181,4 +181,4 @@ def test_small_inputs_have_no_further_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     with fake_world(0, 2):
         model, x = parallel("replicate")
         y = model.up(x)
-    assert type(y.grad_fn).__name__ == "ViewBackward0" or "Addmm" in type(y.grad_fn).__name__
+    assert type(y.grad_fn).__name__ in ("ViewBackward0", "UnsafeViewBackward0", "AddmmBackward0")
