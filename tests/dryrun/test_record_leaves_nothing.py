@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import parallel3d as p3d
 from parallel3d import _compat
 from parallel3d._compat_dry import loader_iterators
+from parallel3d._replaced import _before_step
 from parallel3d.dryrun.program import script
 from parallel3d.dryrun.record import real, record
 from parallel3d.errors import DryRunError, StateError
@@ -52,9 +53,13 @@ def state() -> dict[str, Any]:
             dict(hooks._global_forward_pre_hooks),
             dict(hooks._global_forward_hooks_always_called),
         ],
+        # But for the one that is there from the first sharded model of the process on.
         "optimizer hooks": [
-            dict(optimizers._global_optimizer_pre_hooks),
-            dict(optimizers._global_optimizer_post_hooks),
+            [hook for hook in of_step.values() if hook is not _before_step]
+            for of_step in (
+                optimizers._global_optimizer_pre_hooks,
+                optimizers._global_optimizer_post_hooks,
+            )
         ],
         "backend": _compat.pretended_backend,
         "active": p3d.dryrun.active(),
