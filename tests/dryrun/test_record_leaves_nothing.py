@@ -27,6 +27,7 @@ from parallel3d._replaced import _before_step
 from parallel3d.dryrun.program import script
 from parallel3d.dryrun.record import real, record
 from parallel3d.errors import DryRunError, StateError
+from parallel3d.fsdp.running.freshness import _count
 from parallel3d.testing import fake_world
 
 OBJECTS = (
@@ -53,9 +54,9 @@ def state() -> dict[str, Any]:
             dict(hooks._global_forward_pre_hooks),
             dict(hooks._global_forward_hooks_always_called),
         ],
-        # But for the one that is there from the first sharded model of the process on.
+        # But for those that are there from the first sharded model of the process on.
         "optimizer hooks": [
-            [hook for hook in of_step.values() if hook is not _before_step]
+            [hook for hook in of_step.values() if hook not in (_before_step, _count)]
             for of_step in (
                 optimizers._global_optimizer_pre_hooks,
                 optimizers._global_optimizer_post_hooks,
