@@ -1,6 +1,7 @@
 """Who loads from a run's folder while a job saves there and removes what is older."""
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -153,8 +154,12 @@ def test_ranks_beside_a_job_that_keeps_one(tmp_path: Path, gloo_pool: GlooPool) 
     if child == 0:
         code = 1
         try:
+            # Five at once: each may be removed while it is read, and the tries are more than that. Then a
+            # pause that a load fits into, on a busy machine too.
             for step in range(2, 10**6):
                 saved(step)
+                if step % 5 == 0:
+                    time.sleep(0.3)
         finally:
             os._exit(code)
     try:
