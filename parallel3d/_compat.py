@@ -3,11 +3,14 @@
 For torch 2.11 to 2.15: ``python docs/versions.py`` runs the tests on each.
 """
 
+import atexit
 import importlib
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -63,6 +66,7 @@ __all__ = [
     "inner_tensors",
     "is_torch_hook_state",
     "keep_partial_gradients",
+    "let_gloo_finish_at_exit",
     "local_tensor_of",
     "make_dtensor",
     "make_spec",
@@ -164,6 +168,10 @@ pretended_backend: str | None = None
 """What ``backend_name`` says whatever the group is: a dry run's."""
 
 
+_GLOO_DROPS_WITHIN = 0.2
+"""Seconds without the interpreter's lock that gloo's threads get at exit; they need microseconds."""
+
+
 def backend_name(group: ProcessGroup, device_type: str) -> str:
     """The backend that carries ``device_type``'s tensors in ``group``: ``gloo``, ``nccl``, ``fake``.
 
@@ -176,6 +184,17 @@ def backend_name(group: ProcessGroup, device_type: str) -> str:
         return group._get_backend(torch.device(device_type)).name()
     except RuntimeError:
         return group.name()
+
+
+@cache
+def let_gloo_finish_at_exit() -> None:
+    """Lets gloo's threads drop the tensors of their last collectives before the interpreter goes.
+
+    A work holds the Python objects of its tensors, and is dropped by the thread that ran it, which
+    then waits for the interpreter's lock. Where the interpreter is already going, Python ends that
+    thread, and C++ the process: exit code 134, after everything was right (pytorch/pytorch#179291).
+    """
+    atexit.register(time.sleep, _GLOO_DROPS_WITHIN)
 
 
 def dtensor_shard_box(

@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel3d._compat import let_gloo_finish_at_exit
 from parallel3d.errors import MeshError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
 from parallel3d.mesh.fresh_store import fresh_store, outlives_ranks
@@ -108,6 +109,8 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
 
 def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
     mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+    if device_type == "cpu":
+        let_gloo_finish_at_exit()
     warm_up(mesh)
     return mesh
 

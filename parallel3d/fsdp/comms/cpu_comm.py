@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from parallel3d._compat import let_gloo_finish_at_exit
 from parallel3d.fsdp.buckets.bucket import Bucket
 from parallel3d.fsdp.buckets.hybrid_bucket import HybridBucket
 from parallel3d.fsdp.buckets.joint_gather import JointGather
@@ -40,6 +41,7 @@ class CpuComm:
         self.reducing: deque[_Reducing] = deque()
         self.left_by: Any = None
         self._ref = weakref.ref(self)
+        let_gloo_finish_at_exit()
 
     # -- all-gather ----------------------------------------------------------------------------------
 
