@@ -11,10 +11,10 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from parallel3d.dryrun import record, script
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Workload, spec_from_hf_config
-from parallel3d.planner.state_memory import state_memory
+from parallel3d.planner.memory import state_memory
+from parallel3d.tools.dryrun import record, script
 
 LAYOUT = MeshLayout(16, 32, 8)
 TRAIN = Path(__file__).parents[1] / "examples" / "train.py"

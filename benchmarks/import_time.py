@@ -4,7 +4,7 @@
 
 All that torch itself loads for us counts as ours: ``import torch`` loads neither torch.distributed.tensor
 nor torch.distributed.fsdp, nor what these need (sympy above all). The names of the package are therefore
-loaded when they are first asked for (``parallel3d/_lazy.py``), and a user of the engine pays then. So
+loaded when they are first asked for (``parallel3d/_util/lazy.py``), and a user of the engine pays then. So
 that nothing is hidden, the second table has that cost: until ``parallelize`` is there, beside torch's
 ``fully_shard`` and ``parallelize_module``.
 """

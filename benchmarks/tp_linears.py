@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from parallel3d import MeshLayout, build_mesh, parallelize, tp
 from parallel3d.testing import GlooPool, fake_world
-from parallel3d.tp.comm import linear_overlap
+from parallel3d.tp.overlap import WORTHWHILE
 
 PLAN = {"gate": tp.Colwise(), "up": tp.Colwise(), "down": tp.Rowwise()}
 
@@ -57,7 +57,7 @@ def timed(model: nn.Module, x: Tensor, clock: Callable[[], float]) -> Callable[[
 def host(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for least, name in ((2**60, "small inputs"), (0, "as if large: overlapped")):
-        linear_overlap.WORTHWHILE["cpu"] = least
+        WORTHWHILE["cpu"] = least
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
             plain, x = Gated(16), torch.randn(4, 16, requires_grad=True)
@@ -93,7 +93,7 @@ def on_ranks(width: int, tokens: int, rounds: int) -> Any:
     x = torch.randn(tokens, width, requires_grad=True)
 
     def step(least: int) -> float:
-        linear_overlap.WORTHWHILE["cpu"] = least
+        WORTHWHILE["cpu"] = least
         dist.barrier()
         return timed(model, x, time.perf_counter)()
 

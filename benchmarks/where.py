@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from parallel3d._compat import TorchDispatchMode
+from parallel3d._torch.autograd import TorchDispatchMode
 
 __all__ = ["Where", "where_the_thread_is"]
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 import parallel3d as p3d
-from parallel3d.dryrun import active
+from parallel3d.tools.dryrun import active
 
 __all__ = ["StepLog", "digest_of_rows", "digest_of_weights"]
 

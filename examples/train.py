@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from trainer import Schedule, Trainer
 
 import parallel3d as p3d
-from parallel3d.dryrun import active, assume
 from parallel3d.observability import (
     JsonLines,
     Metrics,
@@ -42,6 +41,7 @@ from parallel3d.observability import (
     TensorBoard,
     model_flops,
 )
+from parallel3d.tools.dryrun import active, assume
 
 BF16 = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOSS_PARALLEL: dict[str, bool | str] = {

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import alias_packages, export_lazily
+from parallel3d._util.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from parallel3d import checkpoint, dryrun, fsdp, guards, observability, optim, planner, tp
+    from parallel3d import checkpoint, fsdp, guards, observability, optim, planner, tp
     from parallel3d.errors import (
         AgreementError,
         CheckpointError,
@@ -21,13 +22,12 @@ if TYPE_CHECKING:
     )
     from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
     from parallel3d.guards import diagnose
-    from parallel3d.init import materialize
+    from parallel3d.materialize import materialize
     from parallel3d.mesh import MeshLayout, build_mesh
+    from parallel3d.mesh.seeding import seed_step
     from parallel3d.parallelize import parallelize
-    from parallel3d.seeding import seed_step
+    from parallel3d.tools import dryrun
     from parallel3d.tp import resolve_plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AgreementError",
@@ -67,10 +67,13 @@ export_lazily(
         "Parallel3dError PeerFailureError PlanError PlanningError StateError WrongTypeError",
         "fsdp": "MixedPrecisionPolicy fully_shard",
         "guards": "diagnose",
-        "init": "materialize",
+        "materialize": "materialize",
         "mesh": "MeshLayout build_mesh",
         "parallelize": "parallelize",
-        "seeding": "seed_step",
+        "mesh.seeding": "seed_step",
         "tp": "resolve_plan",
     },
+)
+alias_packages(
+    __name__, {"doctor": "tools.doctor", "dryrun": "tools.dryrun", "launch": "tools.launch"}
 )

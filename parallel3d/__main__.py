@@ -1,5 +1,5 @@
 """``python -m parallel3d``: the command without its script."""
 
-from parallel3d.cli import main
+from parallel3d.tools.cli import main
 
 main()

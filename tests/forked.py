@@ -22,11 +22,20 @@ __all__ = ["python_at"]
 _PRELOAD = ["torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent"]
 _PRELOAD += ["parallel3d", "parallel3d.parallelize", "parallel3d.checkpoint.loading"]
 _PRELOAD += ["parallel3d.checkpoint.saving", "torch._dynamo", "typer", "rich.progress", "runpy"]
-_PRELOAD += ["parallel3d.checkpoint.stop", "parallel3d.dryrun", "parallel3d.guards.watch", "einops"]
-_PRELOAD += ["parallel3d.init", "parallel3d.observability", "parallel3d.observability.exposed"]
+_PRELOAD += [
+    "parallel3d.checkpoint.stop",
+    "parallel3d.tools.dryrun",
+    "parallel3d.guards.session",
+    "einops",
+]
+_PRELOAD += [
+    "parallel3d.materialize",
+    "parallel3d.observability",
+    "parallel3d.observability.exposed",
+]
 _PRELOAD += ["parallel3d.observability.metrics", "parallel3d.observability.progress"]
 _PRELOAD += ["parallel3d.optim.clip", "parallel3d.planner.from_module", "pydantic.type_adapter"]
-_PRELOAD += ["parallel3d.cli", "parallel3d.doctor"]
+_PRELOAD += ["parallel3d.tools.cli", "parallel3d.tools.doctor"]
 _KINDS = ("net", "uts", "mnt", "pid")
 
 

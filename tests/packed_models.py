@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from parallel3d._packing import Packing, cut_sections
+from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.tp import Colwise, Rowwise
 from parallel3d.tp.checks import ParamRule
-from parallel3d.tp.collectives import TpAxis
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward
+from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.forwards import TpState, bind_forward
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.linear import colwise_linear, rowwise_linear
 

@@ -15,7 +15,7 @@ from parallel3d import (
     optim,
     parallelize,
 )
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 
 __all__ = ["build", "local", "refused"]
 

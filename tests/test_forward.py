@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._forward import as_if, wrap_forward
+from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.parallelize import _checkpointed
 from parallel3d.testing import fake_world
 from parallel3d.tp import PrepareInput, resolve_plan

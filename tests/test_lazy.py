@@ -30,14 +30,19 @@ import {", ".join(PACKAGES)}
 print(*sorted(set(sys.modules) - before))
 parallel3d.MeshLayout(shard=-1, tp=2).resolve(world_size=8)
 print(*sorted(set(sys.modules) - before))
-print(parallel3d.mesh.layout.__name__, parallel3d.fsdp.settings.__name__)
+print(parallel3d.mesh.layout.__name__, parallel3d.fsdp.unit.__name__)
 """
     loaded, for_sizes, modules = in_fresh_process(code)
-    assert set(loaded) == {"parallel3d._lazy", *PACKAGES}
+    assert set(loaded) == {
+        "parallel3d._util",
+        "parallel3d._util.lazy",
+        "parallel3d._util.version",
+        *PACKAGES,
+    }
     # Nor does what needs no tensor.
     assert not {"sympy", "torch.distributed.tensor", "transformers", "einops"} & set(for_sizes)
     # Modules are there without imports of their own.
-    assert modules == ["parallel3d.mesh.layout", "parallel3d.fsdp.settings"]
+    assert modules == ["parallel3d.mesh.layout", "parallel3d.fsdp.unit"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -83,7 +88,7 @@ def test_functions_named_like_their_modules_stay_functions() -> None:
     code = """
 import parallel3d.fsdp.fully_shard
 import parallel3d.optim.local
-from parallel3d.fsdp.full_params import full_params
+from parallel3d.fsdp.state_dict.full_params import full_params
 import parallel3d.parallelize
 from parallel3d import optim, fsdp
 for each in (
@@ -116,7 +121,7 @@ def test_a_misspelt_name_is_told_the_nearest(package: str, misspelt: str, meant:
 
 def test_what_a_module_fails_to_import_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error inside a module is no missing name."""
-    monkeypatch.setitem(sys.modules, "parallel3d.init", None)
+    monkeypatch.setitem(sys.modules, "parallel3d.materialize", None)
     monkeypatch.delitem(vars(parallel3d), "materialize", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"parallel3d\.init"):
+    with pytest.raises(ModuleNotFoundError, match=r"parallel3d\.materialize"):
         _ = parallel3d.materialize

@@ -15,7 +15,7 @@ from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.testing import assert_parity, record_collectives
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import Colwise, VocabLogits, vocab_parallel_cross_entropy
-from parallel3d.tp.logits import vocab_logits
+from parallel3d.tp.vocab_parallel import vocab_logits
 
 VOCAB = (
     67  # what no tp divides (complaint 18 of docs/tensor_parallel.md); see tests/tp/test_tp_loss.py

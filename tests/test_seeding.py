@@ -9,7 +9,7 @@ import torch
 import parallel3d as p3d
 from parallel3d import MeshLayout
 from parallel3d.errors import Parallel3dError
-from parallel3d.seeding import last_step_seed
+from parallel3d.mesh.seeding import last_step_seed
 from parallel3d.testing import fake_world
 
 

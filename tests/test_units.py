@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d._units import find_units, of_one_unit
 from parallel3d.mesh import MeshLayout, build_mesh
-from parallel3d.parallelize import parallelize
+from parallel3d.parallelize import find_units, of_one_unit, parallelize
 from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import fake_world
 

@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import typer
 
 import parallel3d as p3d
-from parallel3d.launch import LaunchJob, launch_file
 from parallel3d.planner import Cluster, Prediction, Workload, predict, spec_from_hf_config
+from parallel3d.tools.launch import LaunchJob, launch_file
 
 FOLDER = Path(__file__).parent
 sys.path.append(str(FOLDER.parent))

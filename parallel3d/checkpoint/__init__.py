@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.checkpoint.dcp import load_dcp, save_dcp
-    from parallel3d.checkpoint.format.planners import LoadPlanner, SavePlanner
-    from parallel3d.checkpoint.format.reader import Reader
+    from parallel3d.checkpoint.format.reader import LoadPlanner, Reader, SavePlanner
     from parallel3d.checkpoint.format.writer import Writer
     from parallel3d.checkpoint.hf.load import load_hf
     from parallel3d.checkpoint.hf.save import save_hf
@@ -38,8 +37,7 @@ export_lazily(
     __name__,
     {
         "checkpoint.dcp": "load_dcp save_dcp",
-        "checkpoint.format.planners": "LoadPlanner SavePlanner",
-        "checkpoint.format.reader": "Reader",
+        "checkpoint.format.reader": "LoadPlanner Reader SavePlanner",
         "checkpoint.format.writer": "Writer",
         "checkpoint.hf.load": "load_hf",
         "checkpoint.hf.save": "save_hf",

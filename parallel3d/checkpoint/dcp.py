@@ -6,6 +6,8 @@ import io
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,25 +16,30 @@ from uuid import uuid4
 import torch
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
-from parallel3d.checkpoint.torch_formats.folder import DcpFolder, StoredAt
+from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, ranks_of
+from parallel3d.checkpoint.torch_formats.folder import (
+    DcpFolder,
+    DcpTensor,
+    StoredAt,
+    archive_at,
+    blob_of,
+    small,
+)
 from parallel3d.checkpoint.torch_formats.loading import Contents, load
-from parallel3d.checkpoint.torch_formats.model_target import state_at_rest
-from parallel3d.checkpoint.torch_formats.names import (
+from parallel3d.checkpoint.torch_formats.model_target import (
     cleaned,
     find_model,
     find_optimizer,
     others,
+    state_at_rest,
 )
-from parallel3d.checkpoint.torch_formats.saved_optimizer import saved_in_names
-from parallel3d.checkpoint.torch_formats.sources import DcpTensor, archive_at, blob_of, small
+from parallel3d.checkpoint.torch_formats.optimizer_target import saved_in_names
 from parallel3d.errors import CheckpointError
-from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
-
-__all__ = ["load_dcp", "save_dcp"]
+from parallel3d.fsdp import optim_state_dict
 
 
 def load_dcp(
@@ -247,3 +254,37 @@ def _flattened(found: dict[str, Any]) -> dict[str, Any]:
                 if key != "params":
                     flat[f"param_groups.{name}.{key}"] = value
     return flat
+
+
+# What DCP raises when a rank fails, as errors of this package.
+
+HALF_READ = (
+    "This came while values were read in: some are the checkpoint's now, others not. "
+    "Load again before you go on"
+)
+
+
+@contextmanager
+def dcp_errors(*, alone: bool, size: int = 1) -> Iterator[None]:
+    """Turns a CheckpointException, which DCP raises on all ranks, into one CheckpointError.
+
+    Args:
+        alone: for one process, where DCP warns that it is.
+        size: how many ranks there are, to name those that failed if not all did.
+    """
+    try:
+        if alone:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                yield
+        else:
+            yield
+    except CheckpointException as error:
+        problems = {rank: problem for rank, (problem, _) in error.failures.items()}
+        for problem in problems.values():
+            if not isinstance(problem, Exception):  # a KeyboardInterrupt
+                raise problem from error
+        found = as_checkpoint_error(problems, size)  # type: ignore[arg-type]
+        if error.args[0] == "read":
+            found = CheckpointError(f"{found}\n{HALF_READ}")
+        raise found from error

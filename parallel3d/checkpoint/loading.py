@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,122 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d import _dry_run
-from parallel3d._compat import get_local_tensor
-from parallel3d.checkpoint.contents import read_contents
-from parallel3d.checkpoint.dcp_errors import HALF_READ, dcp_errors
-from parallel3d.checkpoint.describe import axes_of, mesh_of
-from parallel3d.checkpoint.extra_state import LoadedExtraState
+from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._util import dry_run
+from parallel3d.checkpoint.dcp import HALF_READ, dcp_errors
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.index import Index
-from parallel3d.checkpoint.format.other_jobs import looked
-from parallel3d.checkpoint.format.planners import LoadPlanner
-from parallel3d.checkpoint.format.reader import Reader
-from parallel3d.checkpoint.matching import check_alike, matched
-from parallel3d.checkpoint.model_state import model_state
+from parallel3d.checkpoint.format.folder import looked
+from parallel3d.checkpoint.format.index import Index, TensorEntry
+from parallel3d.checkpoint.format.reader import LoadPlanner, Reader, read_whole
+from parallel3d.checkpoint.model_state import (
+    PREFIX,
+    Contents,
+    LoadedExtraState,
+    ModelState,
+    model_state,
+    read_contents,
+)
 from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
+from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
+from parallel3d.checkpoint.saving import axes_of, mesh_of
 from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
-__all__ = ["Info", "latest", "load"]
+# What of a checkpoint is which tensor of a model; if names, shapes and dtypes agree.
+
+
+def matched(folder: Path, index: Index, state: ModelState, contents: Contents) -> dict[str, Tensor]:
+    """The model's tensors by the names they are stored under.
+
+    Raises:
+        CheckpointError: the stored ones have other names, or different values for what is one tensor here.
+    """
+    stored = {name for name in index.tensors if name.startswith(PREFIX)}
+    known = {*state.tensors, *state.ties}
+    missing = [name for name in state.tensors if name not in stored]
+    extra = tuple(
+        f"{PREFIX}{m}._extra_state" if m else f"{PREFIX}_extra_state" for m in contents.extra_state
+    )
+    lost = [name for name in sorted(stored - known) if not name.startswith(extra)]
+    if missing or lost:
+        trainable = contents.only == "trainable"
+        raise CheckpointError(_mismatch(folder, missing, lost, known, stored, trainable))
+    if state.derived:
+        raise CheckpointError(
+            f"{state.derived[0]} holds something computed from its values (a precomputed scale), which "
+            "would be that of the old ones after a load; load before the first step"
+        )
+    for alias, name in state.ties.items():
+        if alias in index.tensors:
+            _check_tied(folder, index, alias, name)
+    return state.tensors
+
+
+def _check_tied(folder: Path, index: Index, alias: str, name: str) -> None:
+    a, b = index.tensors[alias], index.tensors[name]
+    if a is b:
+        return
+    boxes = [[(c.offsets, c.sizes) for c in entry.chunks] for entry in (a, b)]
+    if (a.shape, a.dtype) == (b.shape, b.dtype) and boxes[0] == boxes[1]:
+        same = [c.crc for c in a.chunks] == [c.crc for c in b.chunks]
+    else:
+        values = [read_whole(folder, index, which) for which in (alias, name)]
+        same = values[0].dtype == values[1].dtype and torch.equal(*values)
+    if not same:
+        raise CheckpointError(
+            f"{_short(alias)} and {_short(name)} are one parameter of the model, but {folder} has "
+            "different values for them"
+        )
+
+
+def check_alike(folder: Path, name: str, entry: TensorEntry, target: Tensor) -> None:
+    """Raises CheckpointError unless it can hold the stored tensor: shape and dtype are its, and each element
+    has a place of its own."""
+    if entry.shape != tuple(target.shape) or entry.dtype != target.dtype:
+        raise CheckpointError(
+            f"{_short(name)} is {_kind(entry.dtype, entry.shape)} in {folder}, but here "
+            f"{_kind(target.dtype, target.shape)}"
+        )
+    if shares_memory_within(target):
+        raise CheckpointError(
+            f"{_short(name)} can't be read into: its elements share memory, as after expand(); make it "
+            "contiguous first"
+        )
+
+
+def _mismatch(
+    folder: Path,
+    missing: list[str],
+    lost: list[str],
+    known: set[str],
+    stored: set[str],
+    trainable: bool,
+) -> str:
+    parts = [f"{folder} is not of this model"]
+    if trainable:
+        parts[0] += " (it was saved with only='trainable')"
+    for names, others, what in (
+        (missing, stored, "it doesn't have"),
+        (lost, known, "the model doesn't have its"),
+    ):
+        if names:
+            near = get_close_matches(names[0], others, n=1, cutoff=0.6)
+            like = f" (nearest: {_short(near[0])})" if near else ""
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            parts.append(f"{what} {', '.join(map(_short, names[:3]))}{more}{like}")
+    return "; ".join(parts)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+def _kind(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
 
 _LOOKS = (
     30  # at a run whose checkpoints are removed, by the job that saves there, while they are read
@@ -92,10 +188,10 @@ def load(
         CheckpointError: on all ranks: it is another model's, by names, shapes or dtypes.
         DryRunError: in a dry run.
     """
-    if _dry_run.active():
+    if dry_run.active():
         raise DryRunError(
             "checkpoint.load in a dry run: there are no values to read into; ask checkpoint.latest first, "
-            "which finds none there, or skip it with parallel3d.dryrun.active()"
+            "which finds none there, or skip it with parallel3d.tools.dryrun.active()"
         )
     # What is made here must not be inference tensors, and what is there may not be one.
     with torch.inference_mode(False), torch.no_grad():
@@ -153,7 +249,7 @@ def _load(
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The checkpoint of a run that was saved last, if there is one; absolute, and by the first rank's
     working directory. All ranks must call it. In a dry run there is none: it begins at the beginning."""
-    if _dry_run.active():
+    if dry_run.active():
         return None
 
     def find() -> Path | None:

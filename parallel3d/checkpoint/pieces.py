@@ -10,8 +10,8 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import dtensor_shard_box, get_local_tensor
-from parallel3d._packed_layout import packed_among, packed_boxes
+from parallel3d._layout.packed import packed_among, packed_boxes
+from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor
 from parallel3d.errors import CheckpointError
 
 __all__ = ["HeldBox", "Piece", "held_boxes", "pieces_of", "shares_memory_within"]

@@ -3,39 +3,128 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from parallel3d import _dry_run
-from parallel3d._arguments import as_bool, as_count
-from parallel3d.checkpoint.background import run_in_background
-from parallel3d.checkpoint.dcp_errors import dcp_errors
-from parallel3d.checkpoint.describe import describe
+from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
+from parallel3d._torch.kernels import foreach_copy_
+from parallel3d._util import dry_run
+from parallel3d._util.arguments import as_bool, as_count
+from parallel3d._util.version import __version__
+from parallel3d.checkpoint.dcp import dcp_errors
 from parallel3d.checkpoint.format import folder as folders
+from parallel3d.checkpoint.format.folder import check_alone, looked
 from parallel3d.checkpoint.format.lock import Lock
-from parallel3d.checkpoint.format.other_jobs import check_alone, looked
-from parallel3d.checkpoint.format.planners import SavePlanner
+from parallel3d.checkpoint.format.reader import SavePlanner
 from parallel3d.checkpoint.format.writer import Writer
 from parallel3d.checkpoint.model_state import ModelState, model_state
 from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
-from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of, run_in_background
 from parallel3d.checkpoint.rng import rng_state
-from parallel3d.checkpoint.staging import copy_to_host
 from parallel3d.checkpoint.values import as_dict, encode, keeper
 from parallel3d.errors import CheckpointError
 
-__all__ = ["save"]
+# copy_to_host: a copy of the state to write from, while training changes the state.
+
+_buffers: dict[str, Tensor] = {}
+"""Of the last copy: memory that is there need not be asked for, and its pages are."""
+
+
+def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with the same layouts on the CPU, in memory of their own.
+
+    The memory is used again by the next call: what was written from it must be done by then.
+    """
+    locals_ = {
+        name: get_local_tensor(t) if isinstance(t, DTensor) else t for name, t in tensors.items()
+    }
+    for name in [name for name in _buffers if name not in locals_]:
+        del _buffers[name]
+    for name, local in locals_.items():
+        known = _buffers.get(name)
+        if known is None or known.shape != local.shape or known.dtype != local.dtype:
+            pinned = local.device.type == "cuda"
+            _buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+    _copy([_buffers[name] for name in locals_], list(locals_.values()))
+    return {
+        name: make_dtensor(_buffers[name], spec_of(t)) if isinstance(t, DTensor) else _buffers[name]
+        for name, t in tensors.items()
+    }
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    with torch.no_grad():
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in zip(targets, sources, strict=True):
+            pair = groups.setdefault((source.device, source.dtype), ([], []))
+            pair[0].append(target)
+            pair[1].append(source.detach())
+        for (device, _), (to, of) in groups.items():
+            if device.type == "cpu":
+                foreach_copy_(to, of)
+                continue
+            for target, source in zip(to, of, strict=True):
+                target.copy_(source, non_blocking=True)
+        for kind in {device.type for device, _ in groups} - {"cpu"}:
+            torch.get_device_module(kind).current_stream().synchronize()
+
+
+# What checkpoint.json says of a run beside its values: mesh, plan, versions.
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh with the most axes that a parameter of ``model`` lies on; None for a plain model."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
+
+
+def describe(parameters: Mapping[str, nn.Parameter]) -> Callable[[], dict[str, Any]]:
+    """Looks at a model's parameters at rest, by name; what is returned says it, when asked, as it was then.
+
+    JSON values: ``mesh`` (axes and sizes), ``plan`` (parameter -> placements), ``versions``.
+    """
+    # Between the two a forward may show other parameters; and strings by the hundred take their time.
+    sharded = [(name, p) for name, p in parameters.items() if isinstance(p, DTensor)]
+    mesh = max((p.device_mesh for _, p in sharded), key=lambda mesh: mesh.ndim, default=None)
+    return partial(_described, axes_of(mesh), [(name, p.placements) for name, p in sharded])
+
+
+def _described(
+    axes: dict[str, int] | None, placed: list[tuple[str, tuple[Placement, ...]]]
+) -> dict[str, Any]:
+    return {
+        "mesh": axes,
+        "plan": {name: str(list(map(str, placements))) for name, placements in placed},
+        "versions": {
+            "parallel3d": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def axes_of(mesh: DeviceMesh | None) -> dict[str, int] | None:
+    """Axis -> size; None for no mesh."""
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
+    return dict(zip(names, mesh.shape, strict=True))
+
 
 _MOST_STEPS = 10**18  # its folder's name has 18 digits at most
 
@@ -86,7 +175,7 @@ def save(
     if only not in (None, "trainable"):
         raise CheckpointError(f'only is {only!r}; it must be "trainable", or None for everything')
     run_folder = folders.as_path(path).absolute()
-    if _dry_run.active():  # there are no values, and nobody to meet
+    if dry_run.active():  # there are no values, and nobody to meet
         return _not_written(folders.step_folder(run_folder, step), async_)
     state: ModelState | None = None
     problem: Exception | None = None

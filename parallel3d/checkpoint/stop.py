@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from parallel3d import _dry_run
+from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError, StateError
 
 __all__ = ["StopSignal"]
@@ -61,7 +61,7 @@ class StopSignal:
             return self.requested
         flag = torch.tensor(int(self.requested), dtype=torch.int32, device=_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return self.requested if _dry_run.active() else bool(flag.item())
+        return self.requested if dry_run.active() else bool(flag.item())
 
     def __enter__(self) -> StopSignal:
         """Handles the signals.

@@ -9,10 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from parallel3d.checkpoint.format.index import Index, TensorEntry
-from parallel3d.checkpoint.format.whole import read_whole
+from parallel3d.checkpoint.format.reader import read_whole
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
-
-__all__ = ["Stored"]
 
 _MOST = 1 << 30  # bytes
 

@@ -16,25 +16,25 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.checkpoint.torch_formats.archive import Archive
+from parallel3d.checkpoint.torch_formats.folder import FileTensor, Memory, blob_in
 from parallel3d.checkpoint.torch_formats.loading import Contents, load
-from parallel3d.checkpoint.torch_formats.model_target import EXTRA_STATE, state_at_rest
-from parallel3d.checkpoint.torch_formats.names import (
+from parallel3d.checkpoint.torch_formats.model_target import (
+    EXTRA_STATE,
     cleaned,
     find_model,
     find_optimizer,
     others,
     shown,
+    state_at_rest,
 )
-from parallel3d.checkpoint.torch_formats.saved_optimizer import (
+from parallel3d.checkpoint.torch_formats.optimizer_target import (
     SavedOptimizer,
     saved_in_dict,
     saved_in_names,
 )
-from parallel3d.checkpoint.torch_formats.sources import FileTensor, Memory, blob_in
-from parallel3d.checkpoint.torch_formats.vocabulary import MAX_NAME, SavedTensor
+from parallel3d.checkpoint.torch_formats.pickled import MAX_NAME, SavedTensor
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
-from parallel3d.fsdp.state_dict import model_state_dict
-from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
+from parallel3d.fsdp import model_state_dict, optim_state_dict
 
 __all__ = ["load_torch", "save_torch"]
 

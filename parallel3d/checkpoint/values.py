@@ -1,7 +1,4 @@
-"""Values that are no tensors, as JSON and back: no pickle, so that reading them runs no code.
-
-JSON's own types stay as they are; others are an object with one key that begins with ``$``.
-"""
+"""Values that are no tensors, as JSON and back: no pickle, so that reading them runs no code."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ import torch
 from parallel3d.checkpoint.format.index import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["as_dict", "decode", "encode", "is_scalar", "keeper"]
-
 _DEEPEST = 64  # lists and dicts within each other
+
+
 _LONGEST = 14_000  # bits of an integer; Python writes and reads no longer ones as decimal
 
 

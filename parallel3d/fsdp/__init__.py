@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.api import (
@@ -12,25 +12,22 @@ if TYPE_CHECKING:
         OffloadPolicy,
         ShardPlacementResult,
     )
-    from parallel3d.fsdp.comms.comm_hooks import (
+    from parallel3d.fsdp.fully_shard import fully_shard
+    from parallel3d.fsdp.interop import register_fsdp_forward_method, share_comm_ctx
+    from parallel3d.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle
+    from parallel3d.fsdp.options.checks import check_execution_order
+    from parallel3d.fsdp.options.comm_hooks import (
         CommHookState,
         allreduce_hook,
         bf16_compress_hook,
         fp16_compress_hook,
         reduce_scatter_hook,
     )
-    from parallel3d.fsdp.full_params import full_params
-    from parallel3d.fsdp.fully_shard import fully_shard
-    from parallel3d.fsdp.functions import register_fsdp_forward_method, share_comm_ctx
-    from parallel3d.fsdp.module import FSDPModule, UnshardHandle
-    from parallel3d.fsdp.module_finalization import GradientReductionHandle
-    from parallel3d.fsdp.order_check import check_execution_order
-    from parallel3d.fsdp.running.schedule import BackwardPrefetch
-    from parallel3d.fsdp.state_dict import load_model_state_dict, model_state_dict
-    from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
-    from parallel3d.fsdp.whole.optim_state_dict import optim_state_dict
-    from parallel3d.fsdp.whole.optim_state_load import load_optim_state_dict
-    from parallel3d.fsdp.whole.state_dict_type import (
+    from parallel3d.fsdp.schedule import BackwardPrefetch
+    from parallel3d.fsdp.state_dict.full_params import full_params
+    from parallel3d.fsdp.state_dict.model_state_dict import load_model_state_dict, model_state_dict
+    from parallel3d.fsdp.state_dict.optim_state_dict import load_optim_state_dict, optim_state_dict
+    from parallel3d.fsdp.state_dict.state_dict_type import (
         FullOptimStateDictConfig,
         FullStateDictConfig,
         LocalOptimStateDictConfig,
@@ -43,7 +40,8 @@ if TYPE_CHECKING:
         set_state_dict_type,
         state_dict_type,
     )
-    from parallel3d.fsdp.whole.transforms import chunk, gather
+    from parallel3d.fsdp.state_dict.transforms import chunk, gather
+    from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
 
 __all__ = [
     "BackwardPrefetch",
@@ -90,30 +88,23 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "fsdp.api": (
-            "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy "
-            "ShardPlacementResult"
-        ),
-        "fsdp.comms.comm_hooks": (
-            "CommHookState allreduce_hook bf16_compress_hook fp16_compress_hook reduce_scatter_hook"
-        ),
-        "fsdp.full_params": "full_params",
+        "fsdp.api": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy "
+        "ShardPlacementResult",
         "fsdp.fully_shard": "fully_shard",
-        "fsdp.functions": "register_fsdp_forward_method share_comm_ctx",
-        "fsdp.module": "FSDPModule UnshardHandle",
-        "fsdp.module_finalization": "GradientReductionHandle",
-        "fsdp.order_check": "check_execution_order",
-        "fsdp.running.schedule": "BackwardPrefetch",
-        "fsdp.state_dict": "load_model_state_dict model_state_dict",
+        "fsdp.interop": "register_fsdp_forward_method share_comm_ctx",
+        "fsdp.module": "FSDPModule GradientReductionHandle UnshardHandle",
+        "fsdp.options.checks": "check_execution_order",
+        "fsdp.options.comm_hooks": "CommHookState allreduce_hook bf16_compress_hook "
+        "fp16_compress_hook reduce_scatter_hook",
+        "fsdp.schedule": "BackwardPrefetch",
+        "fsdp.state_dict.full_params": "full_params",
+        "fsdp.state_dict.model_state_dict": "load_model_state_dict model_state_dict",
+        "fsdp.state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
+        "fsdp.state_dict.state_dict_type": "FullOptimStateDictConfig FullStateDictConfig "
+        "LocalOptimStateDictConfig LocalStateDictConfig ShardedOptimStateDictConfig "
+        "ShardedStateDictConfig StateDictSettings StateDictType get_state_dict_type "
+        "set_state_dict_type state_dict_type",
+        "fsdp.state_dict.transforms": "chunk gather",
         "fsdp.strategy": "ShardingStrategy strategy_layout strategy_options",
-        "fsdp.whole.optim_state_dict": "optim_state_dict",
-        "fsdp.whole.optim_state_load": "load_optim_state_dict",
-        "fsdp.whole.state_dict_type": (
-            "FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
-            "LocalStateDictConfig ShardedOptimStateDictConfig ShardedStateDictConfig "
-            "StateDictSettings StateDictType get_state_dict_type set_state_dict_type "
-            "state_dict_type"
-        ),
-        "fsdp.whole.transforms": "chunk gather",
     },
 )

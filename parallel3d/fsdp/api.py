@@ -1,18 +1,17 @@
 """Policies of the sharding engine. torch's own objects are taken as well, and torch takes these."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from parallel3d._compat import (
-    BatchNorm,
+from parallel3d._torch.autograd import BatchNorm, grads_may_differ_in_dtype
+from parallel3d._torch.fully_shard import (
     DataParallelMeshDims,
     ShardPlacementResult,
     TorchMixedPrecisionPolicy,
-    grads_may_differ_in_dtype,
 )
 from parallel3d.errors import Parallel3dError
 
@@ -24,6 +23,7 @@ __all__ = [
     "ShardPlacementResult",
     "check_offload",
     "check_policy",
+    "in_own_dtype",
     "input_dtype",
     "keeps_its_dtype",
     "own_policy",
@@ -193,3 +193,11 @@ def input_dtype(policy: MixedPrecisionPolicy, *, is_root: bool) -> torch.dtype |
     if is_root and policy.cast_root_forward_inputs is not None:
         cast = policy.cast_root_forward_inputs
     return policy.param_dtype if cast else None
+
+
+def in_own_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """``policy`` for parameters that compute in ``dtype``, their own, and are reduced in no lower one."""
+    if not dtype.is_floating_point:
+        return policy
+    wanted = torch.promote_types(dtype, policy.reduce_dtype or policy.param_dtype or dtype)
+    return replace(policy, param_dtype=None, reduce_dtype=None if wanted == dtype else wanted)

@@ -15,16 +15,14 @@ import torch
 from torch import nn
 
 from parallel3d.errors import StateError
-from parallel3d.fsdp.group import GroupState, ParamGroup
-from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.registration import REGISTERED_ATTRIBUTE
-from parallel3d.fsdp.running.finalization import Stage
-from parallel3d.fsdp.running.members import UNIT_ATTRIBUTE, the_unit
-from parallel3d.fsdp.slots import OwnSetattr
-from parallel3d.fsdp.state import Unit
+from parallel3d.fsdp.context import Stage
+from parallel3d.fsdp.group import REGISTERED_ATTRIBUTE, GroupState, ParamGroup
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, the_unit
+from parallel3d.fsdp.param import OwnSetattr, ShardedParam
+from parallel3d.fsdp.unit import Unit
 
 if TYPE_CHECKING:
-    from parallel3d.fsdp.buckets.bucket import Bucket
+    from parallel3d.fsdp.bucket import Bucket
 
 __all__ = ["copy_module"]
 
@@ -97,7 +95,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new.params = [_copy_param(param, memo) for param in bucket.params]
     new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() finds all moved
     new.gathering = None
-    new.guard = None  # whoever updates the original knows nothing of the copy
+    new.on_reduced = None  # whoever updates the original knows nothing of the copy
     new.adopt()  # buffers of its own
     return new
 

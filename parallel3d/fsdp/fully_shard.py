@@ -1,47 +1,169 @@
 """fully_shard: makes a module (or several as one) a unit of the sharding engine."""
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import overload
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d._arguments import as_bool
-from parallel3d._compat import DataParallelMeshDims, TorchMixedPrecisionPolicy, enter_module_state
-from parallel3d._replaced import mark_replaced
-from parallel3d._rollback import unchanged_on_error
+from parallel3d._torch.fully_shard import (
+    DataParallelMeshDims,
+    TorchMixedPrecisionPolicy,
+    enter_module_state,
+)
+from parallel3d._util.arguments import as_bool
+from parallel3d._util.replaced_params import mark_replaced
+from parallel3d._util.rollback import unchanged_on_error
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_offload,
+    in_own_dtype,
     keeps_its_dtype,
     own_policy,
 )
-from parallel3d.fsdp.buckets.hybrid_bucket import cut_over_replicate
-from parallel3d.fsdp.buckets.make_buckets import make_buckets
-from parallel3d.fsdp.checks import (
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.group import ParamGroup, note_ignored, watch_assignments
+from parallel3d.fsdp.interop import register_state, state_of
+from parallel3d.fsdp.members import (
     check_ignored,
     check_modules,
     check_no_spmd,
     check_reshard,
+    managed_modules,
+    managed_params,
+    units_modules,
 )
-from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.managed import managed_modules, managed_params, units_modules
 from parallel3d.fsdp.module import FSDPModule
-from parallel3d.fsdp.param import ShardedParam, mark_taken
-from parallel3d.fsdp.placing.axes import checked_mesh, data_axes
-from parallel3d.fsdp.placing.placement_fn import ShardPlacementFn, wishes
-from parallel3d.fsdp.placing.spmd import spmd_axes
-from parallel3d.fsdp.precision.full_precision import cast_around, kept_in_full
-from parallel3d.fsdp.registration import note_ignored, watch_assignments
-from parallel3d.fsdp.state import Unit
-from parallel3d.fsdp.ties import Tie, check_ties, join
-from parallel3d.fsdp.torch_state import register_state, state_of
+from parallel3d.fsdp.options.gather_extension import ExtensionBucket, is_extended
+from parallel3d.fsdp.options.hfsdp import HybridBucket, cut_over_replicate
+from parallel3d.fsdp.options.precision import cast_around, kept_in_full
+from parallel3d.fsdp.param import ShardedParam, holder_of, mark_taken
+from parallel3d.fsdp.placement import checked_mesh, data_axes
+from parallel3d.fsdp.spmd import ShardPlacementFn, spmd_axes, wishes
+from parallel3d.fsdp.unit import Unit
 
-__all__ = ["fully_shard"]
+# Parameters tied across units: the units become one, as if their modules had been given in one
+# list.
+#
+# Then the shared parameter is gathered when the first of them runs and freed when all have run,
+# and its gradient is reduced once, when all uses have contributed.
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter of a new unit that an older one has already.
+
+    Attributes:
+        name: its name in the new unit.
+        owner: what the older unit has made of it.
+        places: the modules and attributes of the new unit that hold it.
+    """
+
+    name: str
+    owner: ShardedParam
+    places: list[tuple[nn.Module, str]]
+
+    @property
+    def unit(self) -> Unit:
+        """The older unit."""
+        unit = self.owner.unit() if self.owner.unit is not None else None
+        assert unit is not None
+        return unit
+
+
+def check_ties(ties: Sequence[Tie], policy: MixedPrecisionPolicy) -> None:
+    """Raises if the units can't become one."""
+    for tie in ties:
+        unit = tie.unit
+        if unit.policy != policy:
+            raise Parallel3dError(
+                f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, so the two units "
+                f"become one; but their policies differ ({policy} and {unit.policy}): give both the same"
+            )
+        if unit.guard is not None:
+            raise StateError(
+                f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, which is updated in "
+                "backward already; apply fully_shard to both before optim.step_in_backward"
+            )
+        if unit.context is not None:
+            raise StateError(
+                f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, which has run "
+                "already; apply fully_shard to both before the first forward"
+            )
+
+
+def join(unit: Unit, ties: Sequence[Tie]) -> None:
+    """Makes the older units part of ``unit``, the new one."""
+    for tie in ties:
+        for module, name in tie.places:
+            if module._parameters[name] is not tie.owner.sharded:  # else the module stands in both
+                holder = holder_of(module)
+                tie.owner.put_at([(holder, name)])
+                holder[name] = tie.owner.sharded
+    olders: list[Unit] = []
+    for tie in ties:
+        if tie.unit is not unit and all(tie.unit is not older for older in olders):
+            olders.append(tie.unit)
+    for older in olders:
+        _absorb(unit, older)
+
+
+def _absorb(unit: Unit, older: Unit) -> None:
+    for module in older.members.detach():
+        unit.members.attach(module, unit)
+    unit.group.extend(older.group)
+    for bucket in unit.group.buckets:
+        for param in bucket.params:
+            param.unit = unit.ref
+    mine, others = unit.reshard_after_forward, older.reshard_after_forward
+    if mine != others:
+        unit.reshard_after_forward = None if None in (mine, others) else False
+
+
+# make_buckets: which bucket each parameter of a unit goes into.
+
+
+def make_buckets(
+    unit: str,
+    params: Sequence[ShardedParam],
+    policy: MixedPrecisionPolicy,
+    offload: Any = None,
+) -> list[Bucket]:
+    """Sorts a unit's parameters into buckets, in order of their first parameter.
+
+    Each bucket has its parameters' own axes. Parameters on meta may get values one by one, so they are apart
+    from those that have some. Those that keep their dtype have a policy that says so.
+    """
+    grouped: dict[tuple[type[Bucket], *tuple[object, ...]], list[ShardedParam]] = {}
+    policies: dict[object, MixedPrecisionPolicy] = {}
+    # By ranks: two equal meshes in one process have groups of other names.
+    meshes = {id(param.tp_mesh): param.tp_mesh for param in params}
+    ranks = {i: None if m is None else tuple(m.mesh.tolist()) for i, m in meshes.items()}
+    for param in params:
+        tp = ranks[id(param.tp_mesh)]
+        assert param.initial is not None
+        meta = param.initial.is_meta
+        kind = HybridBucket if param.axes.over_replicate else Bucket
+        if is_extended(param.initial):
+            kind = ExtensionBucket
+        own = in_own_dtype(policy, param.dtype) if param.keeps_dtype else policy
+        dtypes = param.dtype, param.grad_dtype
+        key = (kind, dtypes, param.requires_grad, param.parts, tp, param.axes, meta, own)
+        grouped.setdefault(key, []).append(param)
+        policies[key] = own
+    return [
+        key[0](unit, members, members[0].axes, policies[key], offload)
+        for key, members in grouped.items()
+    ]
+
 
 _classes: dict[type, type] = {}
 

@@ -16,24 +16,70 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from parallel3d._compat import (
+from parallel3d._layout.packed import packing_of
+from parallel3d._layout.param_layout import ParamLayout, get_param_layout, local_chunk
+from parallel3d._torch.autograd import grad_dtype_of, set_grad_dtype
+from parallel3d._torch.dtensor import (
     DTensorSpec,
     get_local_tensor,
-    grad_dtype_of,
     make_dtensor,
     make_spec,
-    set_grad_dtype,
     set_local_tensor,
 )
-from parallel3d._layout import ParamLayout, get_param_layout, local_chunk
-from parallel3d._packed import packing_of
+from parallel3d._util.storage import own_copy
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.placing.axes import DataAxes
-from parallel3d.fsdp.placing.placement import ParamAxes, ceil_div, chunk_length
-from parallel3d.fsdp.slots import Slots, holder_of, of
-from parallel3d.fsdp.storage import own_copy
+from parallel3d.fsdp.placement import DataAxes, ParamAxes, ceil_div, chunk_length
 
-__all__ = ["ShardedParam", "mark_taken", "owner_at", "owner_of"]
+# Where a module's parameters are put: in its ``_parameters``, or by its own ``__setattr__``.
+
+
+class OwnSetattr:
+    """Stands for the ``_parameters`` of a module whose class has a ``__setattr__`` of its own, which must see
+    each parameter that is put there: such modules keep lists of theirs (``nn.LSTM``)."""
+
+    __slots__ = ("module",)
+    is_putting = False  # whether one is being put there, by us
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def get(self, name: str) -> Any:
+        """As ``dict.get``."""
+        module = self.module()
+        return None if module is None else module._parameters.get(name)
+
+    def __setitem__(self, name: str, value: nn.Parameter) -> None:
+        module = self.module()
+        if module is not None:
+            OwnSetattr.is_putting = True
+            try:
+                setattr(module, name, value)
+            finally:
+                OwnSetattr.is_putting = False
+
+    def update(self, values: dict[str, nn.Parameter]) -> None:
+        """As ``dict.update``."""
+        for name, value in values.items():
+            self[name] = value
+
+
+def holder_of(module: nn.Module) -> Any:
+    """Where parameters of ``module`` are read and put."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return module._parameters
+    return OwnSetattr(module)
+
+
+def of(holder: Any) -> dict[str, nn.Parameter | None] | None:
+    """The ``_parameters`` that ``holder`` stands for; None if its module is gone."""
+    if not isinstance(holder, OwnSetattr):
+        return holder
+    module = holder.module()
+    return None if module is None else module._parameters
+
+
+Slots = list[tuple[Any, str]]  # (a ``module._parameters`` or an ``OwnSetattr``, name)
+
 
 _TAKEN = "_parallel3d_taken_by"  # on a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()

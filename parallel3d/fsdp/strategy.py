@@ -7,7 +7,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from parallel3d.errors import MeshError, Parallel3dError
-from parallel3d.fsdp.placing.axes import checked_mesh, data_axes
+from parallel3d.fsdp.placement import checked_mesh, data_axes
 from parallel3d.mesh.layout import MeshLayout
 
 __all__ = ["ShardingStrategy", "strategy_layout", "strategy_options"]

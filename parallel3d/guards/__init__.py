@@ -11,22 +11,20 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.guards.debugging import debug
+    from parallel3d.guards.debugging import debug, watch
     from parallel3d.guards.diagnosis import Diagnosis, diagnose
     from parallel3d.guards.timeouts import Timeouts, phase
-    from parallel3d.guards.watch import watch
 
 __all__ = ["Diagnosis", "Timeouts", "debug", "diagnose", "phase", "watch"]
 
 export_lazily(
     __name__,
     {
-        "guards.debugging": "debug",
+        "guards.debugging": "debug watch",
         "guards.diagnosis": "Diagnosis diagnose",
         "guards.timeouts": "Timeouts phase",
-        "guards.watch": "watch",
     },
 )

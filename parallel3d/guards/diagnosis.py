@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.guards.debugging import KEEP, last_debugger
-from parallel3d.guards.events import Event, describe_places, is_end, read_journals
-from parallel3d.guards.rendezvous import first_difference
-from parallel3d.mesh.naming import name_ranks
+from parallel3d.guards.rendezvous import (
+    Event,
+    describe_places,
+    first_difference,
+    is_end,
+    read_journals,
+)
+from parallel3d.mesh.agreement import name_ranks
 
 __all__ = ["Diagnosis", "diagnose"]
 

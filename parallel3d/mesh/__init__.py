@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.mesh.agreement import check_agreement

@@ -2,21 +2,132 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d._compat import let_gloo_finish_at_exit
-from parallel3d.errors import MeshError
-from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
-from parallel3d.mesh.fresh_store import fresh_store, outlives_ranks
+from parallel3d._torch.groups import let_gloo_finish_at_exit
+from parallel3d._util.version import __version__
+from parallel3d.errors import MeshError, PeerFailureError
+from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
 from parallel3d.mesh.layout import AXES, MeshLayout
-from parallel3d.mesh.warm_up import warm_up
+from parallel3d.mesh.store import fresh_store, others, outlives_ranks
 
-__all__ = ["backend_string", "build_mesh", "default_device_type", "read_layout", "set_device"]
+# Names of mesh axes: a mesh from elsewhere, whose axes are called otherwise, under ours.
+
+# Names by which torch's own examples call the axes; the engine knows them too.
+_OTHER_NAMES = {"dp_replicate": "replicate", "dp_shard": "shard"}
+
+
+def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
+    """``mesh``, its axes named as ``axes`` says, over the same process groups.
+
+    Args:
+        axes: name in ``mesh`` -> ``"replicate"``, ``"shard"`` or ``"tp"``.
+
+    Raises:
+        MeshError: names that aren't known and that ``axes`` doesn't map, or a mapping that doesn't fit.
+    """
+    names = mesh.mesh_dim_names
+    if axes is not None:
+        _check(mesh, axes)
+    if names is None:
+        if mesh.ndim == 1 and axes is None:
+            return mesh  # there is nothing to confuse: it shards, as in torch
+        raise MeshError(
+            f"mesh of shape {tuple(mesh.shape)} without names: which of its axes are {_listed(AXES)}? Make "
+            "it with build_mesh, or give init_device_mesh mesh_dim_names="
+        )
+    named = tuple((axes or {}).get(name, name) for name in names)
+    foreign = [name for name in named if _OTHER_NAMES.get(name, name) not in AXES]
+    if foreign:
+        shown = ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
+        example = ", ".join(f'"{name}": "{_guess(name)}"' for name in foreign)
+        raise MeshError(
+            f"mesh ({shown}): the axes {_listed(foreign)} are not known; an axis is {_listed(AXES)}. Say "
+            f"what they are, such as parallelize(..., axes={{{example}}}), or give a submesh without them"
+        )
+    roles = [_OTHER_NAMES.get(name, name) for name in named]
+    if len(set(roles)) < len(roles):
+        raise MeshError(f"axes={dict(axes or {})!r} gives two axes of {names} one name: {named}")
+    if named == names:
+        return mesh
+    groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+    group: Any = groups if mesh.ndim > 1 else groups[0]
+    return DeviceMesh.from_group(
+        group, mesh.device_type, mesh=mesh.mesh if mesh.ndim > 1 else None, mesh_dim_names=named
+    )
+
+
+def _check(mesh: DeviceMesh, axes: Any) -> None:
+    if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
+        raise MeshError(
+            f"axes is {axes!r}; it must be a dict from the mesh's names to ours, such as "
+            '{"data_parallel": "shard", "tensor_parallel": "tp"}'
+        )
+    for name, role in axes.items():
+        if name not in (mesh.mesh_dim_names or ()):
+            raise MeshError(
+                f"axes: {name!r} is no axis of the mesh, which has {mesh.mesh_dim_names or 'no names'}"
+            )
+        if role not in AXES:
+            raise MeshError(f"axes: {name!r} is given as {role!r}; an axis is {_listed(AXES)}")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _guess(name: str) -> str:
+    low = name.lower()
+    if any(word in low for word in ("tp", "tensor", "model")):
+        return "tp"
+    return "replicate" if any(word in low for word in ("repl", "ddp")) else "shard"
+
+
+# The first collective on every axis, made in one order on all ranks.
+#
+# NCCL makes a group's communicator with its first collective. Made lazily, communicators come
+# about in the order in which a program happens to use them, under memory pressure, and in the
+# middle of a step: what then goes wrong is a hang far from its cause.
+
+
+def warm_up(mesh: DeviceMesh) -> None:
+    """Sums one number over each axis of ``mesh``, outermost first; not over those of one rank.
+
+    Nothing happens where no other process takes part: fake and emulated groups, simulated ranks.
+
+    Raises:
+        MeshError: it failed, or its result is wrong; names the axis and its ranks.
+    """
+    if others() is None:
+        return
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        if group.size() == 1:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        what = f"the first collective on axis {axis!r} ({name_ranks(ranks)}, {mesh.device_type})"
+        one = torch.ones(1, device=mesh.device_type)
+        try:
+            dist.all_reduce(one, group=group)
+            total = int(one.item())
+        except PeerFailureError:
+            raise
+        except RuntimeError as error:
+            raise MeshError(
+                f"{what} failed: {error}. One of them has ended, or they can't reach each other: look at "
+                "their output first, then at their network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
+                "GLOO_SOCKET_IFNAME)."
+            ) from error
+        if total != group.size():
+            raise MeshError(f"{what} gave {total} for the number of its ranks, {group.size()}.")
+
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -176,11 +287,9 @@ def _layout_text(layout: MeshLayout, world_size: int) -> str:
 
 
 def _versions() -> dict[str, str]:
-    import parallel3d  # here, because parallel3d imports this module
-
     # A Python patch release changes nothing that ranks could disagree about.
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"torch": torch.__version__, "parallel3d": parallel3d.__version__, "python": python}
+    return {"torch": torch.__version__, "parallel3d": __version__, "python": python}
 
 
 # Process groups

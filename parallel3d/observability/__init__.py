@@ -2,20 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.observability.exposed import ExposedTime, HostClock
-    from parallel3d.observability.fields import FIELDS, START_FIELDS
+    from parallel3d.observability.exposed import ExposedTime, HostClock, StreamClock
     from parallel3d.observability.flops import ModelFlops, model_flops
-    from parallel3d.observability.json_lines import JsonLines, read_json_lines
-    from parallel3d.observability.memory import OomSnapshots
-    from parallel3d.observability.metrics import Metrics, Sink
+    from parallel3d.observability.metrics import FIELDS, START_FIELDS, Metrics, OomSnapshots, Sink
     from parallel3d.observability.profiling import ProfilerWindow, parse_steps
     from parallel3d.observability.progress import Progress
+    from parallel3d.observability.sinks import JsonLines, TensorBoard, read_json_lines
     from parallel3d.observability.stragglers import Straggler, find_stragglers
-    from parallel3d.observability.stream_clock import StreamClock
-    from parallel3d.observability.tensorboard_sink import TensorBoard
 
 __all__ = [
     "FIELDS",
@@ -41,16 +37,12 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "observability.exposed": "ExposedTime HostClock",
-        "observability.fields": "FIELDS START_FIELDS",
+        "observability.exposed": "ExposedTime HostClock StreamClock",
         "observability.flops": "ModelFlops model_flops",
-        "observability.json_lines": "JsonLines read_json_lines",
-        "observability.memory": "OomSnapshots",
-        "observability.metrics": "Metrics Sink",
+        "observability.metrics": "FIELDS Metrics OomSnapshots START_FIELDS Sink",
         "observability.profiling": "ProfilerWindow parse_steps",
         "observability.progress": "Progress",
+        "observability.sinks": "JsonLines TensorBoard read_json_lines",
         "observability.stragglers": "Straggler find_stragglers",
-        "observability.stream_clock": "StreamClock",
-        "observability.tensorboard_sink": "TensorBoard",
     },
 )

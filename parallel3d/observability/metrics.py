@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from statistics import fmean, median_low
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,23 +18,171 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d._dry_run import active
+from parallel3d._torch.groups import all_gather_single
+from parallel3d._torch.memory import dump_snapshot, record_history
+from parallel3d._util.dry_run import active
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.observability.exposed import OTHER, WORLD, ExposedTime
-from parallel3d.observability.fields import OWN_FIELDS
 from parallel3d.observability.flops import CONVENTION, ModelFlops, peak_of_device
-from parallel3d.observability.gathering import Gathering
-from parallel3d.observability.memory import (
-    OomSnapshots,
-    read_memory,
-    reset_memory,
-    total_memory,
-)
 from parallel3d.observability.profiling import ProfilerWindow
 from parallel3d.observability.stragglers import find_stragglers
 
-__all__ = ["Metrics", "Sink"]
+# What the fields of a record mean; docs/observability.md has the same table.
+
+FIELDS = {
+    "step": "number of the step, as given to `Metrics.step`",
+    "time": "when it ended, seconds since 1970",
+    "loss": "as logged",
+    "grad_norm": "as logged",
+    "step_seconds": "wall time of the step on this rank, with loading data",
+    "data_seconds": "of it, in `Metrics.loading_data`",
+    "tokens_per_second": "tokens of the step, over all ranks, by its wall time",
+    "tflops_per_rank": "model TFLOP/s of one rank",
+    "mfu": "that by the device's dense bf16 peak; convention in the start line",
+    "mfu_6n": "the same by 6 N + 12 L h s, as most others count",
+    "memory_peak": "bytes: most allocated in the step (CUDA); most resident so far (CPU)",
+    "memory_reserved_peak": "bytes: most that the allocator held in the step (CUDA)",
+    "alloc_retries": "times so far that the allocator freed its caches to go on (CUDA)",
+    "ooms": "times so far that it had no memory (CUDA)",
+    "exposed_seconds": "sampled: axis -> seconds that this rank waited for communication over it",
+    "exposed_seconds_mean": "sampled: the same, mean over all ranks",
+    "own_seconds": "sampled: the step's seconds on this rank without these waits",
+    "memory_peak_max": "sampled: largest `memory_peak` of all ranks, bytes",
+    "memory_peak_max_rank": "sampled: the rank that has it",
+    "own_seconds_max": "sampled: largest `own_seconds` of all ranks (of its last samples the least)",
+    "own_seconds_median": "sampled: the median of them",
+    "stragglers": "sampled: list of {axes, times, cause, text}; empty while there are too few samples",
+}
+"""Name -> meaning. What else is logged is there under its own name."""
+
+OWN_FIELDS = (frozenset(FIELDS) | {"event"}) - {"loss", "grad_norm"}
+"""Names that nothing else can be logged under."""
+
+START_FIELDS = {
+    "event": '`"start"`: which no step has',
+    "time": "seconds since 1970",
+    "version": "of parallel3d",
+    "torch": "its version",
+    "world_size": "ranks of the mesh",
+    "mesh": "axis -> size",
+    "device": "its type",
+    "device_name": "what torch calls it (CUDA)",
+    "memory_total": "bytes of the device (CUDA)",
+    "tokens_per_step": "over all ranks",
+    "every": "steps between two samples",
+    "flops_per_token": "model FLOPs, forward and backward",
+    "flops_per_token_6n": "the same by the common formula",
+    "mfu_convention": "what the first counts",
+    "peak_flops": "FLOP/s of one device, as `mfu` takes it",
+}
+"""What the first line of a run has: field -> meaning."""
+
+
+# What ranks tell each other of a step: a few numbers each, in one small all-gather.
+
+
+class Gathering:
+    """Brings the numbers of all ranks of ``mesh`` to each of them.
+
+    One all-gather over the default group where the mesh is all its ranks, otherwise one for each axis.
+
+    Attributes:
+        ranks: global ranks in the mesh's order.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        whole = sorted(self.ranks) == list(range(dist.get_world_size()))
+        self._groups = [dist.group.WORLD] if whole else []
+        if not whole:  # innermost first: what comes out is in the mesh's order
+            self._groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+        self._order = self.ranks if whole else range(len(self.ranks))
+
+    def __call__(self, numbers: Sequence[float]) -> list[list[float]] | None:
+        """Collective. Each rank's numbers, in the mesh's order; None in a dry run, where nobody knows."""
+        table = torch.tensor(numbers, dtype=torch.float64, device=self.mesh.device_type)
+        for group in self._groups:
+            if group is None or group.size() == 1:
+                continue
+            whole = table.new_empty(group.size() * table.numel())
+            all_gather_single(whole, table.flatten(), group=group)
+            table = whole
+        if active():
+            return None
+        rows = table.view(-1, len(numbers)).tolist()
+        return [rows[at] for at in self._order]
+
+
+# What a step's memory was, and a snapshot of it where there was not enough.
+
+
+def reset_memory(device_type: str) -> None:
+    """A step begins: what was before it, an evaluation say, is not its peak. On a CPU nothing forgets."""
+    if device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def read_memory(device_type: str) -> dict[str, int]:
+    """The memory fields of a record, of this rank, since ``reset_memory``; counts since the process began.
+
+    On a CPU there is the most that was ever resident.
+    """
+    if device_type == "cuda":
+        stats = torch.cuda.memory_stats()
+        return {
+            "memory_peak": stats.get("allocated_bytes.all.peak", 0),
+            "memory_reserved_peak": stats.get("reserved_bytes.all.peak", 0),
+            "alloc_retries": stats.get("num_alloc_retries", 0),
+            "ooms": stats.get("num_ooms", 0),
+        }
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:  # Windows
+        return {}
+    peak = getrusage(RUSAGE_SELF).ru_maxrss
+    return {"memory_peak": peak if sys.platform == "darwin" else peak * 1024}
+
+
+def total_memory(device_type: str) -> int | None:
+    """Of this process's device, bytes; None on a CPU."""
+    if device_type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+class OomSnapshots:
+    """Where a step runs out of CUDA memory, writes ``folder/oom-step-7-rank-00003.pickle``.
+
+    Open it in pytorch.org/memory_viz. From ``start`` on every allocation notes its stack, which takes about
+    a microsecond each.
+
+    Args:
+        folder: made when it is needed.
+        entries: allocations and frees of the history.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, entries: int = 100_000) -> None:
+        self.folder, self.entries = Path(folder), entries
+
+    def start(self) -> None:
+        """Begins the history, on CUDA."""
+        if torch.cuda.is_available():
+            record_history(self.entries)
+
+    def save(self, step: int, rank: int) -> Path | None:
+        """Writes the file; a failure is a warning, as there is an error on its way already."""
+        path = self.folder / f"oom-step-{step}-rank-{rank:05d}.pickle"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            dump_snapshot(str(path))
+        except Exception as error:
+            with suppress(OSError):
+                path.unlink()  # a part of one
+            warnings.warn(f"the memory snapshot {path} could not be written: {error}", stacklevel=2)
+            return None
+        return path
 
 
 class Sink(Protocol):
@@ -163,7 +314,7 @@ class Metrics:
 
     def about(self) -> dict[str, Any]:
         """What sinks are told when the run begins; see ``START_FIELDS``."""
-        from parallel3d import __version__
+        from parallel3d._util.version import __version__
 
         cuda = self.device_type == "cuda" and torch.cuda.is_available()
         found = {

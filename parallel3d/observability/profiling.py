@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import profiler
 
-from parallel3d._arguments import as_count
+from parallel3d._util.arguments import as_count
 from parallel3d.errors import Parallel3dError
 
 __all__ = ["ProfilerWindow", "parse_steps"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from parallel3d._dry_run import active
+from parallel3d._util.dry_run import active
 
 try:
     from rich.console import Console
@@ -23,7 +23,6 @@ except ImportError:  # of the extra cli: without it lines now and then, and no l
 
     BarColumn = MofNCompleteColumn = TextColumn = TimeRemainingColumn = Column = Bar  # type: ignore
 
-__all__ = ["WINDOW", "Progress"]
 
 WINDOW = 20
 """Steps over which loss and speed are smoothed, and between two lines."""

@@ -1,14 +1,22 @@
 """Gradient accumulation that all-reduces over the replicate axis once, on the last micro-batch."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
-from parallel3d.errors import Parallel3dError
+from parallel3d._torch.autograd import assert_async
+from parallel3d._torch.dtensor import flatten_axes
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
-
-__all__ = ["accumulate"]
 
 T = TypeVar("T")
 _END = object()
@@ -61,3 +69,130 @@ def _deferring(units: Sequence[FSDPModule], source: Iterator[T]) -> Iterator[T]:
 def _set_all_reduce(units: Sequence[FSDPModule], wanted: bool) -> None:
     for unit in units:
         unit.set_requires_all_reduce(wanted, recurse=False)
+
+
+# The one process group of all ranks that must agree.
+
+
+def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
+    """The group over all axes of ``mesh``, made once; the default group for None; None without one.
+
+    Raises:
+        MeshError: not a mesh, one that this rank is not in, or one whose axes have no names.
+    """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{what}: mesh is {mesh!r}; it must be a DeviceMesh, or None for all ranks")
+    if not dist.is_initialized():
+        return None
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"{what}: this rank is not in {mesh}; give one that it is in, or None")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"{what}: {mesh} has several axes without names and not all ranks; name them, as "
+            "parallel3d.build_mesh does"
+        )
+    return flatten_axes(mesh, mesh.mesh_dim_names).get_group()
+
+
+# global_mean: a loss normalised by the number of tokens of all ranks and micro-batches.
+
+
+def global_mean(
+    loss_sum: torch.Tensor, n_tokens: int | torch.Tensor, *, mesh: DeviceMesh | None = None
+) -> torch.Tensor:
+    """The loss to call ``backward`` on, so that gradients are those of the mean over all tokens.
+
+    A mean on each rank is wrong where ranks or micro-batches have different numbers of tokens (padding,
+    packing, masks): each token of a short batch counts for more. With N tokens in all, and D data ranks that
+    the engine averages over, each rank's backward must be of ``loss_sum * D / N``. The all-reduce goes over
+    tp too, whose T ranks count each token T times: it gives ``N * T`` over ``D * T`` ranks, the same ratio::
+
+        n = sum(int((t != PAD).sum()) for t in micro_batches)  # of this rank, for the whole step
+        for tokens in p3d.optim.accumulate(model, micro_batches):
+            loss_sum = cross_entropy(model(tokens), targets, ignore_index=PAD, reduction="sum")
+            p3d.optim.global_mean(loss_sum, n).backward()
+
+    One all-reduce of one number for each call; on an accelerator the CPU does not wait for it. Summed over
+    micro-batches and averaged over ranks, what it returns is the mean over all tokens. Not together with
+    ``set_gradient_divide_factor``, which changes what the engine divides by.
+
+    Args:
+        loss_sum: scalar, the sum over this rank's tokens of one micro-batch; the same on all ranks of tp.
+        n_tokens: this rank's number of tokens in all micro-batches of the step; 0 is allowed on some ranks.
+            A tensor of one element may be fractional (a sum of weights).
+        mesh: over whose ranks to count; by default all ranks. All of them must call.
+
+    Returns:
+        A scalar of the dtype of ``loss_sum``.
+
+    Raises:
+        Parallel3dError: no scalar, a number below 0 or not finite, no token on any rank (on an accelerator
+            that is an assertion on the device).
+        MeshError: ``mesh`` is no mesh.
+    """
+    is_tensor = isinstance(loss_sum, torch.Tensor)
+    if not is_tensor or loss_sum.numel() != 1 or not loss_sum.is_floating_point():
+        shown = f"{loss_sum.dtype} {tuple(loss_sum.shape)}" if is_tensor else repr(loss_sum)
+        raise Parallel3dError(
+            f"loss_sum is {shown}; it must be a floating-point tensor of one element, such as "
+            "cross_entropy(..., reduction='sum')"
+        )
+    total = _count(n_tokens, loss_sum)
+    group = group_of(mesh, "global_mean")
+    ranks = 1
+    if group is not None:
+        ranks = dist.get_world_size(group)
+        dist.all_reduce(total, group=group)
+    _check_total(total, n_tokens)
+    # Multiplied in float64, also in backward: of many tokens the factor alone is below float16's range.
+    return (loss_sum.double() * (ranks / total)).to(loss_sum.dtype)
+
+
+def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
+    """``n_tokens`` as a tensor that may be written to.
+
+    float64 counts exactly, and is of one dtype on all ranks: some may have an integer 0, others weights.
+    """
+    if isinstance(n_tokens, DTensor):
+        raise Parallel3dError(
+            f"n_tokens is a DTensor ({n_tokens.placements}); it must be this rank's number, such as "
+            "n_tokens.to_local()"
+        )
+    if isinstance(n_tokens, torch.Tensor):
+        if n_tokens.numel() != 1 or n_tokens.is_complex():
+            raise Parallel3dError(
+                f"n_tokens is a {n_tokens.dtype} tensor of shape {tuple(n_tokens.shape)}; it must be one "
+                "number, such as (targets != PAD).sum()"
+            )
+        total = n_tokens.detach().to(loss_sum.device, torch.float64, copy=True).reshape(())
+        # Found by all ranks after the all-reduce, which the others would wait in if this one raised here.
+        return torch.where(torch.isfinite(total) & (total >= 0), total, torch.nan)
+    number = isinstance(n_tokens, (int, torch.SymInt)) and not isinstance(n_tokens, bool)
+    if not number or n_tokens < 0:
+        raise Parallel3dError(
+            f"n_tokens is {n_tokens!r}; it must be this rank's number of tokens, an integer of at least 0 or "
+            "a tensor"
+        )
+    return torch.full((), n_tokens, dtype=torch.int64, device=loss_sum.device).double()
+
+
+def _check_total(total: torch.Tensor, n_tokens: object) -> None:
+    if total.device.type != "cpu":
+        assert_async(
+            total > 0, "global_mean: n_tokens is 0 on every rank, or below 0 or nan on one"
+        )
+        return
+    totals = [float(t) for t in inner_tensors(total)]  # of simulated ranks several
+    if any(map(math.isnan, totals)):
+        raise Parallel3dError(
+            f"n_tokens is {n_tokens} here; on every rank it must be at least 0 and finite"
+        )
+    if not min(totals) > 0:
+        raise Parallel3dError(
+            "n_tokens is 0 on every rank, and there is nothing to take the mean of; skip such a step on all "
+            "ranks"
+        )

@@ -12,16 +12,33 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d._compat import get_local_tensor
-from parallel3d._compat_foreach import unscale_
-from parallel3d._tree import tensors_in
+from parallel3d._torch.autograd import backward_id
+from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.kernels import unscale_
+from parallel3d._util.trees import tensors_in
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.buckets.held_sum import waits_for_reduction
-from parallel3d.fsdp.running.finalization import refuse_unfinalized
-from parallel3d.optim._ranks import group_of
-from parallel3d.optim._scaled import mark_scaled
+from parallel3d.fsdp.inspect import refuse_unfinalized, waits_for_reduction
+from parallel3d.optim.accumulate import group_of
 
-__all__ = ["GradScaler"]
+# Which backwards are of a loss that our GradScaler has scaled.
+
+_last = -1
+
+
+def _note(_: torch.Tensor) -> None:
+    global _last
+    _last = backward_id()
+
+
+def mark_scaled(loss: torch.Tensor) -> None:
+    """Lets a backward from ``loss`` be known by its ``backward_id`` from the beginning."""
+    if loss.requires_grad:
+        loss.register_hook(_note)
+
+
+def is_scaled(backward: int) -> bool:
+    """Whether ``backward`` is one."""
+    return backward != -1 and backward == _last
 
 
 class GradScaler(torch.amp.GradScaler):

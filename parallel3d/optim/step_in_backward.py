@@ -10,13 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel3d._compat import backward_id
+from parallel3d._torch.autograd import backward_id
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.running.members import units_of
-from parallel3d.fsdp.running.step_guard import StepGuard
-from parallel3d.fsdp.state import Unit
-from parallel3d.optim._scaled import is_scaled
+from parallel3d.fsdp.inspect import Bucket, StepGuard, Unit, units_of
+from parallel3d.optim.grad_scaler import is_scaled
 
 __all__ = ["StepInBackward", "refuse_stepped", "step_in_backward"]
 
@@ -44,7 +41,7 @@ def step_in_backward(
 
     What needs all gradients at once or several backwards for a step is a StateError: gradient accumulation,
     ``clip_grad_norm_``, a GradScaler. So is a backward in which a parameter may be used after its update: see
-    ``fsdp/running/step_guard.py``. torch's own ``clip_grad_norm_`` can't know, and finds no gradient; torch's
+    ``fsdp/options/checks.py``. torch's own ``clip_grad_norm_`` can't know, and finds no gradient; torch's
     own ``GradScaler`` is refused at its ``step``, when the backward has updated already.
 
     Args:

@@ -20,14 +20,44 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallel3d import _dry_run
-from parallel3d._compat_simulated import simulation_off
+from parallel3d._torch.simulated import simulation_off
+from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError
-from parallel3d.optim.classes import step_of
 from parallel3d.optim.matrix import MatrixSteps, can_be_shared, of_no_parameter
 from parallel3d.optim.pieces import State
 
-__all__ = ["check_elementwise", "check_one_by_one"]
+# Optimizer classes: those known to be elementwise, each with its reason; and their step.
+
+ELEMENTWISE = {
+    "ASGD": "the step's size and the average's weight are functions of lr and the count of steps",
+    "Adadelta": "two averages of squares, number by number, and their quotient",
+    "Adagrad": "a sum of squares, number by number; the rate is a function of the count of steps",
+    "Adam": "two averages, number by number; their corrections are functions of the count of steps",
+    "AdamW": "as Adam; the decay multiplies each weight by itself",
+    "Adamax": "an average and a decaying maximum, both over time, number by number",
+    "NAdam": "as Adam; the product of momenta is a function of the count of steps",
+    "RAdam": "as Adam; whether and how it rectifies is a function of the count of steps",
+    "RMSprop": "an average of squares, of gradients (centered) and a momentum, number by number",
+    "Rprop": "each number's own step size, by the signs of its last two gradients",
+    "SGD": "a momentum, number by number",
+}
+"""Name in ``torch.optim`` -> why what it does to a number depends on no other number.
+
+Not among them: Muon (orthogonal matrices), Adafactor (rows' and columns' means), LBFGS
+(inner products) and SparseAdam.
+"""
+
+
+def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Whether it is one of ``ELEMENTWISE`` itself: a subclass may do anything in its step."""
+    return any(optimizer_class is getattr(torch.optim, name, None) for name in ELEMENTWISE)
+
+
+def step_of(optimizer_class: Any) -> Callable[..., Any]:
+    """Its ``step`` without the hooks that torch has put around it."""
+    step = optimizer_class.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
 
 _SHAPES = ((4, 6), (6,), (4, 6), (5, 3), (2, 3, 2, 2))
 _MATRICES = ((4, 6), (5, 3), (4, 6))
@@ -143,7 +173,7 @@ def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: 
 @contextmanager
 def _apart() -> Iterator[None]:
     """Not as any rank in particular, and without a trace in the user's random numbers."""
-    real, rng = _dry_run.real(), torch.random.fork_rng(devices=[])
+    real, rng = dry_run.real(), torch.random.fork_rng(devices=[])
     with simulation_off(), real, rng, torch.inference_mode(False), torch.enable_grad():
         _seed()
         yield

@@ -2,17 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.planner.cluster import Cluster, Gpu, gpu, gpus
     from parallel3d.planner.from_module import spec_from_module
     from parallel3d.planner.hf_config import known_models, spec_from_hf_config
-    from parallel3d.planner.mesh_plan import MeshPlan
-    from parallel3d.planner.model_spec import ModelSpec
-    from parallel3d.planner.planning import plan
+    from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
+    from parallel3d.planner.planning import MeshPlan, plan
     from parallel3d.planner.prediction import Prediction, predict
-    from parallel3d.planner.shapes import spec_from_shapes
     from parallel3d.planner.workload import CHECKPOINTING, Workload
 
 __all__ = [
@@ -39,11 +37,9 @@ export_lazily(
         "planner.cluster": "Cluster Gpu gpu gpus",
         "planner.from_module": "spec_from_module",
         "planner.hf_config": "known_models spec_from_hf_config",
-        "planner.mesh_plan": "MeshPlan",
-        "planner.model_spec": "ModelSpec",
-        "planner.planning": "plan",
+        "planner.model_spec": "ModelSpec spec_from_shapes",
+        "planner.planning": "MeshPlan plan",
         "planner.prediction": "Prediction predict",
-        "planner.shapes": "spec_from_shapes",
         "planner.workload": "CHECKPOINTING Workload",
     },
 )

@@ -2,30 +2,389 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
-from parallel3d._tree import map_tensors, tensors_in
-from parallel3d._units import Units, find_units
-from parallel3d.errors import PlanningError
-from parallel3d.planner.decoder import loss_work
-from parallel3d.planner.model_spec import ModelSpec, Parameter, Unit
-from parallel3d.planner.module_plan import ModulePlan, plan_of
-from parallel3d.planner.op_cost import (
-    activations_in,
-    attention_in,
-    elementwise_in,
-    head_splits,
-    matmuls_in,
+from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d.errors import Parallel3dError, PlanningError
+from parallel3d.parallelize import Units, find_units
+from parallel3d.planner.model_spec import (
+    Activation,
+    Attention,
+    Elementwise,
+    Matmul,
+    ModelSpec,
+    Parameter,
+    Unit,
+    loss_work,
 )
-from parallel3d.planner.unit_run import BEFORE, Call, MetaParams, Recording, record, record_root
+from parallel3d.planner.op_recorder import (
+    BEFORE,
+    Call,
+    MetaParams,
+    Op,
+    Recording,
+    record,
+    record_root,
+)
+from parallel3d.tp import ResolvedPlan, auto_plan, resolve_plan
+from parallel3d.tp.auto.heads import Attention as AttentionLayer
+from parallel3d.tp.auto.heads import find_attention
+from parallel3d.tp.resolve import RuledModule, numberless
+from parallel3d.tp.styles import Colwise, LocalSizes, Rowwise, SequenceParallel, VocabParallel
 
-__all__ = ["spec_from_module"]
+Splits = Mapping[int, str]
+
+
+NONE: Splits = MappingProxyType({})
+
+
+_WIDTH = 2  # bytes of the compute dtype of a recording, bf16
+
+
+def matmuls_in(
+    recording: Recording,
+    tokens: int,
+    label: str | None = None,
+    prefix: str = "",
+    heads: dict[str, tuple[int, int]] | None = None,
+    kv: Set[str] = frozenset(),
+) -> tuple[Matmul, ...]:
+    """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled.
+
+    Args:
+        heads, kv: of weights: as in ``Matmul``.
+    """
+    found = []
+    for op in recording.recorder.forward_ops:
+        rows, n, k = op.sizes
+        if op.kind == "matmul" and rows and (label is None or op.label == label):
+            name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
+            scaled = max(1, round(n * rows / tokens))
+            of = (heads or {}).get(op.weight)
+            found.append(Matmul(name, scaled, k, op.way, op.input_gradient, of, op.weight in kv))
+    return tuple(found)
+
+
+def attention_in(recording: Recording, batch: int, kv_heads: int | None) -> tuple[Attention, ...]:
+    """Each attention; ``kv_heads``: what the model says of them, where keys were repeated before."""
+    found = []
+    for heads, pairs, dim, causal in recording.recorder.attentions:
+        kv = max(1, pairs // batch)
+        mine = max(1, heads // batch)
+        if kv_heads and kv == mine and mine % kv_heads == 0:
+            kv = kv_heads
+        found.append(Attention(mine, kv, dim, causal))
+    return tuple(found)
+
+
+def head_splits(
+    recording: Recording, heads: dict[str, tuple[int, int]], kv: Set[str]
+) -> dict[int, str]:
+    """Storage -> "heads" or "kv", of those that are divided in whole heads of queries, or of keys and values.
+
+    Args:
+        heads, kv: of weights: as in ``Matmul``.
+    """
+    found: dict[int, str] = {}
+    for ops in (recording.recorder.forward_ops, recording.recorder.backward_ops):
+        for op in ops:
+            read = {found[key] for key, *_ in op.reads if key in found}
+            if op.weight:
+                read = {"kv" if op.weight in kv else "heads"} if op.weight in heads else set()
+            for key, _ in op.writes:
+                if read and op.split:
+                    found[key] = "kv" if read == {"kv"} else "heads"
+    return found
+
+
+def elementwise_in(
+    recording: Recording, tokens: int, label: str | None = None, splits: Splits = NONE
+) -> tuple[Elementwise, ...]:
+    """Everything else: norms one by one, the rest by how tensor parallelism divides it."""
+    sums: dict[tuple[str, bool, str], list[float]] = defaultdict(lambda: [0.0] * 6)
+    ways = (recording.recorder.forward_ops, recording.recorder.backward_ops)
+    inside = _inside(recording)
+    for way, ops in enumerate(ways):
+        for group in _groups(ops):
+            first = ops[group[0]]
+            if label is not None and first.label != label:
+                continue
+            norm = _norm(first, label)
+            total = sums[first.label if norm and label is None else "", norm, _way(first, splits)]
+            total[way] += sum(ops[i].moved for i in group)
+            total[2 + way] += _fused(ops, group, recording, inside)
+            total[4 + way] += len(group)
+    found = []
+    for (name, norm, split), (f, b, ff, fb, kf, kb) in sums.items():
+        per = tokens * _WIDTH
+        found.append(
+            Elementwise(
+                name or ("norm" if norm else "elementwise"),
+                (f / per, b / per),
+                (min(f, ff) / per, min(b, fb) / per),
+                (int(kf), int(kb)),
+                split,
+                norm,
+            )
+        )
+    return tuple(found)
+
+
+def activations_in(
+    recording: Recording, tokens: int, label: str | None = None, splits: Splits = NONE
+) -> tuple[Activation, ...]:
+    """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if smaller."""
+    ops = recording.recorder.forward_ops
+    stays = _inside(recording)
+    kept: dict[tuple[str, int | None, str], float] = defaultdict(float)
+    inside: dict[tuple[int, ...], int] = defaultdict(int)
+    for key, saved in recording.saved.items():
+        at = recording.origin.get(key)
+        op = ops[at] if at is not None else None
+        if op is not None and (op.kind == "score" or _is_scores(recording, key)):
+            continue
+        if label is not None and saved.label != label:
+            continue
+        if key in stays:
+            inside[stays[key]] += saved.nbytes
+            continue
+        of = _made_by(op) if op is not None else "norm" if saved.label else "elementwise"
+        itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
+        kept[of, itemsize, _split(key, recording, splits)] += saved.nbytes / saved.itemsize
+    found = [
+        Activation(f"of {of}", size / tokens, itemsize, split, of)
+        for (of, itemsize, split), size in kept.items()
+    ]
+    for group, nbytes in inside.items():
+        first = ops[group[0]]
+        of = "norm" if _norm(first, label) else "elementwise"
+        split = _way(first, splits)
+        needed = min(nbytes, _unsaved_inputs(ops, group, recording))
+        name = first.label or first.name
+        if needed:
+            found.append(Activation(f"{name} input", needed / tokens / _WIDTH, None, split, of))
+        if nbytes > needed:
+            rest = (nbytes - needed) / tokens
+            found.append(Activation(f"{name} inside", rest, 1, split, of, eager_only=True))
+    return tuple(found)
+
+
+def _norm(op: Op, label: str | None) -> bool:
+    """Whether it is of a norm; with ``label`` (the root's) only kernels of norms are known."""
+    return op.kind == "norm" or (label is None and op.label != "")
+
+
+def _groups(ops: list[Op]) -> list[list[int]]:
+    """Elementwise operations that one kernel could do: connected, with no matmul between, divided alike."""
+    parent: dict[int, int] = {}
+
+    def top(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i, op in enumerate(ops):
+        if op.kind not in ("elementwise", "norm"):
+            continue
+        parent[i] = i
+        if op.kind == "norm":
+            continue
+        for _, writer, _ in op.reads:
+            if writer is None or writer not in parent or ops[writer].kind == "norm":
+                continue
+            other = ops[writer]
+            if (other.label, other.split, other.depth) == (op.label, op.split, op.depth):
+                parent[top(i)] = top(writer)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i in parent:
+        groups[top(i)].append(i)
+    return list(groups.values())
+
+
+def _fused(
+    ops: list[Op], group: list[int], recording: Recording, inside: dict[int, tuple[int, ...]]
+) -> float:
+    """Bytes of ``group`` as one kernel: read from outside, and what others read. Backward makes again what is
+    ``inside`` a kernel of the forward, from that one's inputs."""
+    members = set(group)
+    backward = ops is recording.recorder.backward_ops
+    reads: dict[Any, int] = {}
+    again: dict[tuple[int, ...], int] = defaultdict(int)
+    for i in group:
+        for key, writer, size in ops[i].reads:
+            if writer in members or (key, writer) in reads:
+                continue
+            made_inside = backward and writer is None and key in inside
+            reads[key, writer] = 0 if made_inside else size
+            if made_inside:
+                again[inside[key]] += size
+    total = float(sum(reads.values()))
+    forward = recording.recorder.forward_ops
+    for source, size in again.items():
+        total += min(size, _unsaved_inputs(forward, source, recording))
+    for i in group:
+        outside = not ops[i].read_by or any(r not in members and r >= 0 for r in ops[i].read_by)
+        for key, size in ops[i].writes:
+            if outside or key in recording.outputs:
+                total += size
+    return total
+
+
+def _inside(recording: Recording) -> dict[int, tuple[int, ...]]:
+    """Saved storages that only one group of the forward reads, and backward: a compiler makes them again."""
+    ops = recording.recorder.forward_ops
+    found = {}
+    for group in map(tuple, _groups(ops)):
+        for i in group:
+            readers = [r for r in ops[i].read_by if r >= 0]
+            if ops[i].kind == "norm" or not readers or not set(readers) <= set(group):
+                continue
+            for key, _ in ops[i].writes:
+                if key in recording.saved and key not in recording.outputs:
+                    found[key] = group
+    return found
+
+
+def _unsaved_inputs(ops: list[Op], group: tuple[int, ...], recording: Recording) -> int:
+    members = set(group)
+    found = {
+        key: size
+        for i in group
+        for key, writer, size in ops[i].reads
+        if writer not in members and key not in recording.saved and key not in recording.constant
+    }
+    return sum(found.values())
+
+
+def _is_scores(recording: Recording, key: int) -> bool:
+    origin = recording.recorder.scores.get(key)
+    return origin is not None and origin.kind == "attention"
+
+
+def _made_by(op: Op) -> str:
+    if op.kind in ("matmul", "attention"):
+        return op.kind
+    return "norm" if op.kind == "norm" or op.label else "elementwise"
+
+
+def _way(op: Op, splits: Splits) -> str:
+    if not op.split:
+        return "sequence"
+    return next((splits[key] for key, _ in op.writes if key in splits), "tp")
+
+
+def _split(key: int, recording: Recording, splits: Splits) -> str:
+    if key in recording.split:
+        return splits.get(key, "tp")
+    return "gathered" if key in recording.recorder.gathered else "sequence"
+
+
+_TP_SIZES = (2, 3, 5, 7)
+
+
+_OF_SEQUENCE = (SequenceParallel, Colwise, Rowwise, VocabParallel)
+
+
+@dataclass
+class ModulePlan:
+    """By the parameters' names in the model.
+
+    Attributes:
+        dims: the dim that is sharded. heads, kv, partial: as ``Parameter``'s ``heads``, ``kv``,
+            ``tp_partial``.
+        unplanned: ``tp_partial`` of those that aren't in ``partial``.
+        divisible: sizes that only a number of ranks that divides them can share.
+        problem: why there is no plan.
+    """
+
+    dims: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, tuple[int, int]] = field(default_factory=dict)
+    kv: set[str] = field(default_factory=set)
+    partial: dict[str, str] = field(default_factory=dict)
+    unplanned: str = "sequence"
+    divisible: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a plan."""
+        return not self.problem
+
+
+def plan_of(model: nn.Module, tp_plan: Any) -> ModulePlan:
+    """Of ``tp_plan``, as ``parallelize`` takes it, for the smallest tensor parallelism that it allows.
+
+    Where none does, the first problem is told.
+    """
+    if tp_plan is None:
+        return ModulePlan(problem="tp_plan is None")
+    problem = ""
+    for size in _TP_SIZES:
+        try:
+            rules, strict = tp_plan, tp_plan != "auto"
+            if not strict:
+                rules = auto_plan(model, size)
+            resolved = resolve_plan(model, rules, size, strict=strict)
+            # As the plan says it, before attention is fitted to so many ranks.
+            return _read(model, resolve_plan(model, rules, 1, strict=False), resolved)
+        except Parallel3dError as error:
+            problem = problem or str(error)
+    return ModulePlan(problem=problem)
+
+
+def _read(model: nn.Module, plain: ResolvedPlan, fitted: ResolvedPlan) -> ModulePlan:
+    first = {id(p): name for name, p in model.named_parameters()}
+    found, by_sequence = ModulePlan(), False
+    for planned in plain.modules:
+        module = model.get_submodule(planned.name)
+        for param in planned.params:
+            name = first[id(module._parameters[param.name])]
+            if isinstance(param.rule.placement, Shard):
+                found.dims[name] = param.rule.placement.dim
+            elif param.rule.tp_grad == "partial":
+                sequence = isinstance(planned.style, _OF_SEQUENCE)
+                by_sequence |= sequence
+                found.partial[name] = "sequence" if sequence else "always"
+    if by_sequence:  # the plan says of which parameters each rank sees a part of the tokens only
+        found.unplanned = "never"
+    ruled = {}
+    for planned in plain.modules:
+        module = model.get_submodule(planned.name)
+        ruled[id(module)] = RuledModule(planned.name, planned.pattern, planned.style, module)
+    for layer in find_attention(ruled, dict(model.named_modules(remove_duplicate=False))):
+        _note_heads(found, layer, first)
+    for planned in fitted.modules:
+        if isinstance(planned.style, LocalSizes):
+            module = model.get_submodule(planned.name)
+            for name in planned.style.names:
+                size = getattr(module, name)
+                found.divisible[f"{numberless(planned.name)}.{name}"] = size
+    return found
+
+
+def _note_heads(found: ModulePlan, layer: AttentionLayer, first: dict[int, str]) -> None:
+    """Of the parameters of an attention layer's projections that are cut between heads."""
+    if layer.heads is None or layer.kv_heads is None:
+        return
+    fused = any(p.role == "fused" for p in layer.projections)
+    heads = (layer.kv_heads if fused else layer.heads, layer.kv_heads)
+    for projection in layer.projections:
+        for param in projection.ruled.module._parameters.values():
+            name = first[id(param)] if param is not None else ""
+            if name in found.dims:
+                found.heads[name] = heads
+                if projection.role in ("key", "value"):
+                    found.kv.add(name)
+
 
 _LENGTHS = (2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4)
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import PlanningError
-from parallel3d.planner.decoder import GATED, Decoder
-from parallel3d.planner.model_spec import ModelSpec
-from parallel3d.planner.shapes import spec_from_shapes
+from parallel3d.planner.model_spec import GATED, Decoder, ModelSpec, spec_from_shapes
 
 __all__ = ["known_models", "spec_from_hf_config"]
 

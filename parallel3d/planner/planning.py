@@ -2,19 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.legality import refusal
-from parallel3d.planner.mesh_plan import MeshPlan, Refused
+from parallel3d.planner.constants import Term, shown
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 
-__all__ = ["plan"]
+# MeshPlan: what plan has found, and the questions that one asks of it.
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout that isn't proposed.
+
+    Attributes:
+        reason: in words.
+        prediction: of the attempt that needs least memory, if that is the reason.
+    """
+
+    layout: MeshLayout
+    reason: str
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Layouts that fit, the fastest first, and those that were refused.
+
+    Attributes:
+        candidates: predictions; a layout comes once for each micro-batch and kind of checkpointing.
+        refused: layouts with the reason.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    candidates: tuple[Prediction, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest that fits.
+
+        Raises:
+            PlanningError: nothing fits; says what comes closest.
+        """
+        if self.candidates:
+            return self.candidates[0]
+        tried = [r for r in self.refused if r.prediction is not None]
+        if not tried:
+            raise PlanningError(
+                f"no layout is legal: {self.refused[0].layout}: {self.refused[0].reason}"
+            )
+        nearest = min(tried, key=lambda r: r.prediction.memory.needed if r.prediction else 0)
+        assert nearest.prediction is not None
+        full = nearest.prediction.workload.checkpointing == "full"
+        other = "" if full else ", or checkpointing='full'"
+        raise PlanningError(
+            f"nothing fits; {nearest.layout} comes closest and {nearest.reason}. Take more GPUs or a shorter "
+            f"sequence{other}"
+        )
+
+    @property
+    def layouts(self) -> tuple[Prediction, ...]:
+        """The fastest of each layout, the fastest first."""
+        seen: dict[MeshLayout, Prediction] = {}
+        for each in self.candidates:
+            seen.setdefault(each.layout, each)
+        return tuple(seen.values())
+
+    def of(self, layout: MeshLayout) -> Prediction:
+        """The fastest prediction of ``layout``, also where it doesn't fit.
+
+        Raises:
+            PlanningError: it was refused for another reason.
+        """
+        for each in self.layouts:
+            if each.layout == layout:
+                return each
+        for refused in self.refused:
+            if refused.layout == layout:
+                if refused.prediction is not None:
+                    return refused.prediction
+                raise PlanningError(f"{layout} was refused: {refused.reason}")
+        raise PlanningError(
+            f"{layout} has no {self.cluster.world_size} ranks, or isn't among those asked for"
+        )
+
+    def explain(self, a: Prediction | MeshLayout, b: Prediction | MeshLayout) -> str:
+        """Why ``a`` and ``b`` differ: their components' differences, the largest first."""
+        first = self.of(a) if isinstance(a, MeshLayout) else a
+        second = self.of(b) if isinstance(b, MeshLayout) else b
+        ratio = first.tokens_per_second_per_gpu / second.tokens_per_second_per_gpu
+        lines = [
+            f"{_named(first)}: {first.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+            f"{_named(second)}: {second.tokens_per_second_per_gpu:,.0f}; {ratio:.3f} x",
+            "microseconds a token and GPU, first - second:",
+        ]
+        lines += _differences(_per_token(first), _per_token(second), lambda v: f"{v * 1e6:+.3f} us")
+        lines.append("memory, first - second:")
+        lines += _differences(
+            {k: t.value for k, t in first.memory.terms.items()},
+            {k: t.value for k, t in second.memory.terms.items()},
+            lambda v: ("+" if v >= 0 else "-") + shown(abs(v), "B"),
+        )
+        return "\n".join(lines)
+
+    def sensitivity(
+        self, prediction: Prediction | None = None
+    ) -> dict[str, list[tuple[str, float, bool]]]:
+        """What changes if one thing does: name -> (its value, tokens/s/GPU, whether it fits).
+
+        Tried are half and twice the micro-batch and sequence, and the bandwidth between nodes and of memory.
+        """
+        base = prediction or self.best
+        work, cluster = base.workload, base.cluster
+        found: dict[str, list[tuple[str, float, bool]]] = {}
+
+        def add(name: str, value: str, model: ModelSpec, on: Cluster, what: Workload) -> None:
+            result = predict(model, base.layout, on, what)
+            speed = result.tokens_per_second_per_gpu
+            found.setdefault(name, []).append((value, speed, result.fits))
+
+        for factor in (0.5, 1, 2):
+            size = max(int(base.micro_batch * factor), 1)
+            if size == base.micro_batch and factor != 1:
+                continue  # it can't be halved
+            whole = size * base.accumulation * base.layout.data_size
+            batch = replace(work, micro_batch=size, global_batch=whole)
+            add("micro_batch", str(size), self.model, cluster, batch)
+        for factor in (0.5, 1, 2):
+            length = max(int(work.seq_len * factor), base.layout.tp)
+            longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
+            add("seq_len", str(length), self.model, cluster, longer)
+        for factor in (0.5, 1, 2):
+            faster = replace(cluster, nic=cluster.nic * factor)
+            add("nic", f"{faster.nic:g} GB/s", self.model, faster, work)
+        for factor in (0.5, 1, 2):
+            gpu = replace(cluster.gpu, bandwidth=cluster.gpu.bandwidth * factor)
+            wider = replace(cluster, gpu=gpu)
+            add("memory bandwidth", f"{gpu.bandwidth:g} TB/s", self.model, wider, work)
+        return found
+
+    def pareto(self) -> tuple[Prediction, ...]:
+        """Those than which none is faster with as little memory, from the least memory to the fastest."""
+        front: list[Prediction] = []
+        for each in sorted(
+            self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)
+        ):
+            if not front or each.tokens_per_second_per_gpu > front[-1].tokens_per_second_per_gpu:
+                front.append(each)
+        return tuple(front)
+
+    def as_dict(self, most: int | None = None) -> dict[str, Any]:
+        """JSON values: the first ``most`` candidates, and all refusals."""
+        return {
+            "model": self.model.name,
+            "gpu": self.cluster.gpu.name,
+            "nodes": self.cluster.nodes,
+            "candidates": [each.as_dict() for each in self.candidates[:most]],
+            "refused": [
+                {
+                    "layout": dict(zip(("replicate", "shard", "tp"), r.layout.sizes, strict=True)),
+                    "reason": r.reason,
+                }
+                for r in self.refused
+            ],
+        }
+
+
+def _named(prediction: Prediction) -> str:
+    sizes = ", ".join(map(str, prediction.layout.sizes))
+    return f"({sizes}) micro-batch {prediction.micro_batch}, {prediction.workload.checkpointing}"
+
+
+def _per_token(prediction: Prediction) -> dict[str, float]:
+    tokens = prediction.micro_batch * prediction.accumulation * prediction.workload.seq_len
+    share = prediction.layout.tp / tokens
+    return {name: term.value * share for name, term in prediction.time.terms.items()}
+
+
+def _differences(a: dict[str, float], b: dict[str, float], text: Any) -> Sequence[str]:
+    names = dict.fromkeys([*a, *b])
+    each = sorted(((a.get(n, 0.0) - b.get(n, 0.0), n) for n in names), key=lambda d: -abs(d[0]))
+    return [f"  {name}: {text(difference)}" for difference, name in each if difference]
+
+
+# Why a layout can't be, or shouldn't be: rules of parallelize and of the hardware.
+
+
+def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> str | None:
+    """The first rule that ``layout`` breaks, in words; None if it may be used.
+
+    ``parallelize`` cuts sizes that tp doesn't divide: hidden features and vocabularies as ``torch.chunk``
+    does, attention between heads, with key and value heads that several ranks need on each of them. So no
+    size is a reason here but those that a plan says it can't cut (``divisible``), and where tp gains
+    nothing: with fewer heads than ranks each rank computes all attention.
+    """
+    tp = layout.tp
+    if work.sharding != "fsdp" and layout.shard > 1:
+        return f"{work.sharding} shards nothing over shard, which is {layout.shard}; it must be 1"
+    if tp == 1:
+        return None
+    if tp > cluster.domain:
+        return (
+            f"tp {tp} is more than the {cluster.domain} GPUs that fast links join: every layer would wait "
+            "for the network between nodes"
+        )
+    if cluster.domain % tp:
+        return (
+            f"tp {tp} doesn't divide the {cluster.domain} GPUs that fast links join: groups would cross "
+            "nodes"
+        )
+    if not model.tp_ready:
+        return f"tp {tp} needs a plan, and none could be derived for {model.name}"
+    if model.heads and model.heads < tp:
+        return f"tp {tp} and {model.heads} attention heads: every rank would compute all attention"
+    for name, size in model.divisible.items():
+        if size % tp:
+            return f"tp {tp} doesn't divide {name}, {size}, which its plan can't share otherwise"
+    return None
+
 
 _MOST_MICRO = 64
 
@@ -159,3 +374,93 @@ def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
         if each % size == 0:
             yield size
         size *= 2
+
+
+# group -> beginnings of the components' names; what no group has goes into "other"
+MEMORY = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "unsharded, buffers": ("unsharded", "gather and reduce"),
+    "activations": ("activations",),
+    "logits, loss": ("logits",),
+    "framework": ("gaps", "workspace", "context"),
+}
+
+
+TIME = {
+    "matmul": ("matmul",),
+    "attention": ("attention",),
+    "elementwise": ("elementwise",),
+    "recompute": ("recompute",),
+    "tensor parallel": ("tensor parallel",),
+    "exposed gather, reduce": ("exposed gather", "exposed reduce"),
+    "exposed all-reduce": ("exposed all_reduce",),
+    "stragglers": ("stragglers",),
+    "slowdown": ("slowdown",),
+    "copies, launch": ("copies", "launch", "accumulate"),
+    "optimizer": ("optimizer",),
+}
+
+
+def grouped(terms: Mapping[str, Term], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
+    """The terms' values added up by group, in the groups' order; "other" last, if there are any."""
+    found = dict.fromkeys(groups, 0.0)
+    for name, term in terms.items():
+        group = next((g for g, begin in groups.items() if name.startswith(begin)), "other")
+        found[group] = found.get(group, 0.0) + term.value
+    return found
+
+
+def memory_groups(prediction: Prediction) -> dict[str, float]:
+    """Bytes; they add up to ``memory.needed``."""
+    memory = prediction.memory
+    return grouped({**memory.terms, **{term.name: term for term in memory.beyond}}, MEMORY)
+
+
+def time_groups(prediction: Prediction) -> dict[str, float]:
+    """Seconds of a step; they add up to ``step_seconds``."""
+    return grouped(prediction.time.terms, TIME)
+
+
+def short(prediction: Prediction) -> str:
+    """The layout's sizes, "4 x 8 x 8": replicate, shard, tp."""
+    return " \N{MULTIPLICATION SIGN} ".join(map(str, prediction.layout.sizes))
+
+
+def setting(prediction: Prediction) -> str:
+    """Checkpointing, and whether parameters are kept between forward and backward."""
+    kind = prediction.workload.checkpointing.replace("_", " ")
+    keeps = not prediction.workload.reshard_after_forward and prediction.layout.shard > 1
+    return f"{kind}, keep" if keeps else kind
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Refusals that differ in numbers only.
+
+    Attributes:
+        text: of the first; ``count``: how many; ``examples``: the first few layouts' sizes.
+    """
+
+    text: str
+    count: int
+    examples: str
+
+
+def reasons(refused: Iterable[Refused], most: int = 3) -> list[Reason]:
+    """The refusals by reason, the most frequent first."""
+    kinds: dict[str, list[Refused]] = {}
+    for each in refused:
+        kinds.setdefault(re.sub(r"[\d.]+", "N", _kind(each)), []).append(each)
+    found = []
+    for same in sorted(kinds.values(), key=len, reverse=True):
+        near = sorted(same, key=lambda r: r.prediction.memory.needed if r.prediction else 0.0)
+        names = ["\N{MULTIPLICATION SIGN}".join(map(str, r.layout.sizes)) for r in near]
+        text = ", ".join(names[:most]) + (" \N{HORIZONTAL ELLIPSIS}" if len(names) > most else "")
+        found.append(Reason(near[0].reason, len(same), text))
+    return found
+
+
+def _kind(each: Refused) -> str:
+    return "memory" if each.prediction is not None else each.reason

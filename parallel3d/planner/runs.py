@@ -14,9 +14,8 @@ from pathlib import Path
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster, gpus
-from parallel3d.planner.model_spec import ModelSpec
+from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
 from parallel3d.planner.prediction import Prediction, predict
-from parallel3d.planner.shapes import spec_from_shapes
 from parallel3d.planner.workload import Workload
 
 __all__ = ["COLUMNS", "predict_run", "predict_runs", "read_models", "write_predictions"]

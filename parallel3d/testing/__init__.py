@@ -13,9 +13,10 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from parallel3d._util.recorder import Collective, Recorder, record_collectives
     from parallel3d.testing.emulated_network import (
         EmulatedNetwork,
         Link,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     )
     from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
     from parallel3d.testing.parity import Parity, assert_parity, shards_of
-    from parallel3d.testing.recorder import Collective, Recorder, record_collectives
     from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
 
 __all__ = [
@@ -60,11 +60,11 @@ __all__ = [
 export_lazily(
     __name__,
     {
+        "_util.recorder": "Collective Recorder record_collectives",
         "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
         "testing.first_difference": "Difference Verification first_difference verify",
         "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
         "testing.parity": "Parity assert_parity shards_of",
-        "testing.recorder": "Collective Recorder record_collectives",
         "testing.worlds": "FakeWorld LocalWorld fake_world local_world",
     },
 )

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from parallel3d._compat import clear_dtensor_caches
+from parallel3d._torch.dtensor import clear_dtensor_caches
 
 __all__ = ["RELEASE", "Failure", "Job", "serve"]
 

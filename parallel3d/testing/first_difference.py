@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from parallel3d._compat_simulated import ranks_are_simulated
-from parallel3d._tree import tensors_in
+from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._util.trees import tensors_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.differences.dropout import DropoutMode
-from parallel3d.testing.differences.found import Difference, owner_of
+from parallel3d.testing.differences.forward import Difference, owner_of
 from parallel3d.testing.differences.pair import Pair, SeedOf
 from parallel3d.testing.parity import (
     Case,

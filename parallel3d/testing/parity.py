@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat import dtensor_shard_box, get_local_tensor, root_mesh
-from parallel3d._compat_simulated import ranks_are_simulated, tensors_by_rank
-from parallel3d._packed import PackedDTensor
-from parallel3d._packed_layout import packed_boxes
+from parallel3d._layout.packed import PackedDTensor, packed_boxes
+from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_mesh
+from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize

@@ -12,10 +12,10 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._lazy import export_lazily
+from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.tp.auto import auto_plan
+    from parallel3d.tp.auto.derive import auto_plan
     from parallel3d.tp.collectives import (
         TpAxis,
         copy_to_tp,
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
         scatter_sequence,
         split_to_tp,
     )
-    from parallel3d.tp.heads.local_attributes import PlannedAttribute, local_attributes
-    from parallel3d.tp.logits.head import LogitsHead
-    from parallel3d.tp.logits.vocab_logits import VocabLogits
-    from parallel3d.tp.loss import linear_cross_entropy, vocab_parallel_cross_entropy
-    from parallel3d.tp.names import STYLE_NAMES, parse_style
+    from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
     from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan, resolve_plan
+    from parallel3d.tp.resolve import STYLE_NAMES, parse_style
     from parallel3d.tp.same_batch import check_same_batch
     from parallel3d.tp.styles import (
         Colwise,
@@ -52,6 +49,9 @@ if TYPE_CHECKING:
         VocabParallel,
     )
     from parallel3d.tp.torch_styles import TorchStyle
+    from parallel3d.tp.vocab_parallel.head import LogitsHead
+    from parallel3d.tp.vocab_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+    from parallel3d.tp.vocab_parallel.vocab_logits import VocabLogits
 
 __all__ = [
     "STYLE_NAMES",
@@ -98,23 +98,19 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "tp.auto": "auto_plan",
-        "tp.collectives": (
-            "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
-            "reduce_scatter_sequence scatter_sequence split_to_tp"
-        ),
-        "tp.heads.local_attributes": "PlannedAttribute local_attributes",
-        "tp.logits.head": "LogitsHead",
-        "tp.logits.vocab_logits": "VocabLogits",
-        "tp.loss": "linear_cross_entropy vocab_parallel_cross_entropy",
-        "tp.names": "STYLE_NAMES parse_style",
+        "tp.auto.derive": "auto_plan",
+        "tp.collectives": "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
+        "reduce_scatter_sequence scatter_sequence split_to_tp",
+        "tp.local_attributes": "PlannedAttribute local_attributes",
         "tp.plan": "PlannedModule PlannedParam ResolvedPlan resolve_plan",
+        "tp.resolve": "STYLE_NAMES parse_style",
         "tp.same_batch": "check_same_batch",
-        "tp.styles": (
-            "Colwise Experts HeadArguments IdentityExpert LocalParams LocalSizes PrepareInput "
-            "PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise SequenceParallel "
-            "SplitHeads Style VocabParallel"
-        ),
+        "tp.styles": "Colwise Experts HeadArguments IdentityExpert LocalParams LocalSizes "
+        "PrepareInput PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise "
+        "SequenceParallel SplitHeads Style VocabParallel",
         "tp.torch_styles": "TorchStyle",
+        "tp.vocab_parallel.head": "LogitsHead",
+        "tp.vocab_parallel.loss": "linear_cross_entropy vocab_parallel_cross_entropy",
+        "tp.vocab_parallel.vocab_logits": "VocabLogits",
     },
 )

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from parallel3d._layout import ParamLayout
-from parallel3d._packing import Packing
+from parallel3d._layout.packing import Packing
+from parallel3d._layout.param_layout import ParamLayout
 from parallel3d.errors import PlanError
 
 __all__ = [

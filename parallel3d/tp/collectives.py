@@ -33,22 +33,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from parallel3d._compat import all_gather_single, for_compiled_function, reduce_scatter_single
-from parallel3d._layout import local_chunk, smaller
-
-__all__ = [
-    "TpAxis",
-    "copy_to_tp",
-    "gather_from_tp",
-    "gather_sequence",
-    "reduce_from_tp",
-    "reduce_scatter_sequence",
-    "reduced",
-    "scatter_sequence",
-    "split_to_tp",
-    "start_all_reduce",
-    "start_reduce_scatter",
-]
+from parallel3d._layout.packing import Packing
+from parallel3d._layout.param_layout import local_chunk, smaller
+from parallel3d._torch.autograd import for_compiled_function
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d.errors import StateError
 
 
 class TpAxis:
@@ -302,3 +291,103 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _GatherCopies.apply(grad, ctx.dim, ctx.size, ctx.axis), None, None
+
+
+# Collectives on activations whose features are cut by a
+# :class:`~parallel3d._layout.packing.Packing`.
+
+
+def gather_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+    """The ranks' rows of ``packing`` joined in the order of the whole; the gradient of each is its rows.
+
+    Args:
+        x: this rank's rows along ``packing.dim``.
+    """
+    return x if axis.size == 1 else _GatherPacked.apply(x, packing, axis)
+
+
+def split_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+    """This rank's rows of ``x``; the gradient is the ranks' gradients joined."""
+    return x if axis.size == 1 else _SplitPacked.apply(x, packing, axis)
+
+
+def _gather(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+    dim, most = packing.dim, max(packing.lengths)
+    shape = list(x.shape)
+    shape[dim] = most
+    if packing.is_even:
+        sent = x.contiguous()
+    else:
+        sent = x.new_zeros(shape)
+        sent.narrow(dim, 0, x.shape[dim]).copy_(x)
+    stacked = sent.new_empty((axis.size, *shape))
+    all_gather_single(stacked.view(-1), sent.view(-1), group=axis.group)
+    joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
+    # In the order of the whole: one narrow for each interval.
+    places = []
+    for rank, held in enumerate(packing.rows):
+        at = rank * most
+        for first, number in held:
+            places.append((first, at, number))
+            at += number
+    return torch.cat([joined.narrow(dim, at, number) for _, at, number in sorted(places)], dim)
+
+
+class _GatherPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+        ctx.packing, ctx.axis = packing, axis
+        return _gather(x, packing, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _SplitPacked.apply(grad, ctx.packing, ctx.axis), None, None
+
+
+class _SplitPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+        ctx.packing, ctx.axis = packing, axis
+        return packing.take(x, axis.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _GatherPacked.apply(grad, ctx.packing, ctx.axis), None, None
+
+
+class SequenceLength:
+    """The global length of the sequence that sequence-parallel modules of one model hold parts of.
+
+    A part doesn't tell it (3 rows of 5 or of 6?), so whatever splits the sequence notes it here in
+    its forward and whatever gathers reads it. One model holds one sequence at a time: one that
+    splits a second of another length before it is done with the first is refused, and so is the
+    recomputation of an earlier micro-batch of another length.
+    """
+
+    def __init__(self) -> None:
+        self.length: int | None = None
+
+    def of(self, part: Tensor, dim: int, axis: TpAxis) -> int:
+        """Global length of the sequence of which ``part`` is this rank's chunk along ``dim``.
+
+        Raises:
+            StateError: nothing has split a sequence yet, or it was one of another length.
+        """
+        if axis.size == 1:
+            return part.shape[dim]
+        if self.length is None:
+            raise StateError(
+                f"a module got the part {tuple(part.shape)} of a sequence, but nothing has split a "
+                "sequence in this forward. Start sequence parallelism with "
+                'VocabParallel(output="sequence"), Rowwise(output="sequence") or '
+                'SequenceParallel(input="replicate").'
+            )
+        if isinstance(axis.rank, int):  # simulated ranks can't be compared with a number
+            rows = axis.rows(self.length)
+            if part.shape[dim] != rows:
+                raise StateError(
+                    f"a module got {part.shape[dim]} rows along dim {dim}, but the sequence split "
+                    f"last has {self.length}, of which tp rank {axis.rank} of {axis.size} holds "
+                    f"{rows}. Is the input a sequence part, and is sequence_dim right?"
+                )
+        return self.length

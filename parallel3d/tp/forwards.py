@@ -11,77 +11,26 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from parallel3d._forward import as_if, wrap_forward
-from parallel3d._packing import Packing
+from parallel3d._layout.packing import Packing
+from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
+    SequenceLength,
     TpAxis,
     gather_from_tp,
+    gather_packed,
     reduce_from_tp,
     reduce_scatter_sequence,
+    split_packed,
     split_to_tp,
 )
-from parallel3d.tp.comm.packed import gather_packed, split_packed
-from parallel3d.tp.comm.shared_input import share_copy, share_sequence
-
-if TYPE_CHECKING:
-    from parallel3d.tp.styles.base import Style
-
-__all__ = [
-    "SequenceLength",
-    "TpState",
-    "bind_forward",
-    "finish_sum",
-    "gather_features",
-    "map_first",
-    "note_state",
-    "split_features",
-    "take_input",
-]
+from parallel3d.tp.overlap import share_copy, share_sequence
 
 _STATE = "_parallel3d_tp"
-
-
-class SequenceLength:
-    """The global length of the sequence that sequence-parallel modules of one model hold parts of.
-
-    A part doesn't tell it (3 rows of 5 or of 6?), so whatever splits the sequence notes it here in
-    its forward and whatever gathers reads it. One model holds one sequence at a time: one that
-    splits a second of another length before it is done with the first is refused, and so is the
-    recomputation of an earlier micro-batch of another length.
-    """
-
-    def __init__(self) -> None:
-        self.length: int | None = None
-
-    def of(self, part: Tensor, dim: int, axis: TpAxis) -> int:
-        """Global length of the sequence of which ``part`` is this rank's chunk along ``dim``.
-
-        Raises:
-            StateError: nothing has split a sequence yet, or it was one of another length.
-        """
-        if axis.size == 1:
-            return part.shape[dim]
-        if self.length is None:
-            raise StateError(
-                f"a module got the part {tuple(part.shape)} of a sequence, but nothing has split a "
-                "sequence in this forward. Start sequence parallelism with "
-                'VocabParallel(output="sequence"), Rowwise(output="sequence") or '
-                'SequenceParallel(input="replicate").'
-            )
-        if isinstance(axis.rank, int):  # simulated ranks can't be compared with a number
-            rows = axis.rows(self.length)
-            if part.shape[dim] != rows:
-                raise StateError(
-                    f"a module got {part.shape[dim]} rows along dim {dim}, but the sequence split "
-                    f"last has {self.length}, of which tp rank {axis.rank} of {axis.size} holds "
-                    f"{rows}. Is the input a sequence part, and is sequence_dim right?"
-                )
-        return self.length
 
 
 @dataclass
@@ -98,7 +47,7 @@ class TpState:
         once: parameters every rank holds that only the first adds.
     """
 
-    style: "Style"
+    style: Any
     axis: TpAxis
     sequence: SequenceLength
     inner: Callable[..., Any] = nn.Module.forward
@@ -177,3 +126,37 @@ def map_first(
         f"keyword arguments given: {', '.join(kwargs) or 'none'}. Name the input in PrepareInput's "
         "keywords."
     )
+
+
+# A tensor-parallel forward under a subclass's own, in place of what ``super().forward(...)``
+# computes.
+
+
+def bind_base_forward(
+    module: nn.Module, base: type[nn.Module], forward: Any, state: TpState
+) -> None:
+    """Makes ``forward(module, ...)`` what ``module`` computes where it would compute ``base``'s forward.
+
+    For a subclass with a forward of its own, such as one that scales what it looks up, ``forward`` takes the
+    place that ``base.forward`` has in it.
+    """
+    cls = type(module)
+    if cls.forward is base.forward or "forward" in module.__dict__:
+        bind_forward(module, forward, state)
+        return
+    note_state(module, base.forward, state)
+    state.inner = base.forward
+    made = _classes.get((cls, base, forward))
+    if made is None:
+        made = _classes[cls, base, forward] = _with_base(cls, base, forward)
+    module.__class__ = made
+
+
+_classes: dict[tuple[type, type, Any], type] = {}
+
+
+def _with_base(cls: type[nn.Module], base: type[nn.Module], forward: Any) -> type:
+    """``cls`` with a class between it and ``base`` that has the forward: ``super()`` finds it first."""
+    between = type(f"Tp{base.__name__}", (base,), {"forward": as_if(forward, base.forward)})
+    names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls, between), names)

@@ -38,9 +38,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from parallel3d._compat import all_gather_single, in_backward_pass, queue_backward_callback
-from parallel3d._compat_simulated import for_each_rank, ranks_are_simulated, value_on_rank
-from parallel3d._forward import as_if, wrap_forward
+from parallel3d._torch.autograd import in_backward_pass, queue_backward_callback
+from parallel3d._torch.groups import all_gather_single
+from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated, value_on_rank
+from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import AgreementError, StateError
 from parallel3d.tp.collectives import TpAxis
 

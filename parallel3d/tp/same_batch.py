@@ -18,11 +18,13 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d import _dry_run
-from parallel3d._arguments import as_bool
-from parallel3d._compat import all_gather_single, inner_tensors, untraced
-from parallel3d._trace import issuing
-from parallel3d._tree import tensors_in
+from parallel3d._torch.autograd import untraced
+from parallel3d._torch.groups import all_gather_single
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d._util import dry_run
+from parallel3d._util.arguments import as_bool
+from parallel3d._util.trace import issuing
+from parallel3d._util.trees import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
 from parallel3d.mesh.store import others, ranks_are_played
 
@@ -240,7 +242,7 @@ class _FirstCheck(_Check):
             return
         self.handle.remove()
         self.handle = None
-        if _dry_run.active() or (others() is None and not ranks_are_played()):
+        if dry_run.active() or (others() is None and not ranks_are_played()):
             return
         # Another model's may be left on some ranks, which guards would find to differ.
         issuing.unit = ""

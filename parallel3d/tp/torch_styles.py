@@ -20,10 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
-from parallel3d.tp.collectives import TpAxis
-from parallel3d.tp.forwards import SequenceLength
-from parallel3d.tp.styles.base import Style
-from parallel3d.tp.styles.traffic import Traffic
+from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.styles.base import Style, Traffic
 
 __all__ = ["TorchStyle"]
 

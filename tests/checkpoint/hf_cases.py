@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._packed import PackedDTensor
+from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.checkpoint.hf import load
 from parallel3d.checkpoint.pieces import pieces_of

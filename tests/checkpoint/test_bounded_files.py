@@ -194,9 +194,9 @@ def test_one_name_of_two_things(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [(3, 7), (7, 3), (1, 64)])
 def test_slices_of_a_large_storage_are_read_in_parts(tmp_path: Path, monkeypatch, rows) -> None:
     """Whatever their strides, no more than a block is in memory."""
-    from parallel3d.checkpoint.torch_formats import archive, sources
+    from parallel3d.checkpoint.torch_formats import archive, folder
 
-    monkeypatch.setattr(sources, "_BLOCK", 256)
+    monkeypatch.setattr(folder, "_BLOCK", 256)
     read = archive.Entry.read
     most = []
     monkeypatch.setattr(
@@ -296,8 +296,7 @@ def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:
     )
     folder.metadata.planner_data[name] = ("model", "weight")
     folder.write(tmp_path / "it")
-    from parallel3d.checkpoint.torch_formats.folder import DcpFolder
-    from parallel3d.checkpoint.torch_formats.sources import DcpTensor, whole
+    from parallel3d.checkpoint.torch_formats.folder import DcpFolder, DcpTensor, whole
 
     found = DcpFolder.read(tmp_path / "it", trusted=False)
     tensor = DcpTensor(name, found, found.tensors[name])

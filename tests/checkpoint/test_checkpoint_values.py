@@ -230,7 +230,7 @@ def test_random_states_go_on(tmp_path: Path) -> None:
 
 
 def test_the_last_step_seed_comes_back(tmp_path: Path) -> None:
-    from parallel3d.seeding import last_step_seed
+    from parallel3d.mesh.seeding import last_step_seed
 
     p3d.seed_step(seed=(1 << 64) + 3, step=5, micro_batch=1)
     torch.rand(3)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import parallel3d as p3d
 from parallel3d import MeshLayout
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.checkpoint import latest, load, save
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool

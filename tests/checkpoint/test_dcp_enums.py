@@ -9,8 +9,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from parallel3d.checkpoint.torch_formats.pickled import read_pickle
-from parallel3d.checkpoint.torch_formats.vocabulary import DCP_METADATA
+from parallel3d.checkpoint.torch_formats.pickled import DCP_METADATA, read_pickle
 from parallel3d.errors import CheckpointError
 
 

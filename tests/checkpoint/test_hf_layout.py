@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.hf.layout import Layout, Untraceable, in_source, whole_of, within_source
-from parallel3d.checkpoint.hf.traced import Traced
+from parallel3d.checkpoint.hf.conversion import (
+    Layout,
+    Traced,
+    Untraceable,
+    in_source,
+    whole_of,
+    within_source,
+)
 
 
 def joined(rng: random.Random, real: list[Tensor], traced: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallel3d import CheckpointError, MeshLayout, build_mesh, parallelize
-from parallel3d._packed import PackedDTensor
+from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import GlooPool

@@ -16,7 +16,7 @@ from torch import nn
 
 import parallel3d as p3d
 from parallel3d import MeshLayout
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.testing import GlooPool
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from parallel3d import checkpoint, guards
-from parallel3d._compat_groups import group_timeout, set_group_timeout
+from parallel3d._torch.groups import group_timeout, set_group_timeout
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.errors import CheckpointError, PeerFailureError
 from parallel3d.testing import GlooPool

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import parallel3d as p3d
-from parallel3d import _dry_run
+from parallel3d._util import dry_run
 
 Names = ChainMap[str, Any]
 Loss = Callable[[Names, nn.Module], torch.Tensor]
@@ -138,7 +138,7 @@ def watched(section: Section, names: dict[str, Any]) -> Iterator[list[int]]:
         check_gradients(section, env, model)
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _dry_run.active() or not _is_the_pages(names):
+        if dry_run.active() or not _is_the_pages(names):
             return  # a dry run has no numbers
         steps[0] += 1
         if not clipped:
@@ -147,7 +147,7 @@ def watched(section: Section, names: dict[str, Any]) -> Iterator[list[int]]:
 
     def clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         def compared(*args: Any, **kwargs: Any) -> Any:
-            if not _dry_run.active() and _is_the_pages(names):
+            if not dry_run.active() and _is_the_pages(names):
                 compare()
                 clipped.append(True)
             return clip(*args, **kwargs)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from doc_pages import PAGES, ROOT, Command, commands
 
-from parallel3d.cli import main
+from parallel3d.tools.cli import main
 
 ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",

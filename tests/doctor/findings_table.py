@@ -1,7 +1,6 @@
 """The table of docs/doctor.md: ``python tests/doctor/findings_table.py`` prints it."""
 
-import parallel3d.doctor.checks  # noqa: F401 - registers them
-from parallel3d.doctor.finding import all_checks
+from parallel3d.tools.doctor.finding import all_checks
 
 
 def table() -> str:

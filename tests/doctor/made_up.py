@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel3d.doctor.facts import GIB, Device, Disk, Facts, Interface, Limits, Place
+from parallel3d.tools.doctor.facts import GIB, Device, Disk, Facts, Interface, Limits, Place
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 ETH = Interface("eth0", True, ("10.0.0.1",), 100_000)

@@ -13,20 +13,21 @@ import torch
 from launch import free_ports
 from torch import distributed as dist
 
-from parallel3d.doctor import Diagnosis, Options, doctor
-from parallel3d.doctor.collecting.accelerators import parse_health
-from parallel3d.doctor.collecting.collect import collect, steering
-from parallel3d.doctor.collecting.limits import read_cgroup, read_disk
-from parallel3d.doctor.collecting.network import (
+from parallel3d.errors import MeshError, PlanningError
+from parallel3d.tools.doctor import Diagnosis, Options, doctor
+from parallel3d.tools.doctor.collecting import (
     addresses_of,
+    collect,
+    parse_health,
+    read_cgroup,
+    read_disk,
     read_infiniband,
     read_interfaces,
+    steering,
     try_store,
 )
-from parallel3d.doctor.facts import GIB, Facts, Place
-from parallel3d.doctor.meeting import Meeting, clock_offset, meet
-from parallel3d.doctor.place import adopt_slurm, first_host, place_of
-from parallel3d.errors import MeshError, PlanningError
+from parallel3d.tools.doctor.facts import GIB, Facts, Place, adopt_slurm, first_host, place_of
+from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -261,7 +262,7 @@ def invoke(*arguments: str):
     pytest.importorskip("rich")
     from typer.testing import CliRunner
 
-    from parallel3d.cli.app import app
+    from parallel3d.tools.cli.app import app
 
     return CliRunner().invoke(app, ["doctor", *arguments])
 

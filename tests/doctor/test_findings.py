@@ -6,11 +6,13 @@ import made_up
 import pytest
 from made_up import BETWEEN, CASES, GOOD, Case
 
-import parallel3d.doctor.checks  # noqa: F401 - registers them
-from parallel3d.doctor.checks.environment import KNOWN_NCCL, RENAMED
-from parallel3d.doctor.checks.network import matches
-from parallel3d.doctor.facts import Facts, Interface
-from parallel3d.doctor.finding import (
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner.calibrate import COLLECTIVES
+from parallel3d.planner.cluster import Cluster, collective_time
+from parallel3d.tools.doctor.checks.environment import KNOWN_NCCL, RENAMED
+from parallel3d.tools.doctor.checks.network import matches
+from parallel3d.tools.doctor.facts import Facts, Interface
+from parallel3d.tools.doctor.finding import (
     ACROSS,
     CHECKS,
     ON_AXES,
@@ -19,12 +21,8 @@ from parallel3d.doctor.finding import (
     examine,
     examine_axes,
 )
-from parallel3d.doctor.measurement import SMALL, Measurement, lines_of
-from parallel3d.doctor.profiles import profile_of
-from parallel3d.mesh import MeshLayout
-from parallel3d.planner.calibrate import COLLECTIVES
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.network import collective_time
+from parallel3d.tools.doctor.measuring import SMALL, Measurement, lines_of
+from parallel3d.tools.doctor.meeting import profile_of
 
 ELSEWHERE = {"ranks-missing", "mesh-does-not-fit"}
 """Found where ranks meet: test_ranks_on_hosts."""

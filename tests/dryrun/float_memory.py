@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d._compat_dry import FakeTensor, in_fake_mode
+from parallel3d._torch.fake import FakeTensor, in_fake_mode
 
 __all__ = ["FloatMemory"]
 

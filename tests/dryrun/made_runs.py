@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallel3d._recorder import Collective
-from parallel3d.dryrun.result import (
+from parallel3d._util.recorder import Collective
+from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.result import (
     DryRun,
     LiveTensor,
     MemorySample,
@@ -16,7 +17,6 @@ from parallel3d.dryrun.result import (
     Peak,
     UnknownRead,
 )
-from parallel3d.mesh import MeshLayout
 
 WORD = 2  # bytes of bf16
 

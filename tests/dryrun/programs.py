@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import parallel3d as p3d
-from parallel3d.dryrun.result import DryRun, MemorySample
+from parallel3d.tools.dryrun.result import DryRun, MemorySample
 
 __all__ = [
     "AXES",

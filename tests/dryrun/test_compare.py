@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from made_runs import Llama, Program
 
-from parallel3d.dryrun.compare import compare
 from parallel3d.errors import DryRunError
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.compare import compare
 
 LAYOUT = MeshLayout(2, 2, 2)
 

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 import pytest
 from made_runs import Llama
 
-from parallel3d.dryrun.as_json import from_json, to_json
-from parallel3d.dryrun.result import DryRun, DryRunWarning, Operation
 from parallel3d.errors import DryRunError
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.as_json import from_json, to_json
+from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, Operation
 
 RUN = Llama().run(
     MeshLayout(2, 2, 2),

@@ -15,13 +15,12 @@ from made_runs import Llama, Program
 
 pytest.importorskip("plotly")
 
-from parallel3d.dryrun.compare import compare
-from parallel3d.dryrun.report import report_html, write_report
-from parallel3d.dryrun.result import DryRun, DryRunWarning, MemorySample, Peak, UnknownRead
-from parallel3d.dryrun.sampling import merged, thinned
-from parallel3d.dryrun.spans import COMPUTE
-from parallel3d.dryrun.timeline import timeline
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.compare import compare
+from parallel3d.tools.dryrun.report import report_html, write_report
+from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, MemorySample, Peak, UnknownRead
+from parallel3d.tools.dryrun.timeline import COMPUTE, timeline
+from parallel3d.tools.dryrun.trace import merged, thinned
 
 LAYOUT = MeshLayout(2, 4, 2)
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&amp;\"'"

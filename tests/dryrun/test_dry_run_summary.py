@@ -10,11 +10,11 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from parallel3d.dryrun.compare import compare
-from parallel3d.dryrun.result import Peak
-from parallel3d.dryrun.summary import print_summary
-from parallel3d.dryrun.timeline import timeline
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.compare import compare
+from parallel3d.tools.dryrun.result import Peak
+from parallel3d.tools.dryrun.summary import print_summary
+from parallel3d.tools.dryrun.timeline import timeline
 
 LAYOUT = MeshLayout(2, 4, 2)
 RUN = Llama(layers=4).run(LAYOUT)

@@ -7,8 +7,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from parallel3d.cli.app import app
-from parallel3d.dryrun import from_json
+from parallel3d.tools.cli.app import app
+from parallel3d.tools.dryrun import from_json
 
 SCRIPT = """
 import sys

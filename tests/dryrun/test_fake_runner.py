@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import parallel3d as p3d
-from parallel3d._compat_dry import FakeTensor
-from parallel3d._tree import tensors_in
-from parallel3d.dryrun import fakes
-from parallel3d.dryrun.fakes import FakeRunner
-from parallel3d.dryrun.record import record
+from parallel3d._torch.fake import FakeTensor
+from parallel3d._util.trees import tensors_in
+from parallel3d.tools.dryrun import modes
+from parallel3d.tools.dryrun.modes import FakeRunner
+from parallel3d.tools.dryrun.record import record
 
 aten = torch.ops.aten
 Call = tuple[Any, Callable[[list[Tensor]], tuple[tuple, dict]]]
@@ -143,7 +143,7 @@ def test_a_step_of_llama_is_the_same_without_the_memory(monkeypatch: pytest.Monk
         optimizer.step()
 
     usual = record(program, 4, 1)
-    monkeypatch.setattr(fakes, "_key_of", lambda *_: None)
+    monkeypatch.setattr(modes, "_key_of", lambda *_: None)
     each_anew = record(program, 4, 1)
     assert usual.operations == each_anew.operations
     assert usual.collectives == each_anew.collectives

@@ -5,14 +5,14 @@ from dry_programs import Training, named, recorded, train
 from fsdp.noted_streams import Device
 from made_runs import Program
 
-from parallel3d import _compat
-from parallel3d.dryrun import record, timeline
-from parallel3d.dryrun.result import DryRun
-from parallel3d.dryrun.streams import Streams
-from parallel3d.fsdp.buckets import in_place
-from parallel3d.fsdp.comms.stream_comm import StreamComm
+from parallel3d._torch import groups
+from parallel3d.fsdp import bucket
+from parallel3d.fsdp.comm import StreamComm
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import fake_world
+from parallel3d.tools.dryrun import record, timeline
+from parallel3d.tools.dryrun.result import DryRun
+from parallel3d.tools.dryrun.streams import Streams
 
 CASES = [
     Training((2, 2, 2), sequence=True),
@@ -26,11 +26,9 @@ CASES = [
 def test_collectives_are_those_of_the_engine_on_streams(case, monkeypatch):
     """All fields, in order, of the same code on real tensors and streams that take notes, as on a GPU."""
     with monkeypatch.context() as patch, fake_world(1, case.world_size):
-        patch.setattr(_compat, "pretended_backend", "nccl")
-        patch.setattr(in_place, "CPU_BYTES", in_place.ACCELERATOR_BYTES)
-        patch.setattr(
-            "parallel3d.fsdp.running.context.make_comm", lambda device_type: StreamComm(Device())
-        )
+        patch.setattr(groups, "pretended_backend", "nccl")
+        patch.setattr(bucket, "CPU_BYTES", bucket.ACCELERATOR_BYTES)
+        patch.setattr("parallel3d.fsdp.context.make_comm", lambda device_type: StreamComm(Device()))
         calls = recorded(case)
     run = record(lambda: train(case), case.world_size, 1)
     assert list(run.collectives) == calls

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 import parallel3d as p3d
-from parallel3d.dryrun.as_json import from_json, to_json
-from parallel3d.dryrun.calls import calls_of
-from parallel3d.dryrun.compare import compare
-from parallel3d.dryrun.record import record
-from parallel3d.dryrun.result import DryRun
-from parallel3d.dryrun.timeline import timeline
-from parallel3d.dryrun.trace import write_trace
-from parallel3d.dryrun.warnings import warnings_of
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.as_json import from_json, to_json
+from parallel3d.tools.dryrun.calls import calls_of
+from parallel3d.tools.dryrun.compare import compare
+from parallel3d.tools.dryrun.record import record
+from parallel3d.tools.dryrun.result import DryRun
+from parallel3d.tools.dryrun.timeline import timeline
+from parallel3d.tools.dryrun.trace import write_trace
+from parallel3d.tools.dryrun.warnings import warnings_of
 
 WORLD = 8
 
@@ -76,7 +76,7 @@ def test_a_records_timeline_has_its_steps_streams_and_overlap(first: DryRun) -> 
 
 def test_a_records_page_and_trace(first: DryRun, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from parallel3d.dryrun.report import write_report
+    from parallel3d.tools.dryrun.report import write_report
 
     write_report(first, tmp_path / "page.html", other=first)
     write_trace(first, tmp_path / "trace.json")

@@ -3,9 +3,9 @@
 import pytest
 from dry_programs import Training, named, recorded, train
 
-from parallel3d import _compat
-from parallel3d.dryrun import record
+from parallel3d._torch import groups
 from parallel3d.testing import fake_world
+from parallel3d.tools.dryrun import record
 
 CASES = [
     Training((2, 2, 2), sequence=True),
@@ -46,7 +46,7 @@ def test_equal_those_of_the_same_code_on_real_tensors(case, monkeypatch):
     """Of the first and the last rank, where nothing divides: they hold different numbers of rows."""
     for rank in (0, case.world_size - 1):
         with monkeypatch.context() as patch, fake_world(rank, case.world_size):
-            patch.setattr(_compat, "pretended_backend", "gloo")
+            patch.setattr(groups, "pretended_backend", "gloo")
             calls = recorded(case)
         assert dry(case, rank) == calls
 

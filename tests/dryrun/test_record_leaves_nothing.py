@@ -21,14 +21,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import parallel3d as p3d
-from parallel3d import _compat
-from parallel3d._compat_dry import loader_iterators
-from parallel3d._replaced import _before_step
-from parallel3d.dryrun.program import script
-from parallel3d.dryrun.record import real, record
+from parallel3d._torch import groups
+from parallel3d._torch.fake import loader_iterators
+from parallel3d._util.replaced_params import _before_step
 from parallel3d.errors import DryRunError, StateError
-from parallel3d.fsdp.running.freshness import _count
+from parallel3d.fsdp.versions import _count
 from parallel3d.testing import fake_world
+from parallel3d.tools.dryrun.record import real, record
+from parallel3d.tools.dryrun.world import script
 
 OBJECTS = (
     *("init_process_group", "destroy_process_group", "all_gather_object", "gather_object"),
@@ -62,7 +62,7 @@ def state() -> dict[str, Any]:
                 optimizers._global_optimizer_post_hooks,
             )
         ],
-        "backend": _compat.pretended_backend,
+        "backend": groups.pretended_backend,
         "active": p3d.dryrun.active(),
         "stance": torch._dynamo.eval_frame._stance.stance,
         "defaults": (torch.get_default_device(), torch.get_default_dtype()),

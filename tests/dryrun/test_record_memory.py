@@ -8,10 +8,10 @@ import pytest
 from dry_programs import Training, named, train
 from float_memory import FloatMemory
 
-from parallel3d import _compat
-from parallel3d.dryrun import record
+from parallel3d._torch import groups
 from parallel3d.testing import fake_world
-from parallel3d.tp.derive import check
+from parallel3d.tools.dryrun import record
+from parallel3d.tp.auto import check
 
 CASES = [
     Training((2, 2, 2), sequence=True, recompute=True),
@@ -22,7 +22,7 @@ MORE = [Training((1, 2, 1)), Training((1, 1, 2), mixed=False, vocabulary=250, hi
 
 
 def ledger_of_this_run() -> Any:
-    return sys.modules["parallel3d.dryrun.record"]._current[-1].mode.ledger
+    return sys.modules["parallel3d.tools.dryrun.record"]._current[-1].mode.ledger
 
 
 class Compared(FloatMemory):
@@ -55,7 +55,7 @@ def changes(memory: FloatMemory) -> list[int]:
 def test_equal_that_of_real_tensors(case, monkeypatch):
     rank = case.world_size - 1
     with monkeypatch.context() as patch, fake_world(rank, case.world_size):
-        patch.setattr(_compat, "pretended_backend", "gloo")
+        patch.setattr(groups, "pretended_backend", "gloo")
         patch.setattr(check, "check_groups", lambda *_: [])  # a dry run doesn't try the plan
         real = FloatMemory()
         with real:

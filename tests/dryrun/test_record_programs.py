@@ -19,10 +19,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, Dataset
 
 import parallel3d as p3d
-from parallel3d.dryrun.record import record
-from parallel3d.dryrun.result import DryRun
-from parallel3d.dryrun.warnings import all_warnings
 from parallel3d.errors import DryRunError
+from parallel3d.tools.dryrun.record import record
+from parallel3d.tools.dryrun.result import DryRun
+from parallel3d.tools.dryrun.warnings import all_warnings
 
 RANK = 3
 

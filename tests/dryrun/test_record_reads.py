@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.dryrun import Unknown, active, assume, real, record
 from parallel3d.errors import DryRunError
+from parallel3d.tools.dryrun import Unknown, active, assume, real, record
 
 HERE = __file__
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.dryrun import real, record
+from parallel3d.tools.dryrun import real, record
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

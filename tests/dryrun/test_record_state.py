@@ -12,11 +12,11 @@ from plans import LLAMA_TP_PLAN
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, optim, parallelize
-from parallel3d.dryrun import DryRun, record
-from parallel3d.fsdp.buckets import in_place
+from parallel3d.fsdp import bucket
 from parallel3d.planner import Workload
 from parallel3d.planner.from_module import spec_from_module
-from parallel3d.planner.state_memory import state_memory
+from parallel3d.planner.memory import state_memory
+from parallel3d.tools.dryrun import DryRun, record
 
 sys.path.append(str(Path(__file__).parents[1] / "planner"))
 from state_models import Case, Net, random_case, spec_of
@@ -48,7 +48,7 @@ def steps_of(case: Case) -> None:
 )
 def test_random_models_and_layouts(seed, monkeypatch):
     case = random_case(seed)
-    monkeypatch.setattr(in_place, "CPU_BYTES", case.large)
+    monkeypatch.setattr(bucket, "CPU_BYTES", case.large)
     run = record(lambda: steps_of(case), case.layout.world_size, backend="gloo")
     wanted = state_memory(
         spec_of(Net(case), case),
@@ -68,7 +68,7 @@ def planned(layers: int) -> tuple[int, int, int]:
     with torch.device("meta"):
         model: nn.Module = Llama(Training((16, 32, 8), size="70b", layers=layers).config)
     spec = spec_from_module(model, tp_plan=LLAMA_TP_PLAN, seq_len=32)
-    wanted = state_memory(spec, LAYOUT, WORKLOAD, in_place_bytes=in_place.CPU_BYTES, streams=False)
+    wanted = state_memory(spec, LAYOUT, WORKLOAD, in_place_bytes=bucket.CPU_BYTES, streams=False)
     return wanted.parameters, wanted.gradients, wanted.optimizer
 
 
@@ -82,8 +82,8 @@ def test_layers_of_llama_70b_on_4096_ranks():
 
 WHOLE = """
 import json, resource, sys, time
-from parallel3d.dryrun import record
-from parallel3d.dryrun.program import script
+from parallel3d.tools.dryrun import record
+from parallel3d.tools.dryrun.world import script
 run = record(script(sys.argv[1], sys.argv[2:]), 4096)
 end = max(reversed(run.memory), key=lambda each: each.by_kind.get("gradients", 0)).by_kind
 counters = 4 * len(run.parameters)

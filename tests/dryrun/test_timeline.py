@@ -7,24 +7,26 @@ from itertools import pairwise
 import pytest
 from made_runs import Llama, Program
 
-from parallel3d._recorder import Collective
-from parallel3d.dryrun.calls import calls_of
-from parallel3d.dryrun.durations import (
+from parallel3d._util.recorder import Collective
+from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import Cluster
+from parallel3d.planner.cluster import AxisLink, collective_time
+from parallel3d.planner.cluster import link_of as planners_link
+from parallel3d.planner.kernels import gemm_time, memory_rate
+from parallel3d.tools.dryrun.calls import calls_of
+from parallel3d.tools.dryrun.result import Operation
+from parallel3d.tools.dryrun.timeline import (
+    Timeline,
     cluster_of,
     collective_seconds,
     kernel_seconds,
     latency_of,
     link_of,
+    stream_of,
+    timeline,
+    unit_of,
 )
-from parallel3d.dryrun.result import Operation
-from parallel3d.dryrun.spans import stream_of, unit_of
-from parallel3d.dryrun.timeline import Timeline, timeline
-from parallel3d.errors import PlanningError
-from parallel3d.mesh import MeshLayout
-from parallel3d.planner import Cluster
-from parallel3d.planner.kernels import gemm_time, memory_rate
-from parallel3d.planner.network import AxisLink, collective_time
-from parallel3d.planner.network import link_of as planners_link
 
 GB = 10**9
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from made_runs import Llama
 
-from parallel3d.dryrun.timeline import timeline
-from parallel3d.dryrun.trace import trace_events, write_trace
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.timeline import timeline
+from parallel3d.tools.dryrun.trace import trace_events, write_trace
 
 RUN = Llama(layers=4).run(MeshLayout(2, 2, 2), rank=3)
 

@@ -7,8 +7,9 @@ from math import sqrt
 import pytest
 from made_runs import Llama, Program
 
-from parallel3d.dryrun.compare import compare
-from parallel3d.dryrun.result import (
+from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.compare import compare
+from parallel3d.tools.dryrun.result import (
     DryRun,
     DryRunWarning,
     LiveTensor,
@@ -17,11 +18,9 @@ from parallel3d.dryrun.result import (
     Peak,
     UnknownRead,
 )
-from parallel3d.dryrun.timeline import timeline
-from parallel3d.dryrun.warnings import all_warnings, warnings_of
-from parallel3d.dryrun.warnings_memory import needed_bytes
-from parallel3d.dryrun.wording import counted, in_bytes, in_seconds, pattern_of, some
-from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun.timeline import timeline
+from parallel3d.tools.dryrun.warnings import all_warnings, needed_bytes, warnings_of
+from parallel3d.tools.dryrun.wording import counted, in_bytes, in_seconds, pattern_of, some
 
 GIB = 2**30
 LAYOUT = MeshLayout(2, 4, 2)

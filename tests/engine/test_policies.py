@@ -11,7 +11,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from twins import device_mesh, floats, full, mean_square, same, shard_layers, train
 
-from parallel3d._compat import follows_grad_dtype
+from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.testing import fake_world, record_collectives
 
 BF16, FP32 = torch.bfloat16, torch.float32

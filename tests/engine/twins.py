@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d._compat import dtensor_shard_box
+from parallel3d._torch.dtensor import dtensor_shard_box
 
 __all__ = [
     "Twins",

@@ -8,10 +8,10 @@ from pathlib import Path
 import llama
 import pytest
 
-from parallel3d.dryrun import record
-from parallel3d.dryrun.program import script
-from parallel3d.launch import TARGETS, launch_file
-from parallel3d.planner.state_memory import state_memory
+from parallel3d.planner.memory import state_memory
+from parallel3d.tools.dryrun import record
+from parallel3d.tools.dryrun.world import script
+from parallel3d.tools.launch import TARGETS, launch_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES / "recipes"))

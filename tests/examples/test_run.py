@@ -10,7 +10,7 @@ from run import Run
 from step_log import StepLog
 
 import parallel3d as p3d
-from parallel3d._dry_run import running
+from parallel3d._util.dry_run import running
 from parallel3d.testing import fake_world
 
 

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d._compat import all_gather_single, reduce_scatter_single
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 
 __all__ = ["BACKWARD", "FORWARD", "Boom", "Net", "Place", "loss_of"]
 

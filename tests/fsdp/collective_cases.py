@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize, tp
-from parallel3d._compat import follows_grad_dtype
+from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import Recorder, fake_world, record_collectives
 

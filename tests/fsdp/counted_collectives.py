@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel3d._compat import all_gather_single, reduce_scatter_single
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 
 
 class Memory:

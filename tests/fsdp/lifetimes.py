@@ -14,8 +14,9 @@ import torch._dynamo
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel3d._compat import TorchDispatchMode, inner_tensors
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d._torch.autograd import TorchDispatchMode
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d.fsdp.members import unit_of
 
 __all__ = ["NewStorages", "References", "collector_off", "references"]
 

@@ -2,9 +2,8 @@
 
 from contextlib import contextmanager
 
-from parallel3d.fsdp.buckets import tp_sums
-from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.comms import stream_comm
+from parallel3d.fsdp import comm, reduction
+from parallel3d.fsdp.bucket import Bucket
 
 __all__ = ["Device", "Event", "Stream", "find", "happens_before", "note"]
 
@@ -93,11 +92,11 @@ def note(device: Device, monkeypatch) -> None:
     for name in ("gather_buffers", "copy_out", "free_gathered"):
         noting(Bucket, name, name)
     for name in ("all_gather", "reduce_scatter", "all_reduce", "copy_home"):
-        noting(stream_comm, name, name)
-    noting(tp_sums, "all_reduce", "sum_over_tp")
+        noting(comm, name, name)
+    noting(reduction, "all_reduce", "sum_over_tp")
     monkeypatch.setattr(
-        "parallel3d.fsdp.running.context.make_comm",
-        lambda device_type: stream_comm.StreamComm(device),
+        "parallel3d.fsdp.context.make_comm",
+        lambda device_type: comm.StreamComm(device),
     )
 
 

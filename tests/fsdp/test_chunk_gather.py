@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
-from parallel3d._compat import StridedShard
+from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import chunk, gather
 from parallel3d.testing import fake_world, local_world, record_collectives
 

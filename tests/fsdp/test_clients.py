@@ -32,7 +32,7 @@ from parallel3d import (
     materialize,
     parallelize,
 )
-from parallel3d.fsdp.placing.mesh_cache import kept_with
+from parallel3d.fsdp.placement import kept_with
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 

@@ -4,7 +4,7 @@ import pytest
 from collective_cases import CASES, IN_REDUCE_DTYPE, NONE, Case
 from collectives_table import PAGE, Results, collect, table
 
-from parallel3d._compat import follows_grad_dtype
+from parallel3d._torch.autograd import follows_grad_dtype
 
 
 @pytest.fixture(scope="module")

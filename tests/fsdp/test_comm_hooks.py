@@ -14,7 +14,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp, parallelize
-from parallel3d._compat import reduce_scatter_single
+from parallel3d._torch.groups import reduce_scatter_single
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import (
     CommHookState,
@@ -23,7 +23,7 @@ from parallel3d.fsdp import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp.members import units_of
 from parallel3d.testing import (
     assert_parity,
     fake_world,

@@ -11,9 +11,10 @@ from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp import ShardPlacementResult, fully_shard, module_comm
-from parallel3d.fsdp.comms import custom_comm
-from parallel3d.fsdp.running.members import the_unit, units_of
+from parallel3d.fsdp import ShardPlacementResult, fully_shard
+from parallel3d.fsdp import module as module_file
+from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.options import comm_hooks
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
@@ -60,8 +61,8 @@ class Allocator:
 def group_memory(monkeypatch) -> Allocator:
     """Process groups with an allocator."""
     allocator = Allocator()
-    monkeypatch.setattr(module_comm, "has_group_memory", lambda group, device: True)
-    monkeypatch.setattr(custom_comm, "group_memory", allocator)
+    monkeypatch.setattr(module_file, "has_group_memory", lambda group, device: True)
+    monkeypatch.setattr(comm_hooks, "group_memory", allocator)
     return allocator
 
 
@@ -75,18 +76,18 @@ def symmetric(monkeypatch) -> Allocator:
         allocator.log.append(f"rendezvous {tensor.numel()}")
 
     def noted(name):
-        collective = getattr(custom_comm, name)
+        collective = getattr(comm_hooks, name)
 
         def wrapper(output, *args, **kwargs):
             allocator.log.append(f"{name} {output.numel()}")
             return collective(output, *args, **kwargs)
 
-        monkeypatch.setattr(custom_comm, name, wrapper)
+        monkeypatch.setattr(comm_hooks, name, wrapper)
 
-    monkeypatch.setattr(module_comm, "_check_symmetric", lambda bucket: None)
-    monkeypatch.setattr(custom_comm, "use_symmetric_memory", allocator.log.append)
-    monkeypatch.setattr(custom_comm, "symmetric_memory", allocator)
-    monkeypatch.setattr(custom_comm, "make_symmetric", rendezvous)
+    monkeypatch.setattr(module_file, "_check_symmetric", lambda bucket: None)
+    monkeypatch.setattr(comm_hooks, "use_symmetric_memory", allocator.log.append)
+    monkeypatch.setattr(comm_hooks, "symmetric_memory", allocator)
+    monkeypatch.setattr(comm_hooks, "make_symmetric", rendezvous)
     noted("all_gather_single")
     noted("reduce_scatter_single")
     return allocator

@@ -16,7 +16,8 @@ from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import get_local_tensor, untraced
+from parallel3d._torch.autograd import untraced
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

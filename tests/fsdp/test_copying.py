@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import inner_tensors
+from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.running.members import the_unit, unit_of
+from parallel3d.fsdp.members import the_unit, unit_of
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity

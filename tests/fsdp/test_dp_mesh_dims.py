@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parallel3d import MeshError, Parallel3dError
-from parallel3d._compat import StridedShard
+from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import fake_world, local_world

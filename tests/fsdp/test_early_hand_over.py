@@ -9,8 +9,8 @@ from noted_streams import Device, find, happens_before, note
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout, build_mesh, fully_shard, optim
-from parallel3d.fsdp.buckets import bucket as bucket_module
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp import bucket as bucket_module
+from parallel3d.fsdp.members import the_unit
 from parallel3d.testing import fake_world
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, StateError, build_mesh
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import FSDPModule
 from parallel3d.testing import Recorder, assert_parity, fake_world, record_collectives
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from wrapped import at_rest, held_bytes
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._compat import all_gather_single
+from parallel3d._torch.groups import all_gather_single
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
-from parallel3d.fsdp.buckets.extension_bucket import ExtensionBucket
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.options.gather_extension import ExtensionBucket
 from parallel3d.testing import LocalWorld, fake_world, local_world, record_collectives
 
 
@@ -270,9 +270,7 @@ def test_streams(monkeypatch) -> None:
 def test_offload(monkeypatch, shard) -> None:
     """The shard is taken to the device, which is the CPU under another name, before its method is called."""
     home, device = torch.device("cpu"), torch.device("cpu", 0)
-    monkeypatch.setattr(
-        "parallel3d.fsdp.buckets.bucket.places_of", lambda *_: (device, home, False)
-    )
+    monkeypatch.setattr("parallel3d.fsdp.bucket.places_of", lambda *_: (device, home, False))
     with local_world(2) as world:
         model = fully_shard(extend(mlp(8), Int8), mesh=mesh_of(2 // shard, shard, 1))
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))

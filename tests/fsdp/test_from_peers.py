@@ -9,9 +9,8 @@ from models import Lm, lm_loss, tokens
 from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp import collectives, fully_shard
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.comms import from_peers
 from parallel3d.testing import assert_parity, record_collectives
 
 
@@ -24,12 +23,12 @@ def shard(model, mesh):
 def gathers(dtype: torch.dtype) -> None:
     """Several under way on one group, waited for in another order; of each rank's own numbers."""
     group, rank, n = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    size = from_peers.LEAST_BYTES // dtype.itemsize + 5
+    size = collectives.LEAST_BYTES // dtype.itemsize + 5
     base = torch.arange(size) % 50
     parts = [(base + rank + 10 * i).to(dtype) for i in range(3)]
     outputs = [torch.empty(n * size, dtype=dtype) for _ in parts]
     works = [all_gather(o, p, group, unit="u") for o, p in zip(outputs, parts, strict=True)]
-    assert all(isinstance(work, from_peers.Messages) for work in works)
+    assert all(isinstance(work, collectives.Messages) for work in works)
     for work in reversed(works):
         work.wait()
     for i, output in enumerate(outputs):
@@ -46,7 +45,7 @@ def trained() -> tuple[float, list]:
     """With every gather by messages: the gradients' difference, and the collectives of a step."""
     seen = []
     for least in (0, 2**60):
-        from_peers.LEAST_BYTES = least
+        collectives.LEAST_BYTES = least
         result = assert_parity(
             partial(Lm, layers=3), tokens, MeshLayout(2, 2, 1), loss=lm_loss, apply=shard, steps=2
         )
@@ -56,7 +55,7 @@ def trained() -> tuple[float, list]:
             lm_loss(model, tokens(dist.get_rank())).backward()
         assert result.grads["float64"] < 1e-9
         seen.append(recorder.calls)
-    from_peers.LEAST_BYTES = 2**17
+    collectives.LEAST_BYTES = 2**17
     by_messages, by_gloo = seen
     assert by_messages == by_gloo
     return len([call for call in by_gloo if call.op == "all_gather"])
@@ -68,7 +67,7 @@ def test_training_records_the_same_collectives(gloo_pool):
 
 def one_leaves() -> str:
     """What a rank is told whose peer has gone."""
-    part = torch.zeros(from_peers.LEAST_BYTES)
+    part = torch.zeros(collectives.LEAST_BYTES)
     group = dist.new_group(timeout=timedelta(seconds=2))
     if dist.get_rank() == 1:
         return ""

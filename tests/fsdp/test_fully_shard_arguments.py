@@ -21,9 +21,8 @@ from parallel3d.fsdp import (
     ShardPlacementResult,
     fully_shard,
 )
-from parallel3d.fsdp.checks import check_reshard
-from parallel3d.fsdp.placing.axes import data_axes
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import check_reshard, unit_of
+from parallel3d.fsdp.placement import data_axes
 from parallel3d.testing import fake_world
 
 
@@ -290,14 +289,15 @@ def test_names_are_the_same_as_torchs() -> None:
 
 
 def test_fallbacks_for_torch_2_11_are_like_the_real_ones() -> None:
-    from parallel3d import _compat, _torch_2_11
+    from parallel3d._torch import fully_shard as names
+    from parallel3d._torch import v2_11
 
     for name in ("DataParallelMeshDims", "ShardPlacementResult"):
-        ours, real = getattr(_torch_2_11, name), getattr(_compat, name)
+        ours, real = getattr(v2_11, name), getattr(names, name)
         assert [f.name for f in dataclasses.fields(ours)] == [
             f.name for f in dataclasses.fields(real)
         ]
-    for dims in (_torch_2_11.DataParallelMeshDims, DataParallelMeshDims):
+    for dims in (v2_11.DataParallelMeshDims, DataParallelMeshDims):
         assert dims(shard="a", replicate=("b", "c")).shard_names == ("a",)
         assert dims(replicate=("b", "c")).replicate_names == ("b", "c")
         assert dims(replicate="b").shard_names == ()

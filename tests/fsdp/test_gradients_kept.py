@@ -12,7 +12,7 @@ from torch import nn
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.optim import step_in_backward
 from parallel3d.testing import fake_world
 

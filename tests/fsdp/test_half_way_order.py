@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import torch
 
-from parallel3d.fsdp.buckets import reduce_job
-from parallel3d.fsdp.buckets.reduce_job import ReduceJob
+from parallel3d.fsdp import reduction
 from parallel3d.fsdp.collectives import ScatterWork
-from parallel3d.fsdp.comms.cpu_comm import CpuComm
+from parallel3d.fsdp.comm import CpuComm
+from parallel3d.fsdp.reduction import ReduceJob
 
 
 def test_an_input_that_is_freed_early_issues_nothing_over_tp(monkeypatch) -> None:
     """Half-way is elsewhere on a tp rank with other sizes, where tp's own collectives come in between."""
     sums: list[object] = []
-    monkeypatch.setattr(reduce_job, "sum_over_tp", lambda bucket, *_: sums.append(bucket))
+    monkeypatch.setattr(reduction, "sum_over_tp", lambda bucket, *_: sums.append(bucket))
     bucket = SimpleNamespace(
         tp_group=object(),
         second_group=None,

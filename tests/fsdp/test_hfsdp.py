@@ -18,7 +18,7 @@ from wrapped import held_bytes
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.members import the_unit
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import (
     LocalWorld,

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._compat import all_gather_single, reduce_scatter_single
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d.errors import StateError
-from parallel3d.fsdp.buckets import bucket as bucket_module
-from parallel3d.fsdp.running.members import the_unit, units_of
+from parallel3d.fsdp import bucket as bucket_module
+from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity

@@ -7,7 +7,7 @@ from wrapped import at_rest, held_bytes
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import local_world, record_collectives
 
 

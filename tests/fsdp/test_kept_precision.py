@@ -15,8 +15,8 @@ from parallel3d import (
     build_mesh,
     parallelize,
 )
-from parallel3d.fsdp.buckets.offload import copy_home
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options.offload import copy_home
 from parallel3d.testing import fake_world, local_world
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

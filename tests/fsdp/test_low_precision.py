@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
-from parallel3d.fsdp.buckets.reduce_job import divisor_before_sum
+from parallel3d.fsdp.reduction import divisor_before_sum
 from parallel3d.testing import local_world
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

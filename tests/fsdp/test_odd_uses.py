@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from wrapped import at_rest, held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 DATA = MeshLayout(2, 2, 1)

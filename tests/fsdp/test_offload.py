@@ -13,9 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
-from parallel3d.fsdp.buckets import bucket as bucket_module
-from parallel3d.fsdp.buckets import offload
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp import bucket as bucket_module
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options import offload
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._compat import StridedShard
-from parallel3d._layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world, local_world, shards_of
 

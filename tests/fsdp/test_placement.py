@@ -7,8 +7,8 @@ from math import prod
 import pytest
 from torch.distributed.tensor import Shard
 
-from parallel3d._compat import StridedShard, dtensor_shard_box
-from parallel3d.fsdp.placing.placement import ceil_div, chunk_length, is_exact
+from parallel3d._torch.dtensor import StridedShard, dtensor_shard_box
+from parallel3d.fsdp.placement import ceil_div, chunk_length, is_exact
 
 OUTSIDE = [(), (2,), (3,)]
 INSIDE = [(), (2,), (4,), (2, 3)]

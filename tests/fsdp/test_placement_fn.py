@@ -13,9 +13,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from wrapped import shard_blocks
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
-from parallel3d._compat import StridedShard
+from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives, shards_of
 
 

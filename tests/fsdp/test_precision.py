@@ -8,8 +8,8 @@ from precision_twins import DIM, Net, Twins
 from torch import nn
 
 from parallel3d import MeshLayout
-from parallel3d._compat import follows_grad_dtype
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d._torch.autograd import follows_grad_dtype
+from parallel3d.fsdp.members import the_unit
 from parallel3d.optim import accumulate
 from parallel3d.testing import local_world, record_collectives
 

@@ -9,7 +9,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh
-from parallel3d._compat import inner_tensors
+from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import local_world
 

@@ -10,8 +10,8 @@ from test_resident import Model, batch, check, plain, wrapped
 from test_resident_hooks import pair
 from torch import nn
 
-from parallel3d.fsdp.running.hooks_off import HooksOff
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.testing import fake_world
 
 

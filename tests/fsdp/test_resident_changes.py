@@ -7,8 +7,8 @@ import torch
 from test_resident import WIDTH, Model, batch, check, plain, wrapped
 from torch import nn
 
-from parallel3d.fsdp.running.members import the_unit
-from parallel3d.fsdp.running.resident import Residents
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options.replicated import Residents
 from parallel3d.testing import fake_world
 
 

@@ -10,9 +10,9 @@ from test_resident import USES, WIDTH, Model, batch, check, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d import _compat_checkpoint
-from parallel3d.fsdp.running.hooks_off import HooksOff
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d._torch import checkpointed
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.testing import fake_world
 
 
@@ -160,9 +160,9 @@ def test_what_has_no_checkpoint_counts_none() -> None:
 
 @pytest.fixture
 def tried_anew() -> Iterator[None]:
-    _compat_checkpoint._is_seen.cache_clear()
+    checkpointed._is_seen.cache_clear()
     yield
-    _compat_checkpoint._is_seen.cache_clear()
+    checkpointed._is_seen.cache_clear()
 
 
 @pytest.mark.parametrize("with_calls", [False, True])
@@ -173,11 +173,13 @@ def test_calls_of_checkpoint_are_counted_here(with_calls: bool, tried_anew: None
         raise AssertionError("an outer checkpoint must not see a trial of ours")
 
     with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(never, never):
-        assert _compat_checkpoint._is_seen(with_calls=with_calls)
+        assert checkpointed._is_seen(with_calls=with_calls)
 
 
 def test_the_trial_does_not_import_the_compiler() -> None:
-    code = "import sys; from parallel3d._compat_checkpoint import sees_checkpointed_calls as sees; "
+    code = (
+        "import sys; from parallel3d._torch.checkpointed import sees_checkpointed_calls as sees; "
+    )
     subprocess.run(
         [sys.executable, "-c", code + "assert sees() and 'torch._dynamo' not in sys.modules"],
         check=True,
@@ -185,13 +187,9 @@ def test_the_trial_does_not_import_the_compiler() -> None:
 
 
 BREAKS = {
-    "a count that stays": lambda patch: patch.setattr(
-        _compat_checkpoint, "getrefcount", lambda _: 7
-    ),
-    "no such class": lambda patch: patch.setattr(_compat_checkpoint, "_kinds", lambda: (int.no,)),
-    "another class": lambda patch: patch.setattr(
-        _compat_checkpoint, "_kinds", lambda: (Model, Simple)
-    ),
+    "a count that stays": lambda patch: patch.setattr(checkpointed, "getrefcount", lambda _: 7),
+    "no such class": lambda patch: patch.setattr(checkpointed, "_kinds", lambda: (int.no,)),
+    "another class": lambda patch: patch.setattr(checkpointed, "_kinds", lambda: (Model, Simple)),
 }
 
 

@@ -8,10 +8,10 @@ import torch
 from test_resident import WIDTH, Model, batch, check
 from test_resident_hooks import pair
 
-from parallel3d._compat_checkpoint import checkpointed_calls
+from parallel3d._torch.checkpointed import checkpointed_calls
 from parallel3d.fsdp import FSDPModule
-from parallel3d.fsdp.running.hooks_off import HooksOff
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.testing import fake_world
 
 

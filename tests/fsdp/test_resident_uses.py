@@ -11,8 +11,8 @@ from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
-from parallel3d.fsdp.buckets import joint_reduce
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options import replicated
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import GlooPool, fake_world, shards_of
 
@@ -142,8 +142,8 @@ def _train(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
 
 
 def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
-    rank, before = torch.distributed.get_rank(), joint_reduce.LARGE
-    joint_reduce.LARGE = large
+    rank, before = torch.distributed.get_rank(), replicated.LARGE
+    replicated.LARGE = large
     try:
         model = wrapped(torch.distributed.get_world_size())
         _train(model, [[batch(10 * step + rank)] for step in range(steps)])
@@ -152,10 +152,10 @@ def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
             assert (joint._share is None) == (large > 0)
         return [param.to_local().detach().clone() for param in model.parameters()]
     finally:
-        joint_reduce.LARGE = before
+        replicated.LARGE = before
 
 
-@pytest.mark.parametrize("large", [joint_reduce.LARGE, 0])
+@pytest.mark.parametrize("large", [replicated.LARGE, 0])
 def test_processes_beside_the_plain_model(gloo_pool: GlooPool, large: int) -> None:
     by_rank = gloo_pool.run(_on_gloo, 3, large)
     expected = plain()

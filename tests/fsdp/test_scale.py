@@ -6,7 +6,7 @@ from llama import Llama, LlamaConfig
 from torch.distributed.tensor import Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import StridedShard
+from parallel3d._torch.dtensor import StridedShard
 from parallel3d.testing import fake_world, record_collectives
 
 LAYOUT = MeshLayout(16, 32, 8)

@@ -15,8 +15,8 @@ from wrapped import held_bytes, shard_blocks
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import BackwardPrefetch
-from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.running.members import the_unit, unit_of
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.members import the_unit, unit_of
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST

@@ -7,7 +7,7 @@ from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.running.members import the_unit, units_of
+from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.testing import fake_world
 
 parity = pytest.mark.parity
@@ -122,7 +122,7 @@ def test_post_optim_event_is_what_the_first_gather_waits_for():
 
 @parity("argument: reshard_after_forward=int")
 def test_part_is_there_before_it_is_gathered_and_read_before_it_is_freed(device, monkeypatch):
-    from parallel3d.fsdp.buckets.small_world import SmallWorld
+    from parallel3d.fsdp.options.post_forward_group import SmallWorld
 
     for name in ("keep", "drop"):
         original = getattr(SmallWorld, name)

@@ -17,7 +17,7 @@ from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, StateError, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world, shards_of
 
 

@@ -25,7 +25,7 @@ from parallel3d.fsdp import (
     model_state_dict,
     optim_state_dict,
 )
-from parallel3d.fsdp.buckets import bucket as bucket_module
+from parallel3d.fsdp import bucket as bucket_module
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 FULL = StateDictType.FULL_STATE_DICT

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._compat import inner_tensors
+from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.running.members import unit_of
+from parallel3d.fsdp.members import unit_of
 
 
 def shard_blocks(model: nn.Module, mesh, **options) -> nn.Module:

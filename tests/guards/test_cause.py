@@ -5,8 +5,8 @@ from test_silence import NEVER, Freezing, monitor
 
 from parallel3d.checkpoint.ranks import as_checkpoint_error
 from parallel3d.guards.board import Board, Note
-from parallel3d.guards.cause import _more_forwards, find_cause, is_of_communication, short
-from parallel3d.guards.progress import here
+from parallel3d.guards.session import _more_forwards, find_cause, is_of_communication, short
+from parallel3d.guards.timeouts import here
 from parallel3d.testing import fake_world
 
 CLOSED = RuntimeError("Application timeout caused pair closure")

@@ -13,8 +13,7 @@ from torch import distributed as dist
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, guards
 from parallel3d.guards.debugging import Debugger
-from parallel3d.guards.events import Event, Journal
-from parallel3d.guards.rendezvous import first_difference
+from parallel3d.guards.rendezvous import Event, Journal, first_difference
 from parallel3d.testing import fake_world, local_world
 
 
@@ -209,7 +208,7 @@ class TestEvents:
         assert Event.from_json(one.to_json()) == one
 
     def test_a_long_file_begins_anew(self, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setattr("parallel3d.guards.events._MOST_BYTES", 300)
+        monkeypatch.setattr("parallel3d.guards.rendezvous._MOST_BYTES", 300)
         journal = Journal(3, 10, tmp_path)
         events = self.log(*"abcdefgh")
         for event in events:

@@ -12,8 +12,8 @@ from torch import distributed as dist
 
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshError, MeshLayout, build_mesh
-from parallel3d._compat_groups import all_groups, set_group_timeout
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d._torch.groups import all_groups, set_group_timeout
+from parallel3d.fsdp.members import the_unit
 from parallel3d.mesh import build as building
 from parallel3d.testing import fake_world, record_collectives
 
@@ -73,10 +73,10 @@ def round_trips() -> list[int]:
     """Calls of ``check_agreement`` in three steps; and collectives of the first, which it has none of."""
     counts = []
     model = a_model(2, 2, 1)
-    from parallel3d.guards import digest
+    from parallel3d.guards import rendezvous
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest, "check_agreement", lambda *a, **k: counts.append(1))
+        patch.setattr(rendezvous, "check_agreement", lambda *a, **k: counts.append(1))
         with record_collectives() as recorder:
             for _ in range(3):
                 lm_loss(model, tokens(0)).backward()

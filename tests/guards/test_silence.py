@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallel3d.guards.board import Note
-from parallel3d.guards.monitor import Monitor
+from parallel3d.guards.session import Monitor
 
 SILENCE = 0.4  # seconds
 KILLED = 6.0  # after which a frozen store's host is killed, long after all are to have given up

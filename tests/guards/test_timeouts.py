@@ -6,10 +6,10 @@ import pytest
 from torch import distributed as dist
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, guards
-from parallel3d._compat_groups import all_groups, group_timeout
+from parallel3d._torch.groups import all_groups, group_timeout
 from parallel3d.guards import timeouts
-from parallel3d.guards.progress import here
-from parallel3d.guards.watch import current_session
+from parallel3d.guards.session import current_session
+from parallel3d.guards.timeouts import here
 from parallel3d.mesh.store import while_waiting
 from parallel3d.testing import fake_world
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.tp.derive import check
+from parallel3d.tp.auto import check
 
 pytest.importorskip("transformers", minversion="5.20")
 

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.tp import VocabLogits
-from parallel3d.tp.logits import vocab_logits
+from parallel3d.tp.vocab_parallel import vocab_logits
 
 pytest.importorskip("transformers")
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import get_local_tensor
-from parallel3d._packed import PackedDTensor
+from parallel3d._layout.packed import PackedDTensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import (
     load_model_state_dict,

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
-from parallel3d.tp.comm import linear_overlap
+from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel, overlap
 
 
 class Gated(nn.Module):
@@ -71,7 +70,7 @@ PLANS["chunks"] = {
 
 def parity(layout: str) -> dict[str, float]:
     torch.manual_seed(0)
-    with mock.patch.dict(linear_overlap.WORTHWHILE, cpu=0):
+    with mock.patch.dict(overlap.WORTHWHILE, cpu=0):
         return _parity(layout)
 
 

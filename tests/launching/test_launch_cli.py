@@ -12,7 +12,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 from typer.testing import CliRunner
 
-from parallel3d.cli.app import app
+from parallel3d.tools.cli.app import app
 
 GLOO = """\
 import os, sys

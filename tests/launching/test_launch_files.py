@@ -13,9 +13,9 @@ import pytest
 from odd_words import ODD
 from torch.distributed.run import get_args_parser
 
-from parallel3d.launch import TARGETS, LaunchJob, launch_file
-from parallel3d.launch.error import LaunchError
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.launch import TARGETS, LaunchJob, launch_file
+from parallel3d.tools.launch.job import LaunchError
 
 yaml = pytest.importorskip("yaml")
 

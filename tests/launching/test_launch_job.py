@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallel3d import MeshLayout, Parallel3dError
-from parallel3d.launch import LaunchError, LaunchJob, launch_file
+from parallel3d.tools.launch import LaunchError, LaunchJob, launch_file
 
 SCRIPT = ("train.py",)
 

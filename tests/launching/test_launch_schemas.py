@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from test_launch_files import job_for
 
-from parallel3d.launch import launch_file
+from parallel3d.tools.launch import launch_file
 
 yaml = pytest.importorskip("yaml")
 models = pytest.importorskip("kubeflow_trainer_api.models")

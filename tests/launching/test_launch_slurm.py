@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import SEARCH, Cluster, cluster, lacking
 
-from parallel3d.launch import LaunchJob, launch_file
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.launch import LaunchJob, launch_file
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch import distributed as dist
 
-from parallel3d import _compat_simulated
+from parallel3d._torch import simulated
 from parallel3d.errors import AgreementError, StateError
 from parallel3d.mesh import check_agreement
 
@@ -263,7 +263,7 @@ def test_fake_group_and_simulated_ranks_do_nothing() -> None:
     dist.init_process_group("fake", rank=3, world_size=8)
     try:
         check_agreement("plan", {"a": "1"}, timeout=timedelta(seconds=0.01))
-        with _compat_simulated.LocalTensorMode(8):
+        with simulated.LocalTensorMode(8):
             check_agreement("plan", {"a": "1"}, timeout=timedelta(seconds=0.01))
     finally:
         dist.destroy_process_group()

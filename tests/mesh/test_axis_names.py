@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.errors import MeshError
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.mesh.axis_names import name_axes
+from parallel3d.mesh.build import name_axes
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import fake_world
 

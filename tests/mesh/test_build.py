@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d import _compat_simulated
+from parallel3d._torch import simulated
 from parallel3d.errors import MeshError
 from parallel3d.mesh import AXES, MeshLayout, build, build_mesh, read_layout
 
@@ -56,7 +56,7 @@ def test_unknown_size_is_resolved_from_the_world() -> None:
 
 def test_simulated_ranks() -> None:
     fake(0, 8)
-    with _compat_simulated.LocalTensorMode(8):
+    with simulated.LocalTensorMode(8):
         mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
         assert read_layout(mesh) == MeshLayout(2, 2, 2)
 

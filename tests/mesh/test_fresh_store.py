@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch import distributed as dist
 
-from parallel3d.mesh.fresh_store import fresh_store
+from parallel3d.mesh.store import fresh_store
 
 MINUTE = timedelta(minutes=1)
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d._compat import all_gather_single
+from parallel3d._torch.groups import all_gather_single
 from parallel3d.observability import ExposedTime, HostClock, StreamClock
 from parallel3d.testing import fake_world
 from parallel3d.testing.emulated_network import EmulatedNetwork, Link, VirtualClock

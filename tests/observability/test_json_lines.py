@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.dryrun import Unknown
 from parallel3d.errors import Parallel3dError
 from parallel3d.observability import JsonLines, read_json_lines
+from parallel3d.tools.dryrun import Unknown
 
 
 def test_lines(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from parallel3d.observability import (
     Progress,
     read_json_lines,
 )
-from parallel3d.observability import memory as memory_module
+from parallel3d.observability import metrics as memory_module
 from parallel3d.testing import GlooPool, fake_world
 
 

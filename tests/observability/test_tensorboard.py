@@ -8,7 +8,7 @@ import pytest
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.observability import TensorBoard
-from parallel3d.observability.tensorboard_sink import scalars
+from parallel3d.observability.sinks import scalars
 
 
 def test_scalars() -> None:

@@ -8,7 +8,7 @@ from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.testing import shards_of
 
 

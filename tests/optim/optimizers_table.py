@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.optim.classes import is_known_elementwise
+from parallel3d.optim.trial import is_known_elementwise
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 STEPS = 30
@@ -147,7 +147,7 @@ plain model's weights, up to rounding. *refused*: a `Parallel3dError` that says 
 error that was raised instead.
 
 `optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, each
-with its reason: [`parallel3d/optim/classes.py`](../parallel3d/optim/classes.py). What a user says of another
+with its reason: [`parallel3d/optim/trial.py`](../parallel3d/optim/trial.py). What a user says of another
 class is tried on a few small parameters. That proves nothing, but it has caught all that are not so here.
 
 """

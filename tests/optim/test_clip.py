@@ -11,7 +11,7 @@ from torch import nn
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.optim import clip_grad_norm_
-from parallel3d.optim.clip_plan import plan_for
+from parallel3d.optim.clip import plan_for
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 from parallel3d.tp import resolve_plan
 

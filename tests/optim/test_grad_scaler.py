@@ -19,7 +19,7 @@ from parallel3d import (
     optim,
     parallelize,
 )
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world, record_collectives
 

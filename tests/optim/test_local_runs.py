@@ -9,10 +9,10 @@ from local_sides import Sides, everything
 from torch import nn, optim
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.buckets.grads import flat_gradient
-from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp.gradients import flat_gradient
+from parallel3d.fsdp.members import units_of
 from parallel3d.optim import local
 from parallel3d.testing import fake_world, local_world
 

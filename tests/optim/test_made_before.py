@@ -8,7 +8,8 @@ import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn, optim
 
-from parallel3d import MeshLayout, Parallel3dError, StateError, _replaced, build_mesh, parallelize
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d._util import replaced_params
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world
 
@@ -113,13 +114,13 @@ def test_nothing_is_left() -> None:
     """In the ordinary case no old Parameter is alive, and a step looks no further."""
     with fake_world(0, 2):
         gc.collect()
-        before = len(_replaced._alive)
+        before = len(replaced_params._alive)
         early, model = sharded()
-        assert len(_replaced._alive) > before
+        assert len(replaced_params._alive) > before
         copies = copy.deepcopy(early.param_groups[0]["params"])
         del early
         gc.collect()
-        assert len(_replaced._alive) == before
+        assert len(replaced_params._alive) == before
         assert all(getattr(p, "_parallel3d_replaced", None) is None for p in copies)
         assert all(getattr(p, "_parallel3d_replaced", None) is None for p in model.parameters())
 

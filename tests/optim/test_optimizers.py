@@ -10,8 +10,7 @@ from torch import optim
 
 from parallel3d import MeshLayout, Parallel3dError
 from parallel3d.optim import local
-from parallel3d.optim.classes import ELEMENTWISE
-from parallel3d.optim.trial import check_elementwise, check_one_by_one
+from parallel3d.optim.trial import ELEMENTWISE, check_elementwise, check_one_by_one
 from parallel3d.testing import GlooPool, local_world
 
 # Two steps on one matrix took these for elementwise; matrix=True was wrong with AdamP, AdaShift and Prodigy.

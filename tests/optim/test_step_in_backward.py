@@ -26,10 +26,10 @@ from parallel3d import (
     optim,
     parallelize,
 )
-from parallel3d._compat import TorchDispatchMode
+from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.running.members import units_of
-from parallel3d.optim.local_state import LocalState
+from parallel3d.fsdp.members import units_of
+from parallel3d.optim.local import LocalState
 from parallel3d.testing import fake_world, record_collectives
 
 

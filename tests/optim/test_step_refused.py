@@ -19,7 +19,7 @@ from parallel3d import (
     optim,
 )
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.running.members import the_unit
+from parallel3d.fsdp.members import the_unit
 from parallel3d.testing import fake_world
 
 

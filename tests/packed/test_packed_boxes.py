@@ -14,10 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import StridedShard, get_local_tensor
-from parallel3d._packed import PackedDTensor, PackedShard
-from parallel3d._packed_layout import packed_boxes
-from parallel3d._packing import Packing, cut_sections
+from parallel3d._layout.packed import PackedDTensor, PackedShard, packed_boxes
+from parallel3d._layout.packing import Packing, cut_sections
+from parallel3d._torch.dtensor import StridedShard, get_local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.testing import fake_world
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel3d import MeshLayout, build_mesh, materialize, parallelize
-from parallel3d._compat import get_local_tensor
-from parallel3d._packed import PackedDTensor, PackedShard
+from parallel3d._layout.packed import PackedDTensor, PackedShard
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import (
     chunk,
     full_params,

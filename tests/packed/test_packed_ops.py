@@ -11,10 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d._compat import get_local_tensor, make_dtensor, make_spec
-from parallel3d._packed import PackedDTensor, PackedShard, packing_of
-from parallel3d._packed_layout import cut_packed
-from parallel3d._packing import Packing, cut_sections
+from parallel3d._layout.packed import (
+    PackedDTensor,
+    PackedShard,
+    cut_packed,
+    packing_of,
+)
+from parallel3d._layout.packing import Packing, cut_sections
+from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec
 from parallel3d.errors import Parallel3dError
 from parallel3d.testing.worlds import LocalWorld, local_world
 

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
-from parallel3d._compat import get_local_tensor
-from parallel3d._layout import get_param_layout
-from parallel3d._packed import PackedDTensor
+from parallel3d._layout.packed import PackedDTensor
+from parallel3d._layout.param_layout import get_param_layout
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import fully_shard
 from parallel3d.optim import GradScaler, clip_grad_norm_, step_in_backward

@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.fsdp.buckets.grads import GradientSlots
-from parallel3d.fsdp.buckets.joint_reduce import JointReduce
-from parallel3d.fsdp.comms import cpu_comm
-from parallel3d.fsdp.running import resident
-from parallel3d.fsdp.running.members import units_of
+from parallel3d.fsdp import comm
+from parallel3d.fsdp.gradients import GradientSlots
+from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.options import replicated
+from parallel3d.fsdp.options.replicated import JointReduce
 
 __all__ = ["Held", "local_of"]
 
@@ -50,12 +50,12 @@ class Held(TorchDispatchMode):
         self.peak = self.most_reduced = self.unsharded = 0
         self.into = "made"
         for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
-            self._wrap(patch, cpu_comm.CpuComm, name)
+            self._wrap(patch, comm.CpuComm, name)
         self._wrap(patch, GradientSlots, "accept", takes=lambda args: [args[2]])
         self._wrap(patch, GradientSlots, "_put", into="results")
         self._wrap(patch, JointReduce, "_begin", into="results")
-        self._wrap(patch, resident, "_arrive", takes=lambda args: args[1])
-        self._wrap(patch, cpu_comm, "reduce_scatter", into="results")
+        self._wrap(patch, replicated, "_arrive", takes=lambda args: args[1])
+        self._wrap(patch, comm, "reduce_scatter", into="results")
 
     def _wrap(self, patch, owner, name, takes=lambda args: [], into="made") -> None:
         inner = getattr(owner, name)

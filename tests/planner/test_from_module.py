@@ -18,7 +18,7 @@ from parallel3d.planner import (
     spec_from_module,
     spec_from_shapes,
 )
-from parallel3d.planner.activations import activations_of
+from parallel3d.planner.kernels import activations_of
 
 PLAN = {
     "tok_embeddings": "embedding",

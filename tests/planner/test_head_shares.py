@@ -6,10 +6,14 @@ from llama import Llama, LlamaConfig
 from test_plan_is_legal import spec_of, tp_plan
 
 from parallel3d.planner import Cluster, Workload, spec_from_module, spec_from_shapes
-from parallel3d.planner.activations import activations_of
-from parallel3d.planner.decoder import Decoder
-from parallel3d.planner.head_shares import head_share
-from parallel3d.planner.kernels import kernels_of, local_heads, local_sizes
+from parallel3d.planner.kernels import (
+    activations_of,
+    head_share,
+    kernels_of,
+    local_heads,
+    local_sizes,
+)
+from parallel3d.planner.model_spec import Decoder
 from parallel3d.planner.step_time import local_numel
 from parallel3d.tp import resolve_plan
 

@@ -5,8 +5,8 @@ import pytest
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, gpu, gpus
-from parallel3d.planner.network import AxisLink, collective_time, link_of
-from parallel3d.planner.overlap import UnitTimes, fsdp_exposed
+from parallel3d.planner.cluster import AxisLink, collective_time, link_of
+from parallel3d.planner.step_time import UnitTimes, fsdp_exposed
 
 H100 = Cluster.of("h100", 32)
 

@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 from click.testing import Result
 from typer.testing import CliRunner
 
-from parallel3d.cli.app import app
+from parallel3d.tools.cli.app import app
 
 SHAPES = "layers=16,hidden=2048,heads=16,kv_heads=8,ffn=5504,vocab=32000"
 SETUP = ["--model", SHAPES, "--gpu", "a100-80gb-sxm", "--nodes", "2", "--seq-len", "2048"]
@@ -248,13 +248,13 @@ def test_a_prediction_that_does_not_fit_has_a_page(tmp_path: Path) -> None:
 
 
 def test_the_command_needs_no_torch() -> None:
-    code = "import sys, parallel3d.cli.app; print('torch' in sys.modules)"
+    code = "import sys, parallel3d.tools.cli.app; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 
 
 def test_without_the_extra_the_command_says_what_to_install() -> None:
-    code = "import sys; sys.modules['typer'] = None; from parallel3d.cli import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from parallel3d.tools.cli import main; main()"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )

@@ -11,9 +11,15 @@ from torch import nn
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, Workload, plan, predict, spec_from_module, spec_from_shapes
-from parallel3d.planner.cluster import gpu, gpus
-from parallel3d.planner.explain import unit_terms
-from parallel3d.planner.network import AxisLink, collective_time, describe_collective, link_of
+from parallel3d.planner.cluster import (
+    AxisLink,
+    collective_time,
+    describe_collective,
+    gpu,
+    gpus,
+    link_of,
+)
+from parallel3d.planner.prediction import unit_terms
 from parallel3d.planner.runs import (
     Models,
     predict_run,

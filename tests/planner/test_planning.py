@@ -145,7 +145,7 @@ class TestPredict:
 
     @pytest.mark.parametrize("sizes", [(1, 16, 1), (2, 4, 2), (2, 1, 8)])
     def test_the_units_parts_add_up(self, sizes) -> None:
-        from parallel3d.planner.explain import unit_terms
+        from parallel3d.planner.prediction import unit_terms
 
         work = Workload(seq_len=4096, micro_batch=2, checkpointing="selective_op")
         found = predict(LLAMA_8B, MeshLayout(*sizes), H100, work)

@@ -6,9 +6,9 @@ import pytest
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, Prediction, Workload, plan, predict, spec_from_shapes
-from parallel3d.planner.groups import memory_groups, reasons, time_groups
-from parallel3d.planner.overlap import Exposed
-from parallel3d.planner.report_timeline import layer_spans
+from parallel3d.planner.planning import memory_groups, reasons, time_groups
+from parallel3d.planner.report import layer_spans
+from parallel3d.planner.step_time import Exposed
 
 MODEL = spec_from_shapes(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=5504, vocab=32000)
 

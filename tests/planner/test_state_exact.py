@@ -6,10 +6,11 @@ from held_by_engine import Held, local_of
 from state_models import Case, Net, random_case, spec_of
 
 from parallel3d import build_mesh, optim, parallelize
-from parallel3d.fsdp.buckets import in_place, joint_reduce
-from parallel3d.fsdp.running.members import units_of
-from parallel3d.planner import engine_layout, engine_residents
-from parallel3d.planner.state_memory import StateMemory, state_memory
+from parallel3d.fsdp import bucket
+from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.options import replicated
+from parallel3d.planner import engine
+from parallel3d.planner.memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
 
 SEEDS = range(30)
@@ -23,7 +24,7 @@ def predicted(model: Net, case: Case) -> StateMemory:
 
 
 def made_parallel(case: Case, patch: pytest.MonkeyPatch) -> tuple[Net, StateMemory]:
-    patch.setattr(in_place, "CPU_BYTES", case.large)
+    patch.setattr(bucket, "CPU_BYTES", case.large)
     torch.manual_seed(0)
     model = Net(case)
     wanted = predicted(model, case)
@@ -137,6 +138,6 @@ def test_gradients_that_are_added_to(seed, monkeypatch):
 
 
 def test_limits_are_the_engines():
-    assert engine_layout.ACCELERATOR_BYTES == in_place.ACCELERATOR_BYTES
+    assert engine.ACCELERATOR_BYTES == bucket.ACCELERATOR_BYTES
     for name in ("FIRST_BYTES", "MOST_BYTES", "NODE_BYTES"):
-        assert getattr(engine_residents, name) == getattr(joint_reduce, name)
+        assert getattr(engine, name) == getattr(replicated, name)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel3d as p3d
-from parallel3d._compat import all_gather_single, reduce_scatter_single
-from parallel3d._trace import issuing
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._util.trace import issuing
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import (
@@ -25,7 +25,7 @@ from parallel3d.testing import (
     fake_world,
     record_collectives,
 )
-from parallel3d.testing._emulated_lines import CudaLine, Transfer
+from parallel3d.testing.emulated_network import CudaLine, Transfer
 
 KIB = 1024
 AXES = {"a": "nic", "b": "nic", "c": "other"}

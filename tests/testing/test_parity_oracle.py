@@ -7,8 +7,8 @@ import torch
 from models import LM_PLAN, Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout
-from parallel3d.fsdp.buckets.bucket import Bucket
-from parallel3d.fsdp.comms import cpu_comm
+from parallel3d.fsdp import comm
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.testing import assert_parity
 from parallel3d.tp import Replicated
 
@@ -24,13 +24,13 @@ def test_reports_differences() -> None:
 
 
 def test_missing_all_reduce(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_comm, "all_reduce", lambda tensor, group, unit: None)
+    monkeypatch.setattr(comm, "all_reduce", lambda tensor, group, unit: None)
     with pytest.raises(AssertionError, match="gradient of"):
         run(LAYOUT)
 
 
 def test_missing_mean(monkeypatch) -> None:
-    monkeypatch.setattr("parallel3d.fsdp.placing.axes.DataAxes.data_size", 1)
+    monkeypatch.setattr("parallel3d.fsdp.placement.DataAxes.data_size", 1)
     with pytest.raises(AssertionError, match="gradient of"):
         run(LAYOUT)
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallel3d._compat import all_gather_single, reduce_scatter_single
-from parallel3d._trace import issuing
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._util.trace import issuing
 from parallel3d.testing import (
     Collective,
     GlooPool,

@@ -19,8 +19,8 @@ from verify_models import ids
 from write_verify_docs import DOCS, run_example, written
 
 from parallel3d import MeshLayout
-from parallel3d.cli.app import app
 from parallel3d.testing import first_difference
+from parallel3d.tools.cli.app import app
 
 INPUT = ["--input", "verify_models:ids"]
 

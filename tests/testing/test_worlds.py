@@ -8,11 +8,12 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parallel3d._compat import all_gather_single, init_fake_group, inner_tensors
-from parallel3d._compat_simulated import LocalTensorMode
+from parallel3d._torch.fake import init_fake_group
+from parallel3d._torch.groups import all_gather_single
+from parallel3d._torch.simulated import LocalTensorMode, inner_tensors
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.testing import fake_world, local_world, record_collectives
-from parallel3d.testing._simulation import SimulationMode
+from parallel3d.testing.worlds import SimulationMode
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (3, 8), (4095, 4096)])

@@ -21,7 +21,7 @@ def run_example(folder: Path, text: str, plan: str) -> str:
     """What the command prints of it, in ``folder``."""
     from typer.testing import CliRunner
 
-    from parallel3d.cli.app import app
+    from parallel3d.tools.cli.app import app
 
     (folder / "check.py").write_text(example(text))
     sys.modules.pop("check", None)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tp_models import DIM
 from tp_world import check_parity, tp_mesh
 
-from parallel3d._packing import Packing
+from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.testing import fake_world
 from parallel3d.tp import (

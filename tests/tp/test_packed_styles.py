@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from tp_models import DIM
 from tp_world import check_parity
 
-from parallel3d._packing import Packing
+from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, resolve_plan
 

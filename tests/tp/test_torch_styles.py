@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from tp_models import DIM, Lm, Mlp
 from tp_world import tp_mesh
 
-from parallel3d._layout import ParamLayout, get_param_layout
+from parallel3d._layout.param_layout import ParamLayout, get_param_layout
 from parallel3d.errors import PlanError, StateError
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity

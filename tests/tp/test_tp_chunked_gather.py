@@ -10,7 +10,7 @@ from tp_world import check_parity, tp_mesh
 from parallel3d import PlanError
 from parallel3d.testing import fake_world, record_collectives
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, TpAxis, resolve_plan
-from parallel3d.tp.comm.chunked_gather import obstacle
+from parallel3d.tp.overlap import obstacle
 
 
 class Block(nn.Module):

@@ -21,10 +21,9 @@ from parallel3d.tp import (
     auto_plan,
     resolve_plan,
 )
-from parallel3d.tp.derive import derive_plan
-from parallel3d.tp.derive.groups import Group
-from parallel3d.tp.derive.plan import _Derivation
-from parallel3d.tp.derive.ranks import run_ranks
+from parallel3d.tp.auto.derive import _Derivation, derive_plan
+from parallel3d.tp.auto.groups import Group
+from parallel3d.tp.auto.prove import run_ranks
 
 
 def test_layers_of_a_kind_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from head_models import (
 from torch import Tensor, nn
 from tp_world import check_parity, real_world, tp_mesh
 
-from parallel3d._packing import Packing
+from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import fake_world
@@ -40,9 +40,9 @@ from parallel3d.tp import (
     local_attributes,
     resolve_plan,
 )
-from parallel3d.tp.heads.align import pack_heads, share_out
-from parallel3d.tp.heads.local_attributes import reads_of
-from parallel3d.tp.styles.grouped_kv import GroupedKv
+from parallel3d.tp.auto.heads import pack_heads, share_out
+from parallel3d.tp.local_attributes import reads_of
+from parallel3d.tp.styles.linear import GroupedKv
 
 ORDINARY = [(4, 1, 2), (6, 3, 2), (7, 7, 3), (10, 5, 3), (6, 2, 4), (6, 6, 4), (3, 3, 4)]
 

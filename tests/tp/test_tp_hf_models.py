@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tp_world import check_parity, tp_mesh
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d._compat import get_local_tensor
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.errors import PlanError, StateError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import VocabParallel, auto_plan, resolve_plan

@@ -15,7 +15,7 @@ from parallel3d.errors import PlanError
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import Colwise, Replicated, VocabParallel, auto_plan, resolve_plan
-from parallel3d.tp.hf.merge import _without_overlaps, has_hf_plan, merged_plan
+from parallel3d.tp.auto.complete import _without_overlaps, has_hf_plan, merged_plan
 
 # ---- models that look like transformers', without it ----
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tp_world import chunks, same, tp_mesh
 
-from parallel3d._compat import TorchDispatchMode
+from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.testing import record_collectives
 from parallel3d.testing.worlds import fake_world, local_world

@@ -12,8 +12,8 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import SplitHeads, auto_plan, resolve_plan
-from parallel3d.tp.derive.trace import Call
-from parallel3d.tp.derive.verify import Prover
+from parallel3d.tp.auto.prove import Prover
+from parallel3d.tp.auto.trace import Call
 
 E = 24
 

@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from tp_world import check_parity, tp_mesh
 
 from parallel3d.testing import fake_world, record_collectives
-from parallel3d.tp import resolve_plan
-from parallel3d.tp.comm import linear_overlap
+from parallel3d.tp import overlap, resolve_plan
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_overlap.WORTHWHILE, "cpu", 0)
+    monkeypatch.setitem(overlap.WORTHWHILE, "cpu", 0)
 
 
 def with_length(model: nn.Module, length: int) -> nn.Module:
@@ -114,7 +113,7 @@ def test_order(layout: str) -> None:
 def test_the_same_collectives_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for least in (0, 2**60):
-        monkeypatch.setitem(linear_overlap.WORTHWHILE, "cpu", least)
+        monkeypatch.setitem(overlap.WORTHWHILE, "cpu", least)
         for layout in LAYOUTS:
             with fake_world(0, 2):
                 model, x = parallel(layout)
@@ -177,7 +176,7 @@ def test_nothing_is_kept() -> None:
 
 
 def test_small_inputs_have_no_further_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(linear_overlap.WORTHWHILE, "cpu", 2**24)
+    monkeypatch.setitem(overlap.WORTHWHILE, "cpu", 2**24)
     with fake_world(0, 2):
         model, x = parallel("replicate")
         y = model.up(x)

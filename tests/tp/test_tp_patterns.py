@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from parallel3d.errors import PlanError
 from parallel3d.tp import Colwise, Replicated, resolve_plan
-from parallel3d.tp.patterns import expand, matches, nearest, numberless, specificity
+from parallel3d.tp.resolve import expand, matches, nearest, numberless, specificity
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from tp_world import tp_mesh
 
-from parallel3d._layout import ParamLayout, get_param_layout
+from parallel3d._layout.param_layout import ParamLayout, get_param_layout
 from parallel3d.errors import MeshError, PlanError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import (

@@ -32,7 +32,7 @@ from parallel3d.tp import (
     VocabParallel,
     resolve_plan,
 )
-from parallel3d.tp.derive import check
+from parallel3d.tp.auto import check
 
 IDS = torch.arange(10).view(2, 5)
 

@@ -15,8 +15,8 @@ from parallel3d.tp import (
     VocabParallel,
     resolve_plan,
 )
-from parallel3d.tp.patterns import numberless
-from parallel3d.tp.styles.traffic import Traffic
+from parallel3d.tp.resolve import numberless
+from parallel3d.tp.styles.base import Traffic
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from tp_models import DIM, GatedMlp, Lm, Mlp, Norm
 from tp_world import check_parity, chunks, same, tp_mesh, use_local_tensors
 
+from parallel3d._util.recorder import record_collectives
 from parallel3d.errors import StateError
-from parallel3d.testing.recorder import record_collectives
 from parallel3d.testing.worlds import fake_world, local_world
 from parallel3d.tp import (
     Colwise,

@@ -14,8 +14,8 @@ from tp_world import chunks, same, tp_mesh
 from parallel3d.errors import StateError
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import TpAxis, VocabLogits
-from parallel3d.tp.logits import vocab_logits
-from parallel3d.tp.logits.vocab_logits import lazy_logits, sharded_logits
+from parallel3d.tp.vocab_parallel import vocab_logits
+from parallel3d.tp.vocab_parallel.vocab_logits import lazy_logits, sharded_logits
 
 VOCAB, WIDTH = 7, 3
 TARGET = torch.tensor([[1, 6, -100, 0], [3, 4, 5, 2]])

@@ -13,9 +13,9 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallel3d._layout import get_param_layout
-from parallel3d._packed import packing_of
-from parallel3d._packing import Packing
+from parallel3d._layout.packed import packing_of
+from parallel3d._layout.packing import Packing
+from parallel3d._layout.param_layout import get_param_layout
 from parallel3d.testing.worlds import LocalWorld, local_world
 from parallel3d.tp import resolve_plan
 

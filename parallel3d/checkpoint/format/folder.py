@@ -8,40 +8,89 @@ run/saving.lock               while one is being saved: no other job saves here
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.format.index import Index, loads
-from parallel3d.checkpoint.format.lock import LOCK, Lock
-from parallel3d.checkpoint.format.opening import check_file, read_small
-from parallel3d.checkpoint.format.owner import Owner, this_process
+from parallel3d.checkpoint.format.lock import LOCK, Lock, Owner, this_process
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = [
-    "as_path",
-    "candidates",
-    "check_place",
-    "discard",
-    "finish",
-    "found_in",
-    "identity",
-    "is_checkpoint",
-    "new_folder",
-    "newest",
-    "open_checkpoint",
-    "prune",
-    "step_folder",
-    "step_of",
-    "whole",
-]
+# Opens the files of a checkpoint's folder: ordinary files only, which nothing in the folder can
+# redirect.
+
+_LITTLE = 1 << 20
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A file by its number: not through a link, which may lead anywhere, and no pipe, which may never end.
+
+    Raises:
+        CorruptCheckpointError: there is no such file.
+        CheckpointError: from others than this package's: it can't be read, for its rights, say.
+    """
+    # Opening a pipe would wait for its writer; for an ordinary file O_NONBLOCK changes nothing.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        number = os.open(path, flags)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        check_file(path)
+        raise CorruptCheckpointError(f"{path} can't be read: {error.strerror}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise CorruptCheckpointError(f"{path} is no ordinary file")
+        yield number
+    finally:
+        os.close(number)
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """What a file of JSON holds, an object.
+
+    Raises:
+        CorruptCheckpointError: there is no such file, or it has more than ``most`` bytes; or, before more of
+            it is read than its ends, it is no object.
+    """
+    with opened(path) as number:
+        size = os.fstat(number).st_size
+        if size > most:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, more than it can have")
+        with os.fdopen(os.dup(number), "rb") as file:
+            if size > _LITTLE:  # what isn't is for the parser to say
+                first = file.read(1)
+                file.seek(-1, os.SEEK_END)
+                if first + file.read(1) != b"{}":
+                    raise CorruptCheckpointError(f"{path} has {size} bytes, and is no JSON object")
+                file.seek(0)
+            return file.read(most)
+
+
+def check_file(path: Path, size: int | None = None) -> None:
+    """Raises CorruptCheckpointError unless it is an ordinary file, of this size."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} can't be read: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptCheckpointError(f"{path} is no ordinary file")
+    if size is not None and found.st_size != size:
+        raise CorruptCheckpointError(f"{path} has {found.st_size} bytes; saved were {size}")
+
 
 INFO, INDEX, MARKER = "checkpoint.json", "index.json", "COMPLETE"
 _VERSION = 1
@@ -354,3 +403,57 @@ def _sync(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+# Whether another job saves into a run's folder too, between the saves of this one.
+#
+# A lock tells of two saves at the same time; two jobs seldom save at the same time. But each
+# checkpoint says which save of its run it was and which process made it: one that this process
+# hasn't made and that wasn't there when it last looked is another job's.
+
+_seen: dict[tuple[str, str], int] = {}
+"""(process's token, run) -> the last save that the process knows of."""
+
+
+def looked(run: Path) -> None:
+    """What is in ``run`` now is known to this process: it has been asked for, or it has saved."""
+    _seen[_key(run)] = newest(run)[0]
+
+
+def check_alone(run: Path) -> None:
+    """Looks whether another job, that lives or may live, has saved into ``run`` since this process looked.
+
+    It is an error in the job that was started later, and a warning in the one before.
+
+    Raises:
+        CheckpointError: as said.
+    """
+    known = _seen.get(_key(run))
+    if known is None:
+        return
+    serial, folder, by = newest(run)
+    mine = this_process()
+    if by is None or serial <= known or by.token == mine.token or by.is_alive() is False:
+        return
+    text = (
+        f"{run}: another job saves here too: {by}, has saved {folder.name if folder else ''} since this job "
+        "last looked. Two jobs in one folder remove each other's checkpoints"
+    )
+    if _is_before(mine, by):
+        _seen[_key(run)] = serial
+        warnings.warn(f"{text}: end that one, or give it another folder", stacklevel=3)
+        return
+    raise CheckpointError(
+        f"{text}: end one of them, or give it another folder. If that one has ended, load again (or start "
+        "again) to go on from what it has saved"
+    )
+
+
+def _is_before(mine: Owner, other: Owner) -> bool:
+    if mine.machine and mine.machine == other.machine and mine.start != other.start:
+        return mine.start < other.start
+    return (mine.began, mine.token) < (other.began, other.token)
+
+
+def _key(run: Path) -> tuple[str, str]:
+    return this_process().token, os.path.realpath(run)

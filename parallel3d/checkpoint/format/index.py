@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parallel3d.checkpoint.format.blocks import BLOCK
-from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
+from parallel3d.checkpoint.format.safetensors_file import BLOCK, DTYPES, NAMES
 from parallel3d.errors import CorruptCheckpointError
 
 __all__ = ["Chunk", "Index", "TensorEntry", "file_name", "loads", "shown", "tile"]

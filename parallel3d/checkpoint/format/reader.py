@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,16 +26,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.futures import Future
 
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.blocks import BLOCK, BlockCheck, bytes_of, read_into
+from parallel3d.checkpoint.format.folder import opened
 from parallel3d.checkpoint.format.index import Chunk, Index
-from parallel3d.checkpoint.format.opening import opened
-from parallel3d.checkpoint.values import decode
-
-__all__ = ["Reader"]
+from parallel3d.checkpoint.format.safetensors_file import BLOCK, BlockCheck, bytes_of, read_into
+from parallel3d.checkpoint.values import decode, encode
 
 _ROWS = 1 << 20  # bytes that are read at once where not all of them are wanted
 
@@ -114,7 +119,7 @@ class Reader(StorageReader):
         """As they are."""
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: TorchLoadPlanner) -> Future[None]:
         """Reads into the state's tensors."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -202,3 +207,70 @@ class _Part:
     def _rows_at_once(self, whole: bool) -> int:
         size = max(self.row_bytes, 1)
         return max(1, (16 * _ROWS if whole else _ROWS) // size)
+
+
+# read_whole: a stored tensor, all of it, verified.
+
+
+def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
+    """The tensor ``name``, on the CPU.
+
+    Raises:
+        CorruptCheckpointError: its bytes are not those that were saved.
+    """
+    entry = index.tensors[name]
+    check = BlockCheck()
+    for chunk in entry.chunks:  # before there is memory for it
+        path = folder / chunk.file
+        size = prod(chunk.sizes) * entry.dtype.itemsize
+        with opened(path) as file:
+            for number, crc in enumerate(chunk.crc):
+                begin = number * BLOCK
+                at, count = chunk.begin + begin, min(BLOCK, size - begin)
+                check.verify(file, at, count, crc, f"{path}, of {name!r:.200}")
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for chunk in entry.chunks:
+        box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        target = whole[box]
+        part = target if target.is_contiguous() else torch.empty(chunk.sizes, dtype=entry.dtype)
+        data, path = bytes_of(part), folder / chunk.file
+        with opened(path) as file:
+            read_into(file, data, chunk.begin, os.fspath(path))
+        if part is not target:
+            target.copy_(part)
+    return whole
+
+
+# DCP's planners, without pickle: what is no tensor goes as JSON.
+
+
+class SavePlanner(DefaultSavePlanner):
+    """For ``Writer``: as torch's, but values that are no tensors are written as JSON.
+
+    Raises, from ``dcp.save``:
+        CheckpointError: for one that can't be.
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """bytes of the JSON text, for a value."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(json.dumps(encode(object, write_item.index.fqn)).encode())
+        return object
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """For ``Reader``: the reverse."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Puts a value where it belongs in the state dict."""
+        name = read_item.dest_index.fqn
+        found = decode(json.loads(value.getvalue()))
+        if not self.flatten_state_dict:
+            self.state_dict[name] = found
+            self.original_state_dict[name] = found  # the base may have made another dict of it
+            return
+        *path, last = self.mappings[name]
+        at: Any = self.original_state_dict
+        for key in path:
+            at = at[key]
+        at[last] = found

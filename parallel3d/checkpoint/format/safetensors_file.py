@@ -8,6 +8,7 @@ maps whole files) and turns a file that ends early into an error (reading a mapp
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import reprlib
@@ -20,10 +21,30 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.dtypes import DTYPES, NAMES
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["LONGEST", "Stored", "header_of", "is_ours", "open_regular", "read_header"]
+# The names that safetensors files have for torch's dtypes.
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 _MOST_DIMS = 64  # that torch's kernels take
 _EXPORT = {"format": "pt", "made_by": "parallel3d"}
@@ -156,3 +177,74 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     return len(text).to_bytes(8, "little") + text
+
+
+# crc32: isal's, several times as fast as zlib's; zlib's on a machine that isal has no wheel for.
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+
+# Blocks: stored bytes are checked by a CRC-32 for every ``BLOCK`` bytes of a chunk.
+#
+# So a rank that reads some rows of a large chunk verifies them without reading the rest.
+
+BLOCK = 4 << 20
+_STRIDE = 256 << 10  # what is read and checked at once: it stays in the processor's cache
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor whose values are those in it: it has no conjugate or negative
+    bit. Keep the tensor as long as the view."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    assert not tensor.is_conj() and not tensor.is_neg()
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def crcs_of(data: memoryview) -> list[int]:
+    """CRC-32 of each block of ``data``."""
+    return [crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
+
+
+def write_all(file: int, data: memoryview) -> None:
+    """``os.write`` until all is written."""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def read_into(file: int, target: memoryview, at: int, where: str) -> None:
+    """Fills ``target`` from the file's bytes from ``at`` on.
+
+    Raises:
+        CorruptCheckpointError: the file ends before; ``where`` says which it is.
+    """
+    while target:
+        count = os.preadv(file, [target], at)
+        if not count:
+            raise CorruptCheckpointError(f"{where} ends at byte {at}, where data should be")
+        target, at = target[count:], at + count
+
+
+class BlockCheck:
+    """Verifies blocks of files against their CRCs, with one small buffer."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(_STRIDE))
+
+    def verify(self, file: int, begin: int, size: int, crc: int, where: str) -> None:
+        """Raises CorruptCheckpointError unless the ``size`` bytes from ``begin`` have this CRC-32."""
+        found = 0
+        for at in range(0, size, _STRIDE):
+            part = self._buffer[: min(_STRIDE, size - at)]
+            read_into(file, part, begin + at, where)
+            found = crc32(part, found)
+        if found != crc:
+            raise CorruptCheckpointError(
+                f"{where}: the bytes {begin} to {begin + size} are not those that were saved "
+                f"(CRC-32 {found:08x}, saved was {crc:08x})"
+            )

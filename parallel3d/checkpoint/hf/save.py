@@ -2,23 +2,121 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.format.blocks import bytes_of
-from parallel3d.checkpoint.format.dtypes import NAMES
-from parallel3d.checkpoint.hf import target
-from parallel3d.checkpoint.hf.entries import Names
-from parallel3d.checkpoint.hf.exchange import exchange
-from parallel3d.checkpoint.hf.export_plan import OutFile, OutTensor, as_bytes, plan_export
-from parallel3d.checkpoint.hf.storage import bring_to_rest
+from parallel3d.checkpoint.format.safetensors_file import NAMES, bytes_of, is_ours
+from parallel3d.checkpoint.hf.conversion import is_transformers
+from parallel3d.checkpoint.hf.exchange import (
+    Export,
+    OutFile,
+    OutTensor,
+    as_bytes,
+    exchange,
+    plan_export,
+)
+from parallel3d.checkpoint.hf.folder import INDEX, Names, bring_to_rest, plain_class
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.errors import CheckpointError
 
-__all__ = ["save_hf"]
+# The folder that an export becomes: made beside it under another name, and renamed when it is
+# whole.
+
+_TEXTS = {"config.json", "generation_config.json", INDEX}
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def begin(folder: Path) -> Path:
+    """Makes the temporary folder.
+
+    Raises:
+        CheckpointError: ``folder`` is there and not an earlier export, which alone is replaced.
+    """
+    if folder.exists() or folder.is_symlink():
+        _check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    return temporary
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        raise CheckpointError(f"save_hf: {folder} is there and is no folder")
+    foreign = [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.name not in _TEXTS and not (_WEIGHTS.fullmatch(path.name) and is_ours(path))
+    ]
+    if foreign:
+        raise CheckpointError(
+            f"save_hf: {folder} holds {', '.join(foreign[:5])}, which is no export of save_hf's, and only "
+            "those are replaced; give another folder"
+        )
+
+
+def finish(temporary: Path, folder: Path) -> None:
+    """Gives the temporary folder its name; what had it before is removed."""
+    _sync(temporary)
+    old = None
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
+        folder.rename(old)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old is not None:
+            old.rename(folder)
+        raise
+    _sync(folder.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(temporary: Path) -> None:
+    """After a failure."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Brings a folder's names to the disk, where the file system can."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def write_texts(model: nn.Module, export: Export, dtype: torch.dtype | None, folder: Path) -> None:
+    """All but the weights: the index, and the model's configs."""
+    if len(export.files) > 1:
+        index = {
+            "metadata": {"total_size": sum(file.nbytes for file in export.files)},
+            "weight_map": {t.name: file.name for file in export.files for t in file.tensors},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if not is_transformers(model):
+        return
+    anything: Any = model
+    config = copy.deepcopy(anything.config)
+    config.architectures = [plain_class(model).__name__]
+    own = next((t.dtype for t in export.tensors.values() if t.is_floating_point()), None)
+    if own is not None:  # from_pretrained makes the model in it
+        config.dtype = str(dtype or own).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if anything.can_generate() and getattr(model, "generation_config", None) is not None:
+        anything.generation_config.save_pretrained(folder)
 
 
 def save_hf(
@@ -59,18 +157,18 @@ def save_hf(
         return as_bytes(max_shard_size)
 
     export = plan_export(model, ranks, names, dtype, ranks.all(check)[0])
-    temporary = ranks.first(lambda: target.begin(path))
+    temporary = ranks.first(lambda: begin(path))
     done = False
     try:
         ranks.all(lambda: _check_seen(temporary))
         with _Files(temporary) as files:
             ranks.all(lambda: exchange(export, ranks, files.write))
-        ranks.first(lambda: target.write_texts(model, export, dtype, temporary))
-        ranks.first(lambda: target.finish(temporary, path))
+        ranks.first(lambda: write_texts(model, export, dtype, temporary))
+        ranks.first(lambda: finish(temporary, path))
         done = True
     finally:
         if not done and ranks.is_first:
-            target.remove(temporary)
+            remove(temporary)
 
 
 def _check_seen(temporary: Path) -> None:

@@ -21,9 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.format.crc import crc32
-from parallel3d.checkpoint.torch_formats.pickled import PROTO, read_pickle
-from parallel3d.checkpoint.torch_formats.vocabulary import SAVED_VALUES, SavedTensor, StorageId
+from parallel3d.checkpoint.format.safetensors_file import crc32
+from parallel3d.checkpoint.torch_formats.pickled import (
+    PROTO,
+    SAVED_VALUES,
+    SavedTensor,
+    StorageId,
+    read_pickle,
+)
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["Archive", "Entry"]

@@ -13,8 +13,7 @@ from torch import nn
 from parallel3d.checkpoint.ranks import Ranks, ranks_of
 from parallel3d.checkpoint.torch_formats.archive import Entry
 from parallel3d.checkpoint.torch_formats.model_target import ModelTarget, state_at_rest
-from parallel3d.checkpoint.torch_formats.optimizer_target import OptimizerTarget
-from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
+from parallel3d.checkpoint.torch_formats.optimizer_target import OptimizerTarget, SavedOptimizer
 from parallel3d.errors import CheckpointError
 
 __all__ = ["Contents", "load"]

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parallel3d.testing.differences.fit import Group
-from parallel3d.testing.differences.forward import Forward
-from parallel3d.testing.differences.found import Difference
+from parallel3d.testing.differences.forward import Difference, Forward
 from parallel3d.testing.differences.record import FUNCTION, Key, Recorder, Trace, Values
 
 __all__ = ["DropoutMode", "first_in_dropout"]

@@ -8,25 +8,24 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel3d._compat_simulated import for_each_rank
+from parallel3d._torch.simulated import for_each_rank
 from parallel3d.mesh import MeshLayout
+from parallel3d.mesh.seeding import StepSeed, number_at
 from parallel3d.optim import accumulate
-from parallel3d.seeding import StepSeed, number_at
-from parallel3d.testing.differences.backward import first_in_backward
 from parallel3d.testing.differences.dropout import DropoutMode, first_in_dropout
 from parallel3d.testing.differences.fit import Fit, Group, fit_value
 from parallel3d.testing.differences.forward import (
+    Difference,
     Forward,
     compare_forward,
+    first_in_backward,
     first_in_forward,
     output_of,
+    owner_of,
 )
-from parallel3d.testing.differences.found import Difference, owner_of
 from parallel3d.testing.differences.record import Recorder, Trace, Values, merged, own_ranks
 from parallel3d.testing.differences.state import State, gathered
 from parallel3d.testing.parity import Case, inside
-
-__all__ = ["Pair", "SeedOf"]
 
 SeedOf = Callable[[MeshLayout, int, int], int]
 

@@ -12,29 +12,24 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from parallel3d._compat import get_local_tensor
-from parallel3d._compat_simulated import tensors_by_rank
-from parallel3d._tree import map_tensors, tensors_in
+from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.simulated import tensors_by_rank
+from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.testing.differences.fit import ALL
 
-__all__ = [
-    "FUNCTION",
-    "Call",
-    "Key",
-    "Place",
-    "Recorder",
-    "Trace",
-    "Values",
-    "merged",
-    "plain_name",
-]
-
 Values = dict[int, Tensor]
+
+
 Key = tuple[str, int]  # of a call: the module's name, and which call of it
+
+
 Place = tuple[str, Key, int]  # what a call's "enter" or "exit" brought: which tensor
+
+
 FUNCTION = (
     "::"  # between a module's name and that of a function its code calls, which counts as one too
 )
+
 
 # The wrappers that people put around modules, which names of the plain model don't have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")

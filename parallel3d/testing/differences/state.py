@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallel3d._compat_simulated import tensors_by_rank
+from parallel3d._torch.simulated import tensors_by_rank
 from parallel3d.testing.differences.fit import (
     Fit,
     Gap,
@@ -21,7 +21,7 @@ from parallel3d.testing.differences.fit import (
     hint_of,
     take,
 )
-from parallel3d.testing.differences.found import Difference, owner_of
+from parallel3d.testing.differences.forward import Difference, owner_of
 from parallel3d.testing.differences.record import Values, plain_name
 from parallel3d.testing.parity import shards_of
 

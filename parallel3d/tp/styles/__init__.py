@@ -1,17 +1,12 @@
 """The styles, one concept a file."""
 
-from parallel3d.tp.styles.arguments import HeadArguments
-from parallel3d.tp.styles.attention import NoFastPath, SplitHeads
+from parallel3d.tp.styles.attention import HeadArguments, NoFastPath, SplitHeads
 from parallel3d.tp.styles.base import Style
 from parallel3d.tp.styles.embedding import VocabParallel
 from parallel3d.tp.styles.experts import Experts, IdentityExpert
 from parallel3d.tp.styles.linear import Colwise, Rowwise
-from parallel3d.tp.styles.local_params import LocalParams
-from parallel3d.tp.styles.output import PrepareOutput, RopeOutput
-from parallel3d.tp.styles.prepare import PrepareInput, PrepareInputOutput
-from parallel3d.tp.styles.replicated import Replicated
-from parallel3d.tp.styles.sequence import SequenceParallel
-from parallel3d.tp.styles.sizes import LocalSizes
+from parallel3d.tp.styles.params import LocalParams, LocalSizes, Replicated, SequenceParallel
+from parallel3d.tp.styles.prepare import PrepareInput, PrepareInputOutput, PrepareOutput, RopeOutput
 
 __all__ = [
     "Colwise",

@@ -8,19 +8,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from parallel3d._compat import assert_async
+from parallel3d._torch.autograd import assert_async
 from parallel3d.errors import PlanError
-from parallel3d.tp.base_forward import bind_base_forward
 from parallel3d.tp.checks import (
     ParamRule,
     fit_rules,
     refuse_lookup_options,
 )
-from parallel3d.tp.collectives import TpAxis
-from parallel3d.tp.forwards import SequenceLength, TpState, finish_sum, gather_features
-from parallel3d.tp.styles.base import Style
-from parallel3d.tp.styles.kinds import is_embedding, works_by_element
-from parallel3d.tp.styles.traffic import Traffic, summed
+from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.forwards import TpState, bind_base_forward, finish_sum, gather_features
+from parallel3d.tp.styles.base import Style, Traffic, is_embedding, summed, works_by_element
 
 __all__ = ["VocabParallel", "colwise_embedding"]
 

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d._packing import Packing
+from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.checks import ParamRule, fit_rules
-from parallel3d.tp.collectives import TpAxis, reduce_from_tp
-from parallel3d.tp.forwards import SequenceLength, TpState, bind_forward, take_input
-from parallel3d.tp.heads.local_attributes import reads_of
-from parallel3d.tp.styles.base import Style
-from parallel3d.tp.styles.sections import cut_features
-from parallel3d.tp.styles.traffic import Traffic, entered, summed
+from parallel3d.tp.collectives import SequenceLength, TpAxis, reduce_from_tp
+from parallel3d.tp.forwards import TpState, bind_forward, take_input
+from parallel3d.tp.local_attributes import reads_of
+from parallel3d.tp.styles.base import Style, Traffic, entered, summed
+from parallel3d.tp.styles.linear import cut_features
 
 __all__ = ["Experts", "IdentityExpert"]
 

@@ -1,36 +1,108 @@
 """Colwise and Rowwise: a linear layer whose output or input features are split over ``tp``."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from parallel3d._packed import packing_of
+from parallel3d._layout.packed import packing_of
+from parallel3d._layout.packing import Packing, cut_sections, pick_by_rank
+from parallel3d._torch.simulated import combine_ranks, ranks_of, value_on_rank
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.base_forward import bind_base_forward
-from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
-from parallel3d.tp.collectives import TpAxis
-from parallel3d.tp.comm.chunked_gather import gather_linear, obstacle
-from parallel3d.tp.comm.linear_overlap import linear
+from parallel3d.tp.checks import ParamRule, check_count, fit_rules, refuse_lookup_options
+from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.forwards import (
-    SequenceLength,
     TpState,
+    bind_base_forward,
     finish_sum,
     gather_features,
     split_features,
     take_input,
 )
-from parallel3d.tp.styles.base import Style
+from parallel3d.tp.overlap import gather_linear, linear, obstacle
+from parallel3d.tp.styles.base import (
+    Style,
+    Traffic,
+    entered,
+    is_embedding,
+    linear_kind,
+    summed,
+    works_by_element,
+)
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
-from parallel3d.tp.styles.kinds import is_embedding, linear_kind, works_by_element
-from parallel3d.tp.styles.sections import Packed, cut_features
-from parallel3d.tp.styles.traffic import Traffic, entered, summed
 
-__all__ = ["Colwise", "Rowwise"]
+# Cutting the features of a weight among ``tp`` ranks: all alike, or each of the sections it is
+# packed of.
+
+Packed = int | tuple[int, ...] | Packing
+"""How features are packed: so many equal sections, sections of these sizes, or these rows on each rank."""
+
+
+def cut_features(
+    what: str, size: int, dim: int, packed: Packed, multiple_of: int | tuple[int, ...], tp: int
+) -> ParamRule:
+    """The rule of a weight whose dim ``dim``, ``size`` features called ``what``, is cut among ``tp`` ranks.
+
+    Sections are cut as ``torch.chunk`` cuts, so that what reads their product (the down projection after gate
+    and up) is cut alike without being packed. Where that would cut a group of ``multiple_of``, ranks get
+    whole groups, the first ranks one more.
+
+    Raises:
+        PlanError: the sections don't make up ``size``, or aren't made of whole groups.
+    """
+    if isinstance(packed, Packing):
+        if len(packed.rows) != tp or packed.size != size:
+            raise PlanError(
+                f"the packing has {packed.size} rows on {len(packed.rows)} ranks, but {what} is {size} and "
+                f"tp is {tp}"
+            )
+        return ParamRule(Shard(dim), packing=replace(packed, dim=dim))
+    sections = sections_of(what, size, packed)
+    groups = multiple_of if isinstance(multiple_of, tuple) else (multiple_of,) * len(sections)
+    if len(groups) != len(sections):
+        raise PlanError(
+            f"multiple_of={multiple_of!r} is for {len(groups)} sections; packed={packed!r} has "
+            f"{len(sections)}"
+        )
+    for index, (section, group) in enumerate(zip(sections, groups, strict=True)):
+        name = what if len(sections) == 1 else f"section {index} of {what}"
+        check_count(name, section, group)
+    if any(
+        group > 1 and section % (group * tp)
+        for section, group in zip(sections, groups, strict=True)
+    ):
+        # Chunks would cut a group.
+        return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
+    if len(sections) == 1:
+        return ParamRule(Shard(dim))
+    rows = []
+    for rank in range(tp):
+        at, held = 0, []
+        for section in sections:
+            chunk = -(-section // tp)
+            first = min(rank * chunk, section)
+            number = min(chunk, section - first)
+            if number:
+                held.append((at + first, number))
+            at += section
+        rows.append(tuple(held))
+    return ParamRule(Shard(dim), packing=Packing(dim, tuple(rows)))
+
+
+def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(packed, int):
+        if packed < 1 or size % packed:
+            raise PlanError(f"{what} {size} is not {packed} equal sections")
+        return (size // packed,) * packed
+    if not packed or any(type(n) is not int or n < 1 for n in packed) or sum(packed) != size:
+        raise PlanError(
+            f"packed={packed!r}: the sections of {what} must be positive and add up to {size}"
+        )
+    return packed
 
 
 @dataclass(frozen=True)
@@ -265,3 +337,91 @@ def _sizes(module: Any) -> tuple[int, int]:
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return module.nf, module.nx
+
+
+# GroupedKv: the key or value projection where tp ranks have key and value heads in common.
+#
+# Plans don't name it: ``tp/auto/heads.py`` puts it in the place of Colwise.
+
+
+@dataclass(frozen=True)
+class GroupedKv(Colwise):
+    """The key or value projection where ranks have key and value heads in common.
+
+    Weight and bias are whole on every rank, at rest too; each rank computes the heads its query heads
+    attend to, so its gradient is a part.
+
+    Attributes:
+        kv_heads: how many the model has.
+        heads: [rank] -> the heads it puts out, in order; one comes as often as it is named.
+    """
+
+    kv_heads: int = 1
+    heads: tuple[tuple[int, ...], ...] = ()
+
+    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
+        linear_kind(self, module)
+        rule = ParamRule(Replicate(), "partial")
+        return fit_rules(module, weight=rule, bias=rule)
+
+    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+        # The heads a rank needs are neighbours: its rows of the weight are a view.
+        spans = [(min(heads), max(heads) - min(heads) + 1) for heads in self.heads]
+        kind = linear_kind(self, module)
+        size = kind.out_features // self.kv_heads
+        state = _GroupedState(
+            self,
+            axis,
+            sequence,
+            dim=kind.out_dim,
+            start=pick_by_rank([first * size for first, _ in spans], axis.rank),
+            heads=pick_by_rank([number for _, number in spans], axis.rank),
+            size=size,
+            repeats=any(len(h) != number for h, (_, number) in zip(self.heads, spans, strict=True)),
+        )
+        bind_base_forward(module, kind.base, grouped_kv_linear, state)
+
+
+@dataclass
+class _GroupedState(TpState):
+    """What the forward of a :class:`GroupedKv` needs beside the usual.
+
+    Attributes:
+        dim: of the weight that holds the heads.
+        start: where this rank's begin there.
+        heads: how many it computes, each of ``size`` rows.
+        repeats: whether a head comes out more than once on some rank.
+        index: which of the computed heads come out, in order; made on the device of the first forward.
+    """
+
+    dim: int = 0
+    start: int = 0
+    heads: int = 0
+    size: int = 0
+    repeats: bool = False
+    index: Tensor | None = field(default=None, repr=False)
+
+
+def grouped_kv_linear(self: Any, input: Tensor) -> Tensor:
+    """(..., in) -> (..., heads this rank puts out x head size)."""
+    tp: _GroupedState = self._parallel3d_tp
+    style: Any = tp.style
+    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
+    rows = tp.heads * tp.size
+    weight = self.weight.narrow(tp.dim, tp.start, rows)
+    bias = None if self.bias is None else self.bias.narrow(0, tp.start, rows)
+    y = F.linear(x, weight.t() if tp.dim else weight, bias)
+    if not tp.repeats:
+        return y
+    if tp.index is None or tp.index.device != y.device:
+        tp.index = _index(style.heads, tp.axis.rank, y.device)
+    return y.unflatten(-1, (tp.heads, tp.size)).index_select(-2, tp.index).flatten(-2)
+
+
+def _index(heads: tuple[tuple[int, ...], ...], rank: int, device: torch.device) -> Tensor:
+    if isinstance(rank, torch.SymInt):
+        return combine_ranks(
+            {r: _index(heads, value_on_rank(rank, r), device) for r in ranks_of(rank)}
+        )
+    mine = heads[rank]
+    return torch.tensor([head - min(mine) for head in mine], device=device)

@@ -1,0 +1,128 @@
+"""Private names of DTensor and DeviceMesh."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._ops import OpOverload as OpOverload
+from torch.distributed import DeviceMesh
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # noqa: F401
+
+
+def call_torch_dispatch_of(kind: type[DTensor]) -> None:
+    """Sees to it that operations on tensors of class ``kind`` go to its ``__torch_dispatch__``."""
+    if not hasattr(torch_fsdp, "DataParallelMeshDims"):  # 2.11
+        from parallel3d._torch.v2_11 import call_torch_dispatch_of
+
+        call_torch_dispatch_of(kind)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
+    return mesh._get_root_mesh()
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of ``meshes`` in order; they must be slices of one root mesh."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The axes ``names`` of ``mesh`` as one, of the name torch gives it; made once per mesh."""
+    return mesh[names]._flatten("_".join(names))
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """The one axis of ``mesh``, which has a name, as several; makes their groups on all ranks of its root."""
+    return mesh._unflatten(0, tuple(sizes), tuple(names))
+
+
+def dtensor_shard_box(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(local shape, global offset) DTensor gives to the rank at ``coordinate``."""
+    return _compute_local_shape_and_global_offset(
+        tuple(shape), tuple(mesh_shape), list(coordinate), list(placements)
+    )
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The description of a contiguous DTensor of global ``shape``.
+
+    A placement of ours (``PackedShard``) says by ``spec_class`` that it needs a description of its own.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    kinds = [p.spec_class for p in placements if hasattr(p, "spec_class")]
+    kind = kinds[0] if kinds else DTensorSpec
+    return kind(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of ``local`` without ``from_local``'s checks and autograd node (1 us, not 30).
+
+    Of a description of our own, the subclass that it names. ``__init__`` does nothing, behind three frames
+    that keep the compiler out.
+    """
+    kind = DTensor if type(spec) is DTensorSpec else spec.tensor_class  # type: ignore[attr-defined]
+    return kind.__new__(kind, local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The description of ``tensor``."""
+    return tensor._spec
+
+
+def keep_partial_gradients(param: torch.Tensor) -> None:
+    """Sees to it that a partial gradient of ``param`` is partial still in ``param.grad``."""
+    if isinstance(param, DTensor) and not hasattr(torch_fsdp, "DataParallelMeshDims"):
+        # 2.11 copies a gradient of other strides than the parameter's into a new DTensor, and sums it.
+        param.register_hook(torch.Tensor.contiguous)
+
+
+def clear_dtensor_caches() -> None:
+    """Forget DTensor's propagation results, which hold meshes of groups that may be destroyed.
+
+    A mesh equal to a destroyed one would be taken for it, and its group names, which torch
+    counts from zero again, could then mean other groups.
+    """
+    # What torch.distributed.tensor.debug does, whose import alone takes half a second.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    caches = (
+        (_redistribute, "_gen_transform_infos.cache_clear"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (_collective_utils, "MeshTopoInfo.build_from_mesh.cache_clear"),
+        (_sharding_prop, "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+    )
+    for module, path in caches:
+        with suppress(AttributeError):  # of another version
+            attrgetter(path)(module)()
+
+
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The very tensor object ``tensor`` wraps; ``to_local`` may return a view of it."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+# The same of what is known to be a DTensor.
+local_tensor_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+
+
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Points ``tensor`` at ``local``, which must have the same shape, dtype and device."""
+    assert isinstance(tensor, DTensor)
+    tensor._local_tensor = local

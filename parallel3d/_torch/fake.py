@@ -1,0 +1,107 @@
+"""The private torch names that dry runs need (fake tensors, works of collectives), in one place."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed import ProcessGroup
+from torch.distributed import fsdp as torch_fsdp
+from torch.utils.data import dataloader as _dataloader
+
+# What fake tensors raise where an operation needs values.
+VALUE_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+# Of torch.amp.GradScaler: steps the optimizer unless a gradient is infinite, which it reads.
+SCALED_STEP = "_maybe_opt_step"
+
+
+def make_fake_mode() -> FakeTensorMode:
+    """A mode under which operations make tensors without memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def as_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """``meta``, a tensor on the meta device, as a fake one on ``device``."""
+    return FakeTensor(mode, meta, device)
+
+
+def forget_conversions(mode: FakeTensorMode) -> None:
+    """``mode`` keeps weak references to the tensors it has made, and a module that has such parameters can't
+    change their dtype (``swap_tensors`` refuses)."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def in_fake_mode() -> bool:
+    """Whether operations run under a fake mode now, such as DTensor's when it propagates shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+# Within it neither modes nor subclasses see calls of torch's functions.
+functions_unseen: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+
+def boxed(work: dist.Work) -> Any:
+    """``work`` as the operations of c10d return it."""
+    return work.boxed()
+
+
+def loader_iterators() -> tuple[type, ...]:
+    """The classes of a DataLoader's iterators, whose ``__init__`` and ``__next__`` read data."""
+    return (
+        _dataloader._SingleProcessDataLoaderIter,
+        _dataloader._MultiProcessingDataLoaderIter,
+    )
+
+
+def init_fake_group(rank: int, world_size: int) -> None:
+    """Make this process rank ``rank`` of a default group that communicates nothing."""
+    # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+def fake_outputs_written() -> AbstractContextManager[None]:
+    """Within it the fake group's collectives write their outputs, on every torch."""
+    if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
+        return nullcontext()
+    from parallel3d._torch.v2_11 import fake_outputs_written
+
+    return fake_outputs_written()
+
+
+def add_fake_backend(group: ProcessGroup) -> None:
+    """Lets torch's fake backend carry what is called on ``group``."""
+    fake = importlib.import_module("torch._C._distributed_c10d").FakeProcessGroup
+    backend = fake._create_internal(group.rank(), group.size())
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+
+
+def plain_group(store: dist.Store, rank: int, size: int) -> ProcessGroup:
+    """A group on torch's fake backend that ``torch.distributed`` doesn't know of."""
+    group = ProcessGroup(store, rank, size)
+    add_fake_backend(group)
+    return group
+
+
+def cuda_sleep(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for ``cycles`` of the GPU's clock, and nothing else of the GPU."""
+    torch.cuda._sleep(cycles)

@@ -1,0 +1,56 @@
+"""Private names of torch's own ``fully_shard``, which clients of it read."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy  # noqa: F401
+from torch.distributed.fsdp._fully_shard import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+
+if TYPE_CHECKING or hasattr(torch_fsdp, "DataParallelMeshDims"):
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        ShardPlacementResult as ShardPlacementResult,
+    )
+else:  # 2.11 has neither
+    from parallel3d._torch.v2_11 import DataParallelMeshDims as DataParallelMeshDims
+    from parallel3d._torch.v2_11 import ShardPlacementResult as ShardPlacementResult
+
+# Attributes of modules: what was applied to them, and its state.
+FULLY_SHARD_KEYS = (STATE_KEY, REGISTRY_KEY)
+
+
+def set_fully_shard_state(module: nn.Module, state: Any) -> None:
+    """Makes ``state`` what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+
+    And enters fully_shard in torch's registry of what was applied to the module.
+    """
+    attributes = vars(module)  # new dicts: a rollback puts the old ones back
+    # From where torch defines it: ``torch.distributed.fsdp.fully_shard`` may have been replaced by ours.
+    function = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
+    attributes[STATE_KEY] = {**attributes.get(STATE_KEY, {}), function: state}
+    attributes[REGISTRY_KEY] = {**attributes.get(REGISTRY_KEY, {}), "fully_shard": RegistryItem()}
+
+
+def enter_module_state(module: nn.Module, state: Any) -> None:
+    """Makes ``state``, which the caller keeps alive, what torch's ``_get_module_fsdp_state(module)`` finds.
+
+    That function wants an instance of ``FSDPState``.
+    """
+    _module_state_mapping[module] = weakref.ref(state)
+
+
+def fully_shard_state(module: nn.Module) -> Any:
+    """``torch.distributed.fsdp.fully_shard.state(module)``."""
+    return torch_fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def is_torch_hook_state(state: object) -> bool:
+    """Whether ``state`` is one that torch's own FSDP1 communication hooks take."""
+    # By its name: who has one has imported the module, which nobody else needs.
+    home = "torch.distributed.algorithms._comm_hooks.default_hooks"
+    return any((c.__module__, c.__name__) == (home, "DefaultState") for c in type(state).__mro__)

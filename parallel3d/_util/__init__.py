@@ -1,0 +1,1 @@
+"""What several packages need and that knows nothing of parallelism."""

@@ -1,0 +1,58 @@
+"""Memory of tensors: buffers that stay while their storage comes and goes, and copies."""
+
+import torch
+
+from parallel3d._torch.simulated import LocalTensor, inner_tensors
+
+__all__ = ["allocate", "own_copy", "release", "with_own_storage"]
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""
+    if type(tensor) is torch.Tensor:
+        tensor.untyped_storage().resize_(0)
+        return
+    for inner in inner_tensors(tensor):
+        inner.untyped_storage().resize_(0)
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Gives a released ``tensor`` storage again, with undefined content; one that was kept stays."""
+    if type(tensor) is torch.Tensor:
+        _resize(tensor.untyped_storage(), tensor.nbytes)
+        return
+    for inner in inner_tensors(tensor):
+        _resize(inner.untyped_storage(), inner.numel() * inner.element_size())
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> None:
+    if storage.size() != size:  # torch takes other memory for the same size too
+        storage.resize_(size)
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage begins and ends with it.
+
+    So saving or copying one parameter doesn't drag the bucket; and torch pickles and deep-copies a
+    DTensor rightly only if its local tensor has no storage offset.
+    """
+    if type(view) is not torch.Tensor or view.is_meta:  # simulated ranks, fake tensors
+        return view
+    return torch.from_dlpack(view)
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in memory of its own, bit for bit.
+
+    ``clone`` is a subclass's to define, and may compute: torchao's NF4 quantises anew. So of a subclass that
+    says what tensors it is made of, those are copied.
+    """
+    if isinstance(tensor, LocalTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: own_copy(getattr(tensor, name)) for name in names}
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    new = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[attr-defined]
+    if type(new) is type(tensor):
+        return new
+    return tensor.clone(memory_format=torch.contiguous_format)  # it inherits how to make another

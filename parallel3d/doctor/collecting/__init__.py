@@ -1,1 +1,0 @@
-"""What is read from the machine, the environment and torch to make Facts."""

@@ -1,0 +1,582 @@
+"""Bucket: parameters of one unit with one dtype, one requires_grad and one mesh, in contiguous buffers.
+
+Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots):
+
+- ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors share its memory, so
+  the all-gather needs no packing and a cast is one kernel.
+- ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
+  and no cast it is ``flat`` itself. Those that travel in place (see ``in_place``), which come first, are
+  gathered right into it.
+- ``gathered`` (n * P; P = slots of the others): where those are gathered, one row of P per rank. Alive
+  during the gather.
+
+The last two keep their tensors and views for the model's life; only their storage comes and goes. The
+inputs of the reduce-scatter, laid out as the outputs of the all-gather, belong to ``grads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Replicate
+
+from parallel3d._torch.autograd import follows_grad_dtype, grads_may_differ_in_dtype
+from parallel3d._torch.dtensor import local_tensor_of
+from parallel3d._torch.kernels import foreach_copy_
+from parallel3d._util import dry_run
+from parallel3d._util.storage import allocate, release, with_own_storage
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
+from parallel3d.fsdp.collectives import all_gather
+from parallel3d.fsdp.gradients import GradientSlots
+from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
+from parallel3d.fsdp.options.offload import CopyHome, places_of
+from parallel3d.fsdp.options.post_forward_group import SmallWorld
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.versions import Versions
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.comm import Comm
+    from parallel3d.fsdp.context import HalfWay
+    from parallel3d.fsdp.options.gate import Gate
+
+
+class Bucket:
+    """See the module's docstring.
+
+    Attributes:
+        policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
+        in_place: how many parameters, the first ones, travel in place.
+        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
+        small_grads: by parameter, whether its gradient may wait to be packed with others.
+        shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
+        replicate_groups: groups that gradients are all-reduced over.
+        over_replicate: the stages of a reduction that sum over replicate.
+        gather_groups: groups over which whole tensors are gathered, one after the other.
+        on_result, to_rest: the stages that options put behind; see ``stages_of``.
+        tp_group: group that partial gradients are summed over, None where there can be none.
+        grads: what the parameters' ``.grad`` hold and how reduced values get there.
+        versions: what the unsharded parameters hold, told to autograd.
+        device: where the bucket computes.
+        home: device of ``flat`` and of gradients at rest; another one under CPU offload.
+        pin: whether what is at home is in pinned memory.
+        part: what this rank keeps between forward and backward where the unit reshards to fewer ranks.
+        divide_factor: what sums over ranks are divided by; None: their number.
+        reduce_unused: whether parameters without a gradient get a zero one.
+        even_shapes: of the slots, where none of them has padding.
+        reducer: the collectives on gradients. ``on_reduced``: what is told of gradients that are complete.
+        slot_sizes, numel: slots of each parameter, and S, of all. ``member_sizes``: of each member.
+        gather_outputs: what the call writes to: of each parameter in place its region, and ``gathered``.
+        region_views, gathered_views: where the others belong, and where they are gathered.
+        custom_gathered: ``gathered`` of a custom all-gather.
+        small: the fewer ranks that keep ``part`` between them.
+        gather_comm: a collective in place of our all-gather; see ``comm_hooks``.
+        gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
+        scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
+        max_inputs: how many reduce inputs may be in flight.
+        force_sum: whether the user has asked for sums only, which ours always are.
+        gate: what takes the gradients where the unsharded parameters are the shards; see ``gate``.
+        half_way: what waits for half of the gradients.
+        keep_storage: whether the unsharded parameters keep their memory while the unit is sharded.
+    """
+
+    gate: Gate | None = None
+    joinable = (
+        True  # whether one all-gather may carry it together with others; see ``joint_gather``
+    )
+    packs_all = False  # whether no parameter travels in place
+    # What there is one of for each dtype that the bucket computes in; see ``eval_precision``.
+    by_precision: tuple[str, ...] = (
+        "policy",
+        "compute_dtype",
+        "reduce_dtype",
+        "sum_dtype",
+        "grad_dtype",
+        "has_own_unsharded",
+        "unsharded",
+        "gathered",
+        "gather_outputs",
+        "region_views",
+        "gathered_views",
+        "compute_params",
+        "small",
+    )
+
+    def __init__(
+        self,
+        unit: str,
+        params: list[ShardedParam],
+        axes: DataAxes,
+        policy: MixedPrecisionPolicy,
+        offload: Any = None,
+    ) -> None:
+        self.unit = unit
+        self.params = put_first(params, axes.mesh.device_type)
+        self.axes = axes
+        self.given_policy = policy
+        self.full = False
+        self.offload = offload
+        self._set_options()
+        self.parts = self.params[0].parts
+        self._find_groups()
+        self.in_place = 0
+        if self.shard_group is not None and not self.packs_all:
+            self.in_place = count_in_place(self.params, axes.mesh.device_type)
+        self.small_grads = [is_small(p, axes.mesh.device_type) for p in self.params]
+        self.gathering: Any = None  # an all-gather under way: what to wait for, and its input
+        self.build(self._device())
+
+    def _set_options(self) -> None:
+        self.divide_factor: float | None = None
+        self.reduce_unused = False
+        self.on_result: list[Stage] = []
+        self.to_rest: list[Stage] = []
+        self.reducer = SUMS
+        self.on_reduced: Callable[..., None] | None = None
+        self.gather_comm: Any = None
+        self.max_inputs = 1
+        self.force_sum = False
+        self.half_way: HalfWay | None = None
+        self.keep_storage = False
+
+    def _find_groups(self) -> None:
+        axes = self.axes
+        self.shard_group: ProcessGroup | None = None
+        self.replicate_groups: list[ProcessGroup] = []
+        empty = all(p.slot_numel == 0 for p in self.params)  # nothing to communicate
+        for axis in (axes.shard, axes.replicate):
+            if axis is None or axes.size(axis) == 1 or empty:
+                continue
+            if axis == axes.shard and self.parts > 1:
+                self.shard_group = axes.group(axis)
+            else:
+                self.replicate_groups.append(axes.group(axis))
+        self.over_replicate: list[Stage] = [AllReduce(group) for group in self.replicate_groups]
+        self.gather_groups = [] if self.shard_group is None else [self.shard_group]
+        self.scatter_group = self.shard_group
+        partial = [
+            p
+            for p in self.params
+            if p.may_be_partial or (p.layout.tp_grad == "partial" and p.tp_size > 1)
+        ]
+        self.tp_group: ProcessGroup | None = None
+        if partial:
+            self.tp_group = partial[0].on.summed_group
+
+    def _device(self) -> torch.device:
+        initial = self.params[0].initial
+        if initial is None:
+            initial = self.params[0].local
+        if initial.device.type == "meta" or initial.device.type == self.axes.mesh.device_type:
+            return initial.device
+        return torch.device(self.axes.mesh.device_type)
+
+    # -- storage -----------------------------------------------------------------------------------
+
+    def build(self, device: torch.device) -> None:
+        """Makes buffers, views and Parameters on ``device``, with the parameters' initial values."""
+        params = self.params
+        self._describe(device)
+        # Zeros: padding must stay finite, norms and casts run over whole buffers.
+        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=self.pin)
+        self.local_views = [with_own_storage(v) for v in self.local_parts(self.flat)]
+        for param, view in zip(params, self.local_views, strict=True):
+            if param.initial is not None:
+                view.copy_(param.shard_of(param.initial, tp_local=True))
+                param.initial = None
+            param.place(view)
+        self.versions = Versions(self)
+        self.build_unsharded()
+
+    def _describe(self, device: torch.device) -> None:
+        """Places, dtypes and sizes, and what depends on them alone."""
+        params = self.params
+        self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
+        self.reads_host = self.home != self.device
+        if self.reads_host:
+            self.to_rest = [CopyHome()]
+        self.dtype = params[0].dtype
+        self.other_precision: dict[str, Any] | None = None
+        self.set_dtypes()
+        self.slot_sizes = [p.slot_numel for p in params]
+        self.even_shapes = [p.chunk_shape for p in params] if all(p.even for p in params) else None
+        self.numel = sum(self.slot_sizes)
+        self.packed = sum(self.slot_sizes[self.in_place :])
+        self.packs_as_chunks = all(map(packs_as_chunks, params[self.in_place :]))
+        self.member_sizes = self.slot_sizes[: self.in_place]
+        if self.packed or not self.in_place:
+            self.member_sizes = [*self.member_sizes, self.packed]
+        self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
+        self.grads = GradientSlots(self)
+        self.small: SmallWorld | None = None
+        self.part: torch.Tensor | None = None
+        self.gather_group: Any = self.shard_group
+        self.custom_gathered: torch.Tensor | None = None  # ``gathered`` of a custom all-gather
+
+    def set_dtypes(self) -> None:
+        """What it computes, sums and reduces in."""
+        self.policy = policy = self.given_policy
+        if self.full:
+            self.policy = policy = in_own_dtype(policy, self.dtype)
+        floating = self.dtype.is_floating_point
+        self.compute_dtype = (policy.param_dtype if floating else None) or self.dtype
+        given = policy.reduce_dtype if floating else None
+        self.reduce_dtype = given or self._usual_reduce_dtype()
+        # Sums that wait for their reduction must not lose what the reduction would keep.
+        self.sum_dtype = self.dtype
+        if grads_may_differ_in_dtype:
+            self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
+        self.grad_dtype = self.dtype
+        if isinstance(wanted := self.params[0].grad_dtype, torch.dtype):
+            self.grad_dtype = wanted
+        elif wanted == "any" or policy.keep_low_precision_grads:
+            self.grad_dtype = self.reduce_dtype
+
+    def _usual_reduce_dtype(self) -> torch.dtype:
+        """Without a ``reduce_dtype``: that of the gradients to be, as torch does it since 2.15, or before
+        that of what forward sees."""
+        wanted = self.params[0].grad_dtype
+        if isinstance(wanted, torch.dtype):
+            return wanted
+        if wanted == "any" or not follows_grad_dtype or self.policy.keep_low_precision_grads:
+            return self.compute_dtype
+        return self.dtype
+
+    def build_unsharded(self) -> None:
+        """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
+        params, n = self.params, self.parts
+        self.gate = None
+        self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.reads_host
+        if self.has_own_unsharded:
+            self.unsharded = torch.empty(
+                n * self.numel, dtype=self.compute_dtype, device=self.device
+            )
+        else:
+            self.unsharded = self.flat
+        regions = self.unsharded.split([n * size for size in self.slot_sizes])
+        self.gathered = self.unsharded
+        if n > 1:
+            self.gathered = self.unsharded.new_empty(n * self.packed)
+        pairs = self.copy_pairs(self.gathered.view(n, self.packed), since=self.in_place)
+        self.region_views = [region for region, _ in pairs]
+        self.gathered_views = [held for _, held in pairs]
+        self.gather_outputs = [*regions[: self.in_place], self.gathered][: len(self.member_sizes)]
+        self.compute_params = [
+            # .data: a version counter of its own, so that gathering again in backward is not taken
+            # for an in-place change of a saved tensor.
+            nn.Parameter(p.as_compute(p.contiguous_view(r).data), requires_grad=p.requires_grad)
+            for p, r in zip(params, regions, strict=True)
+        ]
+        if self.gathered is not self.unsharded:
+            release(self.gathered)
+        if self.has_own_unsharded:
+            release(self.unsharded)
+
+    def note_weights(self, comm: Comm) -> None:
+        """Before an all-gather: which values it is of; a part that was kept is of those from before."""
+        if self.part is None:
+            self.versions.stamp.take()
+
+    def leave_precision(self) -> None:
+        """Before the bucket, which is sharded, goes over to another dtype."""
+
+    def free_other_precision(self) -> None:
+        """Frees what was kept of the dtype that the bucket, which is sharded, does not compute in now."""
+        other = self.other_precision
+        if other is not None and other["has_own_unsharded"]:
+            release(other["unsharded"])
+
+    def enter_precision(self) -> None:
+        """After it has come back to one that it has computed in before."""
+
+    def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]:
+        """The parameters from index ``since`` on in a buffer of one row of slots per shard rank, shaped as
+        ``ShardedParam.by_rank`` does."""
+        columns = packed.view(self.parts, -1).split(self.slot_sizes[since:], dim=1)
+        return [p.slots_by_rank(c) for p, c in zip(self.params[since:], columns, strict=True)]
+
+    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' real rows in a sharded buffer (S,)."""
+        slots = flat.split(self.slot_sizes)
+        if (
+            self.even_shapes is not None
+        ):  # in each backward: no call per parameter but the view's own
+            return [s.view(shape) for s, shape in zip(slots, self.even_shapes, strict=True)]
+        return [p.local_view(s) for p, s in zip(self.params, slots, strict=True)]
+
+    def kinds(self) -> set[tuple[torch.dtype, torch.device]]:
+        """Of the sharded Parameters: one, unless a conversion has come to some of them only."""
+        return {(p.local.dtype, p.local.device) for p in self.params}
+
+    def adopt(self) -> bool:
+        """Takes back values that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
+
+        Returns:
+            Whether anything had moved.
+        """
+        locals_ = [local_tensor_of(p.sharded) for p in self.params]
+        if all(map(is_, locals_, self.local_views)):
+            return False
+        kinds = self.kinds()
+        if len(kinds) > 1:
+            raise Parallel3dError(
+                f"a conversion gave the parameters of unit {self.unit} different dtypes or devices "
+                f"({', '.join(f'{d} on {v}' for d, v in sorted(kinds, key=str))}); they share one buffer: "
+                "convert the whole unit, or convert before fully_shard"
+            )
+        # Also during inference: tensors made in inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            for param, local in zip(self.params, locals_, strict=True):
+                param.set_dtype(local.dtype)
+            grads = self.grads
+            self._take(locals_)
+            self.grads.carry_over(grads)
+        return True
+
+    def _take(self, locals_: list[torch.Tensor]) -> None:
+        self.build(locals_[0].device)
+        for view, local in zip(self.local_views, locals_, strict=True):
+            view.copy_(local)
+
+    def count_trainable(self) -> int:
+        """Lets the computing parameters follow ``requires_grad_`` on the sharded ones; how many have it."""
+        wanted = [param.sharded.requires_grad for param in self.params]
+        if wanted != [compute.requires_grad for compute in self.compute_params]:
+            self.gate = None  # it is of those that have one
+            for compute, requires_grad in zip(self.compute_params, wanted, strict=True):
+                compute.requires_grad_(requires_grad)
+        return sum(wanted)
+
+    # -- reduction -----------------------------------------------------------------------------------
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of the ranks' gradients is divided by."""
+        return self.axes.data_size if self.divide_factor is None else self.divide_factor
+
+    @property
+    def reduced_in_place(self) -> int:
+        """How many gradients, the first ones, are reduced from where they are.
+
+        0 where the user reduces, who is given one row of S per rank.
+        """
+        return 0 if self.reducer.by_row else self.in_place
+
+    def reduce_input(self, since: int) -> torch.Tensor:
+        """Memory for one row per shard rank of the gradients from index ``since`` on, in reduce dtype."""
+        size = self.parts * sum(self.slot_sizes[since:])
+        reducer = SUMS if self.shard_group is None else self.reducer
+        return reducer.allocate(size, self.reduce_dtype, self.device)
+
+    # -- layouts -------------------------------------------------------------------------------------
+
+    def copy_pairs(
+        self, rows: torch.Tensor, first: int = 0, *, since: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of ``unsharded``, the same in ``rows``): shard ranks' rows, from rank ``first`` on.
+
+        Args:
+            rows: (ranks, slots): of the parameters from index ``since`` on.
+        """
+        with torch.inference_mode(False), torch.no_grad():  # no views of ours in inference mode
+            columns = rows.split(self.slot_sizes[since:], dim=1)
+            regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+            return [
+                pair
+                for param, region, column in zip(
+                    self.params[since:], regions[since:], columns, strict=True
+                )
+                for pair in param.copy_pairs(region, column, first)
+            ]
+
+    def members(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """What a rank brings to the all-gather, (rows * S,), as the call takes it: of each parameter in
+        place its rows, and the rows of the others, packed."""
+        rows = part.numel() // self.numel if self.numel else 1
+        return pieces(part, [rows * size for size in self.member_sizes])
+
+    def member_pairs(
+        self, members: list[torch.Tensor], first: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As ``copy_pairs``, of ``members`` of some ranks."""
+        k, pairs = self.in_place, []
+        regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+        for param, region, member in zip(self.params[:k], regions, members, strict=False):
+            pairs += param.copy_pairs(region, member.view(-1, param.slot_numel), first)
+        for packed in members[k:]:
+            pairs += self.copy_pairs(packed.view(-1, self.packed), first, since=k)
+        return pairs
+
+    # -- unshard -------------------------------------------------------------------------------------
+
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
+        in_rows = self.gather_comm is not None
+        if self.part is not None and self.small is not None:
+            in_rows = self.small.in_rows
+        if in_rows and self.shard_group is not None:
+            return self._row_buffers()
+        self.custom_gathered = None
+        if self.in_place:
+            allocate(self.unsharded)
+        allocate(self.gathered)
+        return self.gather_outputs, self.members(self.gather_input())
+
+    def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
+        """Issues the all-gather; returns what to wait for."""
+        return all_gather(
+            outputs, parts, self.gather_group, unit=self.unit, comm=self.gather_comm
+        )
+
+    def gather_input(self) -> torch.Tensor:
+        """What this rank brings to the all-gather."""
+        if self.part is not None:
+            return self.part
+        flat = self.flat
+        if self.reads_host:  # cast over there: half the bytes would be cast by the CPU otherwise
+            flat = flat.to(self.device, non_blocking=self.pin)
+        return flat if flat.dtype is self.compute_dtype else flat.to(self.compute_dtype)
+
+    def _row_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """For a custom all-gather, of one row of S per rank: its memory, and the input in its place there."""
+        source = self.gather_input()
+        make = torch.empty if self.gather_comm is None else self.gather_comm.allocate
+        size = (self.parts * self.numel,)
+        output = make(size, dtype=self.compute_dtype, device=self.device)
+        rank = self.axes.coordinate(self.axes.shard)
+        if self.part is not None and self.small is not None:
+            rank = self.small.rank
+        part = output.narrow(0, rank * source.numel(), source.numel())
+        part.copy_(source)
+        self.custom_gathered = output
+        return [output], [part]
+
+    def copy_out(self) -> None:
+        """After the all-gather: the gathered rows into the parameters' places."""
+        if self.custom_gathered is not None:
+            allocate(self.unsharded)
+            pairs = self.copy_pairs(self.custom_gathered.view(self.parts, -1))
+            foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
+            self.custom_gathered = None
+        elif self.region_views and self.gathered is not self.unsharded:
+            if not self.in_place:
+                allocate(self.unsharded)
+            foreach_copy_(self.region_views, self.gathered_views)
+
+    def cast_whole(self) -> None:
+        """Unshard without a shard axis: the cast copy, or nothing."""
+        if self.has_own_unsharded:
+            allocate(self.unsharded)
+            self.unsharded.copy_(self.flat)
+
+    def free_gathered(self) -> None:
+        """After ``copy_out`` has run on the device."""
+        if self.gathered is not self.unsharded:
+            release(self.gathered)
+        self.drop_part()
+
+    def free_unsharded(self) -> None:
+        """Frees what the unsharded parameters live in, unless the user keeps it."""
+        if self.has_own_unsharded and not self.keep_storage:
+            release(self.unsharded)
+
+    def keep_part(self, ranks: int) -> None:
+        """Before ``free_unsharded``: keeps what the next all-gather, over ``ranks`` ranks only, needs."""
+        if self.shard_group is None or ranks >= self.shard_group.size():
+            return
+        in_rows = self.gather_comm is not None
+        if self.small is None or (self.small.ranks, self.small.in_rows) != (ranks, in_rows):
+            self.small = SmallWorld(self, ranks, in_rows=in_rows)
+        self.part = self.small.keep()
+        self.gather_group = self.small.group
+
+    def drop_part(self) -> None:
+        """Lets the next all-gather be of the shards again."""
+        if self.part is not None and self.small is not None:
+            self.small.drop()
+            self.part = None
+            self.gather_group = self.shard_group
+
+
+# Which parameters of a bucket travel in place, and what a collective then sends and receives.
+#
+# A parameter that is cut evenly along dim 0 lies in its unsharded region rank by rank, as an all-
+# gather writes and a reduce-scatter reads. So it can be gathered into its place, and its gradient
+# be reduced from where autograd has put it: no copy, and no buffer beside. Each such tensor is a
+# member more of the bucket's call, which costs time of its own, so small parameters are packed.
+
+# From how many unsharded bytes on. gloo runs a member as a call of its own, which takes about as long as
+# copying 1 MiB there and back.
+CPU_BYTES = 2**20
+# NCCL groups members into one launch, but lays each out on the host: seven take 260 us where one takes 44.
+ACCELERATOR_BYTES = 16 * 2**20
+
+
+def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
+    """In the order of a bucket: in place, packed, and last those whose gradient is partial over tp.
+
+    The sum of partial gradients over tp is then one collective on the buffer's tail. Among each, those that
+    the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order modules have.
+    """
+
+    def place(param: ShardedParam) -> tuple[object, ...]:
+        large = _is_large(param, device_type)
+        # Turned round among the packed ones, so that the last in place and the first packed may be alike.
+        cut = [is_cut == large for is_cut in _cut_by(param)]
+        return *_is_last(param), not large, cut
+
+    return sorted(params, key=place)
+
+
+def _cut_by(param: ShardedParam) -> list[bool]:
+    """Whether each axis has ranks with other parts of it."""
+    sizes = param.spec.mesh.shape
+    return [
+        size > 1 and not isinstance(placement, Replicate)
+        for size, placement in zip(sizes, param.spec.placements, strict=True)
+    ]
+
+
+def _is_last(param: ShardedParam) -> tuple[bool, bool]:
+    """Whether its gradient is partial over tp, always or maybe."""
+    return param.layout.tp_grad == "partial", param.may_be_partial
+
+
+def count_in_place(params: Sequence[ShardedParam], device_type: str) -> int:
+    """How many of ``params``, which are in the order of a bucket, travel in place."""
+    count = sum(_is_large(p, device_type) for p in params)
+    # A lone one is no member more.
+    return 1 if len(params) == 1 and _is_possible(params[0]) else count
+
+
+def _is_possible(param: ShardedParam) -> bool:
+    by_rank = param.parts > 1 and param.dim == 0 and param.even
+    return by_rank and param.slot_numel > 0 and not any(_is_last(param))
+
+
+def _is_large(param: ShardedParam, device_type: str) -> bool:
+    return _is_possible(param) and not is_small(param, device_type)
+
+
+def is_small(param: ShardedParam, device_type: str) -> bool:
+    """Whether a copy of it is worth less than a call."""
+    on_cpu = device_type == "cpu" and dry_run.accelerator() is None
+    least = CPU_BYTES if on_cpu else ACCELERATOR_BYTES
+    return param.parts * param.slot_numel * param.dtype.itemsize < least
+
+
+def packs_as_chunks(param: ShardedParam) -> bool:
+    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
+    cut = param.dim == 0 or (param.parts == 1 and len(param.compute_shape) > 0)
+    return cut and param.fills_slot and param.slot_numel > 0
+
+
+def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """A bucket's buffer as members of a call: of each parameter in place, and the rest if there is one."""
+    return [flat] if len(sizes) == 1 else list(flat.split(sizes))

@@ -1,1 +1,0 @@
-"""Buckets: parameters communicated together, their buffers, and their gradients on the way to ``.grad``."""

@@ -1,1 +1,0 @@
-"""When and by what collectives run: asynchronous works, streams, the user's collectives and hooks."""

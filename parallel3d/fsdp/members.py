@@ -1,0 +1,340 @@
+"""Which unit a module belongs to, and which modules a unit has."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from parallel3d._torch.autograd import gradient_hooks, has_tensor_hooks
+from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.outputs import UNIT_ATTRIBUTE, Attributes
+from parallel3d.fsdp.param import ShardedParam, owner_of
+from parallel3d.fsdp.placement import DataAxes
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.unit import Unit
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of the user's class of ``module``: a unit's own is made of that and ``FSDPModule``."""
+    classes = type(module).__mro__
+    first = classes.index(TorchFSDPModule) + 1 if TorchFSDPModule in classes else 0
+    return classes[first].__name__
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module (or one of whose modules) ``module`` is."""
+    return module.__dict__.get(UNIT_ATTRIBUTE)
+
+
+def the_unit(module: Any) -> Unit:
+    """The unit of a module that is known to have one."""
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
+    """The unit of ``module``, and with ``recurse`` those inside it; each once."""
+    modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
+    seen: set[int] = set()
+    for each in modules:
+        unit = unit_of(each)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+
+
+def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
+    """``module.parameters()`` as the optimizer knows them, also where ``unshard()`` shows others."""
+    at_rest = {
+        id(compute): sharded
+        for unit in units_of(module, recurse=True)
+        if unit.group.shown
+        for _, _, sharded, compute in unit.group.slots
+    }
+    return [at_rest.get(id(param), param) for param in module.parameters()]
+
+
+def unit_around(unit: Unit) -> Unit | None:
+    """The unit that ``unit`` is inside of, if one of that unit's modules is also inside ``unit``.
+
+    Parameters tied across units have then made an outer unit and one further inside the same.
+    """
+    mine = {id(module) for module in unit.modules}
+    for module in unit.modules:
+        for other in units_of(module, recurse=True):
+            if other is unit or len(other.modules) == 1:
+                continue
+            if mine <= {id(m) for top in other.modules for m in top.modules()}:
+                return other
+    return None
+
+
+class Members:
+    """The modules of one unit, which hold it, and are referred to weakly."""
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._tops: set[int] | None = None
+        self._attributes: Attributes | None = None
+
+    @property
+    def attributes(self) -> Attributes:
+        """What lies on the unit's modules."""
+        if self._attributes is None:
+            self._attributes = Attributes(self.modules)
+        return self._attributes
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules given to ``fully_shard``."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def tops(self) -> set[int]:
+        """Ids of the modules that are not inside another of them."""
+        if self._tops is None:  # found in the first forward: looked for with each, many take long
+            modules = self.modules
+            inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
+            self._tops = {id(m) for m in modules} - inside
+        return self._tops
+
+    def attach(self, module: nn.Module, unit: Unit) -> None:
+        """Makes ``module`` one of them, with the hooks of ``unit``."""
+        self._modules.append(weakref.ref(module))
+        self._tops = self._attributes = None
+        setattr(module, UNIT_ATTRIBUTE, unit)
+        self._handles[id(module)] = [
+            module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(unit.post_forward),
+            module.register_load_state_dict_post_hook(unit.after_load),
+        ]
+
+    def detach(self) -> list[nn.Module]:
+        """Gives the modules up, and removes the hooks."""
+        modules = self.modules
+        for module in modules:
+            for handle in self._handles[id(module)]:
+                handle.remove()
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in self.hook_ids(module):
+                    hooks.pop(key, None)  # see ``HooksOff``
+        self._modules, self._handles = [], {}
+        return modules
+
+    def forward_handle(self, module: nn.Module, *, before: bool) -> RemovableHandle:
+        """The handle of the unit's hook before or after the forwards of ``module``."""
+        return self._handles[id(module)][0 if before else 1]
+
+    def take_forward_handle(
+        self, module: nn.Module, handle: RemovableHandle, *, before: bool
+    ) -> None:
+        """``handle`` is of the hook that does now what that one did."""
+        self._handles[id(module)][0 if before else 1] = handle
+
+    def hook_ids(self, module: nn.Module) -> list[int]:
+        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
+        return [handle.id for handle in self._handles[id(module)]]
+
+
+# What ``fully_shard`` refuses.
+
+
+def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    """The modules of one unit as a list, without those that are inside others of it."""
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
+    if len({id(each) for each in modules}) < len(modules):
+        raise Parallel3dError(
+            f"fully_shard was given a list of {len(modules)} modules in which one stands twice; "
+            "list each once"
+        )
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise Parallel3dError(
+                f"fully_shard was given {each!r}; it needs an nn.Module or a list of them"
+            )
+        if unit_of(each) is not None:
+            raise Parallel3dError(
+                f"fully_shard was already applied to this {type(each).__name__}; "
+                "apply it once to each unit, inner units first"
+            )
+        if (
+            isinstance(each, (nn.ModuleList, nn.ModuleDict))
+            and type(each).forward is nn.Module.forward
+        ):
+            raise Parallel3dError(
+                f"fully_shard was given an nn.{type(each).__name__}, which has no forward to hook; "
+                "apply it to each of its modules, or pass them as one list"
+            )
+    inside = {id(m) for each in modules for m in each.modules() if m is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | None:
+    """``reshard_after_forward`` as a unit takes it.
+
+    As in torch, the number of all shard ranks means True, and 1 means False: each rank keeps the whole.
+
+    Args:
+        meshes: the axes of the unit's parameters; all must be able to shard over ``value`` ranks.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    sizes = sorted({axes.size(axes.shard) for axes in meshes})
+    ranks = " and of ".join(map(str, sizes))
+    divisors = [n for n in range(2, sizes[0]) if all(size % n == 0 for size in sizes)]
+    choice = f"{', '.join(map(str, divisors))}, or " if divisors else ""
+    if not isinstance(value, int) or value < 1 or any(size % value for size in sizes):
+        raise Parallel3dError(
+            f"reshard_after_forward is {value!r}; it must be True (free the parameters after forward), False "
+            "(keep them), None, or a number of ranks to keep them sharded over, which divides the shard axis "
+            f"of {ranks} ranks: give {choice}True or False"
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 is a number of ranks: each keeps the whole parameters, as with False. "
+            "Say True to free them after forward",
+            stacklevel=3,
+        )
+        return False
+    return True if sizes == [value] else value
+
+
+def check_no_spmd(axes: DataAxes) -> None:
+    """Raises where parameters are DTensors on the data axes: they can't be cut over replicate for HFSDP."""
+    if axes.spmd is not None:
+        raise Parallel3dError(
+            "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh with "
+            "the axes replicate and shard, and plain parameters"
+        )
+
+
+def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
+    """The ids of the parameters to leave alone."""
+    if params is None:
+        return set()
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise Parallel3dError(
+            f"ignored_params is {params!r}; it must be a set or list of Parameters"
+        )
+    given = list(params)
+    for param in given:
+        if not isinstance(param, nn.Parameter):
+            raise Parallel3dError(
+                f"ignored_params holds {param!r}; it must hold the Parameters themselves, such as "
+                "[model.scale]"
+            )
+    return {id(param) for param in given}
+
+
+def check_param(name: str, param: nn.Parameter) -> None:
+    """Raises if the engine can't take ``param``."""
+    owner = owner_of(param)
+    if owner is not None:
+        unit = owner.unit() if owner.unit is not None else None
+        raise Parallel3dError(
+            f"parameter {name} is tied to parameter {owner.name} of the unit "
+            f"{unit.label if unit is not None else '(gone)'}; tied parameters must be in one unit: pass "
+            "their modules to fully_shard as one list, or leave both to the unit around them"
+        )
+    if has_tensor_hooks(param) or gradient_hooks(param):
+        raise Parallel3dError(
+            f"parameter {name} has a hook, which would not be called for its shard; remove it, and use "
+            "register_post_accumulate_grad_hook on the sharded parameter: it sees the reduced gradient"
+        )
+    if is_lazy(param):
+        raise Parallel3dError(
+            f"parameter {name} has no size yet; run a batch through the model first, or use the module "
+            "that is not lazy"
+        )
+    if param.layout is not torch.strided:
+        raise Parallel3dError(
+            f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a dense "
+            "parameter (to_dense()), or as a buffer"
+        )
+
+
+def check_module(module: object) -> None:
+    """Raises unless ``module`` is one."""
+    if not isinstance(module, nn.Module):
+        raise Parallel3dError(f"{module!r} is no nn.Module; give the model, or a module inside it")
+
+
+# Which modules and parameters a unit takes: those that no unit inside it has.
+
+
+class Managed(NamedTuple):
+    """One parameter: its first name within the unit's modules, and all places that hold it.
+
+    ``owner`` is what an older unit has made of it, where it is tied across units.
+    """
+
+    name: str
+    param: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    owner: ShardedParam | None
+
+
+def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Managed]:
+    """The parameters of ``modules`` outside inner units; checked."""
+    found: dict[int, Managed] = {}
+    for prefix, module in _outside_units(modules):
+        for attribute, param in module._parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            owner = owner_of(param)
+            if owner is None:
+                check_param(name, param)
+            key = id(param) if owner is None else id(owner)
+            entry = found.setdefault(key, Managed(name, param, [], owner))
+            entry.places.append((module, attribute))
+    yield from found.values()
+
+
+def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """``modules`` and those inside that are of no inner unit."""
+    return (module for _, module in _outside_units(modules))
+
+
+def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
+    """``modules`` and those inside that are of their unit, but for those with ignored parameters only."""
+    for _, module in _outside_units(modules):
+        if not ignored or not _is_ignored(module, ignored):
+            yield module
+
+
+def _is_ignored(module: nn.Module, ignored: set[int]) -> bool:
+    """Whether all parameters in ``module`` are ignored and it has no buffer, as torch decides it."""
+    inside = list(module.modules())
+    return not any(m._buffers for m in inside) and all(
+        id(p) in ignored for p in module.parameters()
+    )
+
+
+def _outside_units(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[nn.Module] = set()
+    for root in modules:
+        yield from _walk(root, "", seen)
+
+
+def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen:
+        return
+    seen.add(module)
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and unit_of(child) is None:
+            yield from _walk(child, f"{prefix}.{name}" if prefix else name, seen)

@@ -1,0 +1,538 @@
+"""ParamAxes: the axes that one parameter lies on, and the dims that they cut.
+
+The engine's axes are replicate and shard. A parameter may bring *own* axes, of tensor or expert
+parallelism: those cut it first, the shard axis cuts what they leave. At rest it is one DTensor on all of
+them; the dims that the engine shards are those for which DTensor tells where each rank's rows are.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from parallel3d._layout.packed import PackedShard
+from parallel3d._layout.packing import Packing
+from parallel3d._layout.param_layout import local_chunk
+from parallel3d._torch.dtensor import StridedShard, concatenate_meshes, root_mesh
+from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.fsdp.layout import ceil_div, is_exact
+
+# DataAxes: which axes of a DeviceMesh the engine replicates and shards over, found by name.
+
+_REPLICATE = ("replicate", "dp_replicate")
+_SHARD = ("shard", "dp_shard")
+_TP = ("tp",)
+_NEVER = ("pp", "ep")  # their ranks hold different parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Spmd:
+    """What ``dp_mesh_dims`` adds: parameters that are DTensors on the data axes too.
+
+    Attributes:
+        mesh: the whole mesh, on which forward sees the parameters.
+        own: position in it -> position at rest, of the axes that are no data axes.
+        replicas: positions at rest of the replicate axes.
+        replicate: them as one axis, if they are several at rest.
+    """
+
+    mesh: DeviceMesh
+    own: Mapping[int, int]
+    replicas: tuple[int, ...]
+    replicate: DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class DataAxes:
+    """The axes of ``mesh`` as the engine uses them.
+
+    Attributes:
+        mesh: the mesh that parameters lie on at rest (save for axes that they bring themselves).
+        replicate, shard, tp: positions of the axes in ``mesh``, or None where it has none. Where several
+            axes replicate (``dp_mesh_dims``), the first of them stands for all.
+        spmd: see ``Spmd``; None without ``dp_mesh_dims``.
+        over_replicate: whether the shards at rest are cut over replicate too; see ``hybrid_bucket``.
+    """
+
+    mesh: DeviceMesh
+    replicate: int | None
+    shard: int | None
+    tp: int | None
+    spmd: Spmd | None = None
+    over_replicate: bool = False
+
+    def size(self, axis: int | None) -> int:
+        """Ranks along ``axis``; 1 where the mesh has none."""
+        if axis is None:
+            return 1
+        several = self._several(axis)
+        return self.mesh.size(axis) if several is None else several.size()
+
+    def group(self, axis: int) -> ProcessGroup:
+        """This rank's process group along ``axis``."""
+        several = self._several(axis)
+        return self.mesh.get_group(axis) if several is None else several.get_group()
+
+    def _several(self, axis: int) -> DeviceMesh | None:
+        return self.spmd.replicate if self.spmd is not None and axis == self.replicate else None
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Positions of all axes that replicate."""
+        if self.spmd is not None:
+            return self.spmd.replicas
+        return () if self.replicate is None else (self.replicate,)
+
+    def coordinate(self, axis: int | None) -> int:
+        """This rank's place along ``axis``; a ``SymInt`` under simulated ranks."""
+        return 0 if axis is None else self.mesh.get_local_rank(axis)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a parameter is cut at rest."""
+        return self.data_size if self.over_replicate else self.size(self.shard)
+
+    @property
+    def part_index(self) -> int:
+        """Which of the parts is this rank's; a ``SymInt`` under simulated ranks."""
+        index = self.coordinate(self.shard)
+        if self.over_replicate:
+            # Neighbours along replicate hold neighbouring parts: those of one shard rank are in one piece.
+            index = index * self.size(self.replicate) + self.coordinate(self.replicate)
+        return index
+
+    @cached_property
+    def data_size(self) -> int:
+        """Ranks that gradients are averaged over."""
+        return self.size(self.replicate) * self.size(self.shard)
+
+
+def data_axes(mesh: DeviceMesh) -> DataAxes:
+    """Finds the axes of ``mesh`` by name.
+
+    ``replicate`` / ``shard`` (also ``dp_replicate`` / ``dp_shard``) and ``tp`` decide where they
+    appear. A one-axis mesh without such a name shards; two axes of other names are (replicate, shard) by
+    position, as in ``torch.distributed.fsdp``.
+
+    Raises:
+        MeshError: shard before replicate, tp alone or not innermost, several axes without names or with names
+            that cannot be told apart.
+    """
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    found = {
+        role: next((i for i, name in enumerate(names) if name in known), None)
+        for role, known in (("replicate", _REPLICATE), ("shard", _SHARD), ("tp", _TP))
+    }
+    unknown = [i for i in range(mesh.ndim) if i not in found.values()]
+    for name in _NEVER:
+        if name in names and mesh.ndim > 1:  # alone it says what it is used for
+            _fail(
+                mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it"
+            )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        _fail(mesh, "its axes have no names, so that nobody can tell which of them replicates")
+    if unknown and found["tp"] is None and mesh.ndim <= 2:
+        _place_by_position(mesh, found, unknown)
+    elif unknown:
+        first = names[unknown[0]]
+        _fail(mesh, f"axis {first!r} is not known")
+    _check_order(mesh, found)
+    return DataAxes(mesh, found["replicate"], found["shard"], found["tp"])
+
+
+def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """``mesh``; for None, one axis over all ranks, on the accelerator if there is one.
+
+    As torch does, None initialises the default process group if there is none.
+
+    Raises:
+        MeshError: not a mesh, one that this rank is not in, or no process group and no way to make one.
+    """
+    if mesh is None:
+        return _default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"mesh is {mesh!r}; it must be a DeviceMesh, as parallel3d.build_mesh makes, or None"
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"this rank is not in {mesh}; call fully_shard on the ranks of its mesh only, or give each rank "
+            "a mesh that it is in"
+        )
+    return mesh
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group()
+        except (ValueError, RuntimeError) as error:
+            raise MeshError(
+                "mesh is None and there is no default process group, nor can one be initialised: "
+                f"{error}. Start the program with torchrun, or call torch.distributed.init_process_group "
+                "first, or give a mesh"
+            ) from error
+    # Available: a CUDA build names CUDA also on a machine without a GPU.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    # Unnamed, as torch makes it: DTensors of both compute together.
+    return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))
+
+
+def _place_by_position(mesh: DeviceMesh, found: dict[str, int | None], unknown: list[int]) -> None:
+    if mesh.ndim == 1:
+        found["shard"] = 0
+    elif len(unknown) == 2:
+        found["replicate"], found["shard"] = 0, 1
+    else:
+        role = "shard" if found["shard"] is None else "replicate"
+        found[role] = unknown[0]
+
+
+def _check_order(mesh: DeviceMesh, found: dict[str, int | None]) -> None:
+    replicate, shard, tp = found["replicate"], found["shard"], found["tp"]
+    if replicate is None and shard is None:
+        _fail(mesh, "it has no axis to shard or replicate over")
+    if replicate is not None and shard is not None and shard < replicate:
+        _fail(mesh, "shard comes before replicate")
+    if tp is not None and tp != mesh.ndim - 1:
+        _fail(mesh, "tp is not the innermost axis")
+
+
+def _fail(mesh: DeviceMesh, why: str) -> None:
+    shown = ", ".join(
+        f"{name}={size}"
+        for name, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
+    )
+    raise MeshError(
+        f"mesh ({shown}): {why}. The engine takes the axes replicate, shard, tp in this order "
+        "(tp and replicate may be missing; dp_replicate and dp_shard are known too), as "
+        "parallel3d.build_mesh(MeshLayout(replicate=..., shard=..., tp=...)) makes them"
+    )
+
+
+# Process groups and meshes that the engine makes for a mesh or cuts out of it, once, and keeps
+# with it.
+
+_ATTRIBUTE = "_parallel3d_cache"
+T = TypeVar("T")
+
+
+class _Cache(dict):
+    """Process groups can't be copied or pickled: a copy of a mesh begins without a cache.
+
+    A pickled mesh has an empty dict of the standard library's in its place: ``torch.save`` writes the mesh of
+    each DTensor, and ``torch.load(weights_only=True)`` knows no class of ours.
+    """
+
+    def __reduce__(self) -> tuple:
+        return OrderedDict, ()
+
+
+def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
+    """What ``make`` returned when it was first called for ``key`` and ``mesh``, or another slice of its root.
+
+    Making a process group is collective: all its ranks must come here in the same order.
+    """
+    attributes = vars(root_mesh(mesh))
+    cache = attributes.get(_ATTRIBUTE)
+    if type(cache) is not _Cache:  # none yet, or what a copy has in its place
+        cache = attributes[_ATTRIBUTE] = _Cache()
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """``mesh[name]``: cutting an axis out takes half a millisecond, and every parameter asks for it."""
+    return kept_with(mesh, ("axis", mesh, name), lambda: mesh[name])
+
+
+def joined(data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of both, which must be slices of one root mesh."""
+    if root_mesh(own) is not root_mesh(data):
+        return concatenate_meshes([data, own])  # raises
+    return kept_with(data, ("joined", data, own), lambda: concatenate_meshes([data, own]))
+
+
+class ParamAxes:
+    """See the module's docstring.
+
+    Attributes:
+        data: the engine's axes.
+        mesh: all axes; the mesh of the parameter at rest.
+        compute_mesh: the mesh of the DTensor that the parameter was; the tp axis for a plain one, or None.
+        compute_placements: its placements there, ``Replicate()`` on data axes.
+        summed: (position in ``compute_mesh``, at rest) of the own axis over which gradients may be partial.
+            None where none has several ranks, or more than one has, or may have in another parameter.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, data: DataAxes) -> None:
+        self.data = data
+        self.compute_mesh: DeviceMesh | None
+        self.compute_placements: tuple[Placement, ...]
+        if data.spmd is not None:
+            self._from_spmd(name, param)
+        elif isinstance(param, DTensor):
+            self._from_dtensor(name, param)
+        else:
+            self._from_plain()
+        # (position in compute_mesh, dim) of the own axes that cut, outermost first.
+        self.cuts: list[tuple[int, int]] = []
+        for axis, placement in enumerate(self.compute_placements):
+            if isinstance(placement, Shard):
+                self.cuts.append((axis, placement.dim))
+        self._check_packed(name)
+        self.summed = self._summed()
+
+    # _at_rest: position in ``mesh`` -> position in ``compute_mesh``, of the own axes.
+
+    def _from_plain(self) -> None:
+        self.mesh, self._at_rest = self.data.mesh, {}
+        self.compute_mesh, self.compute_placements = None, ()
+        if self.data.tp is not None:
+            self.compute_mesh = axis_of(self.mesh, (self.mesh.mesh_dim_names or ())[self.data.tp])
+            self.compute_placements = (Replicate(),)
+            self._at_rest = {self.data.tp: 0}
+
+    def _from_dtensor(self, name: str, param: DTensor) -> None:
+        data, own = self.data, param.device_mesh
+        self.compute_mesh, self.compute_placements = own, param.placements
+        for placement in self.compute_placements:
+            _check_own(name, placement)
+        if own.device_type != data.mesh.device_type:
+            raise MeshError(
+                f"parameter {name} is a DTensor on {own.device_type} and fully_shard's mesh is on "
+                f"{data.mesh.device_type}; make both meshes for one device type"
+            )
+        if data.tp is None:
+            self.mesh = _joined(name, data.mesh, own)
+            self._at_rest = {data.mesh.ndim + axis: axis for axis in range(own.ndim)}
+            return
+        if own.ndim != 1 or own.size() != data.mesh.size(data.tp):
+            raise MeshError(
+                f"parameter {name} is a DTensor on {own}, which is not the tp axis of {data.mesh}"
+            )
+        self.mesh, self._at_rest = data.mesh, {data.tp: 0}
+
+    def _from_spmd(self, name: str, param: nn.Parameter) -> None:
+        spmd = self.data.spmd
+        assert spmd is not None
+        names = spmd.mesh.mesh_dim_names or ()
+        if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
+            what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "plain"
+            raise MeshError(
+                f"parameter {name} is {what}; with dp_mesh_dims all parameters must be DTensors on the "
+                f"mesh given, {spmd.mesh}, as torch.distributed.tensor.distribute_module makes them"
+            )
+        for axis, placement in enumerate(param.placements):
+            if axis in spmd.own:
+                _check_own(name, placement)
+            elif not isinstance(placement, Replicate):
+                raise MeshError(
+                    f"parameter {name} has placement {placement!r} on axis {names[axis]!r}, which "
+                    "dp_mesh_dims names as a data axis; it must be Replicate() there"
+                )
+        self.mesh = self.data.mesh
+        self.compute_mesh, self.compute_placements = param.device_mesh, param.placements
+        self._at_rest = {rest: axis for axis, rest in spmd.own.items()}
+
+    # -- cuts by the own axes ----------------------------------------------------------------------
+
+    def _size(self, axis: int) -> int:
+        assert self.compute_mesh is not None
+        return self.compute_mesh.size(axis)
+
+    def _coordinate(self, axis: int) -> int:
+        assert self.compute_mesh is not None
+        return self.compute_mesh.get_local_rank(axis)
+
+    def _summed(self) -> tuple[int, int] | None:
+        if self.compute_mesh is None or (self.data.spmd is None and self.compute_mesh.ndim > 1):
+            return None
+        several = [(axis, rest) for rest, axis in self._at_rest.items() if self._size(axis) > 1]
+        return several[0] if len(several) == 1 else None
+
+    @property
+    def summed_group(self) -> ProcessGroup:
+        """The ranks along the axis ``summed``."""
+        assert self.summed is not None and self.compute_mesh is not None
+        return self.compute_mesh.get_group(self.summed[0])
+
+    def lacks_sum(self, found: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> bool:
+        """Whether a sum over the axis ``summed`` is all that a gradient placed as ``found`` lacks."""
+        assert self.summed is not None
+        axis = self.summed[0]
+        at = found[axis]
+        if type(at) is not Partial or at.reduce_op != "sum":
+            return False
+        return (*found[:axis], *found[axis + 1 :]) == (*wanted[:axis], *wanted[axis + 1 :])
+
+    def _check_packed(self, name: str) -> None:
+        for axis, dim in self.cuts:
+            others = sum(d == dim and self._size(a) > 1 for a, d in self.cuts if a != axis)
+            if self.packing(axis) is not None and others:
+                raise Parallel3dError(
+                    f"parameter {name} is {self.compute_placements} on {self.compute_mesh}: of the "
+                    "own axes only one may cut a dim with packed rows"
+                )
+
+    def packing(self, axis: int) -> Packing | None:
+        """The rows on each rank of the own axis ``axis``, where they are not ``torch.chunk``'s."""
+        placement = self.compute_placements[axis]
+        return placement.packing if isinstance(placement, PackedShard) else None
+
+    def largest_length(self, axis: int, size: int) -> int:
+        """Rows of the largest part that the own axis ``axis`` makes of ``size``."""
+        packing = self.packing(axis)
+        return ceil_div(size, self._size(axis)) if packing is None else max(packing.lengths)
+
+    def length(self, axis: int, size: int, rank: int) -> int:
+        """Rows of that of ``rank``."""
+        packing = self.packing(axis)
+        if packing is None:
+            return chunk_length(size, self._size(axis), rank)
+        return packing.length_on(rank)
+
+    def joined(self, axis: int, dim: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the ranks along ``axis`` hold, in their order -> what it was before the cut of ``dim``."""
+        packing = self.packing(axis)
+        return torch.cat(list(parts), dim=dim) if packing is None else packing.join(parts)
+
+    def largest(self, shape: Sequence[int]) -> list[int]:
+        """The largest shape that a rank's part of ``shape`` has."""
+        sizes = list(shape)
+        for axis, dim in self.cuts:
+            sizes[dim] = self.largest_length(axis, sizes[dim])
+        return sizes
+
+    def mine(self, shape: Sequence[int]) -> list[int]:
+        """The shape of this rank's part of ``shape``; SymInts under simulated ranks."""
+        sizes = list(shape)
+        for axis, dim in self.cuts:
+            sizes[dim] = self.length(axis, sizes[dim], self._coordinate(axis))
+        return sizes
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``whole``."""
+        for axis, dim in self.cuts:
+            packing = self.packing(axis)
+            if packing is None:
+                whole = local_chunk(whole, dim, self._size(axis), self._coordinate(axis))
+            else:
+                whole = packing.take(whole, self._coordinate(axis))
+        return whole
+
+    def ways(self, dim: int) -> int:
+        """Into how many parts the own axes cut ``dim``."""
+        return prod(self._size(axis) for axis, cut in self.cuts if cut == dim)
+
+    def are_even(self, shape: Sequence[int]) -> bool:
+        """Whether every rank's part has the same shape."""
+        return all(
+            shape[dim] % self.ways(dim) == 0 and self._cuts_evenly(axis) for axis, dim in self.cuts
+        )
+
+    def _cuts_evenly(self, axis: int) -> bool:
+        packing = self.packing(axis)
+        return packing is None or packing.is_even
+
+    def replicating_groups(self) -> list[ProcessGroup]:
+        """Groups along the own axes whose ranks hold the same part."""
+        cutting = {axis for axis, _ in self.cuts}
+        own = sorted(axis for axis in self._at_rest.values() if axis not in cutting)
+        mesh = self.compute_mesh
+        return [mesh.get_group(axis) for axis in own if mesh is not None and mesh.size(axis) > 1]
+
+    # -- the engine's cut --------------------------------------------------------------------------
+
+    def placements(self, dim: int | None) -> list[Placement]:
+        """The placements at rest on ``mesh`` with ``dim`` sharded."""
+        result: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
+        for rest, axis in self._at_rest.items():
+            result[rest] = self.compute_placements[axis]
+        if dim is None:
+            return result
+        data, factor = self.data, prod(self._cuts_around(dim)[1])
+        if data.shard is not None:
+            result[data.shard] = _shard(dim, factor)
+        if data.over_replicate and data.replicate is not None:
+            result[data.replicate] = _shard(dim, factor * data.size(data.shard))
+        return result
+
+    def gradient_placements(self, found: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """The placements that a gradient found with ``found`` is brought to: those of the parameter.
+
+        What is partial on a data axis (``dp_mesh_dims``) stays so: the engine's reduction sums it.
+        """
+        spmd = self.data.spmd
+        if spmd is None:
+            return self.compute_placements
+        return tuple(
+            at if axis not in spmd.own and isinstance(at, Partial) else wanted
+            for axis, (at, wanted) in enumerate(zip(found, self.compute_placements, strict=True))
+        )
+
+    def default_dim(self, shape: Sequence[int]) -> int | None:
+        """The dim to shard: 0, as torch does, or the first that DTensor can express; None if none."""
+        return next(iter(self.dims(shape)), None)
+
+    def dims(self, shape: Sequence[int]) -> list[int]:
+        """The dims that the engine can shard. Of a packed dim it cuts each rank's rows, equally many."""
+        parts = self.data.parts
+        uneven = {dim for axis, dim in self.cuts if not self._cuts_evenly(axis)}
+        dims = [(dim, size) for dim, size in enumerate(shape) if dim not in uneven]
+        if self.data.over_replicate:  # DTensor tells it of even cuts
+            return [dim for dim, size in dims if size % (parts * self.ways(dim)) == 0]
+        return [dim for dim, size in dims if is_exact(size, *self._cuts_around(dim), parts)]
+
+    def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the own axes that cut ``dim``: those outside the shard axis, and those inside."""
+        outside: list[int] = []
+        inside: list[int] = []
+        for rest, axis in sorted(self._at_rest.items()):
+            if (axis, dim) in self.cuts and self._size(axis) > 1:
+                after = self.data.shard is not None and rest > self.data.shard
+                (inside if after else outside).append(self._size(axis))
+        return tuple(outside), tuple(inside)
+
+
+def _shard(dim: int, split_factor: int) -> Placement:
+    """Shard of ``dim`` by an axis inside of which ``split_factor`` parts lie already."""
+    return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def _check_own(name: str, placement: Placement) -> None:
+    if isinstance(placement, (Partial, StridedShard)) or not isinstance(
+        placement, (Shard, Replicate)
+    ):
+        raise Parallel3dError(
+            f"parameter {name} is a DTensor with placement {placement!r}; "
+            "the engine takes Shard(dim) and Replicate()"
+        )
+
+
+def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
+    try:
+        return joined(data, own)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise MeshError(
+            f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: the "
+            "engine takes plain parameters, and DTensors on other axes (tp, ep) of one named mesh that "
+            "both are slices of. If it is a DTensor on the data axes as well, give fully_shard the whole "
+            "mesh, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+        ) from error
+
+
+def chunk_length(size: int, parts: int, index: int) -> int:
+    """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
+    chunk = ceil_div(size, parts)
+    return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)

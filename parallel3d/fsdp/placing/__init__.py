@@ -1,1 +1,0 @@
-"""Where a parameter's parts are: the axes of the mesh, and the dims they cut."""

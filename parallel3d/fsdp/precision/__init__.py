@@ -1,1 +1,0 @@
-"""Which dtype is computed in: evaluation, classes of modules, buffers."""

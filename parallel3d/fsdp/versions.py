@@ -1,0 +1,255 @@
+"""Versions: which values the unsharded parameters of a bucket hold, told to autograd.
+
+What an operation has saved for backward, autograd reads only if the tensor's version counter is what it was
+then. So the engine sets the counters of the unsharded parameters: to a number of the weights' values while
+these are there, and to another one while the memory is free, or an all-gather writes to it. A backward that
+comes when the engine has not been told of it, or after the weights have changed, is then an error and never
+computes with what happens to be in the memory. ``explain`` says in the engine's words what it was.
+
+A counter has 32 bits. The highest is set while a bucket is free; the others are the bucket's number then, and
+else a part of the bucket's number, a part of that of the values, and some room for in-place changes by the
+user, which raise the counter by one each.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain, count
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from parallel3d._torch.autograd import set_versions, torch_function_off, untraced
+from parallel3d._torch.dtensor import local_tensor_of
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d.fsdp.param import owner_of
+
+if TYPE_CHECKING:
+    from parallel3d.fsdp.bucket import Bucket
+
+
+# WeightsStamp: whether the weights at rest have changed since, as far as counters tell.
+#
+# Version counters alone don't tell: fused and foreach optimizers leave a DTensor's as it was. So
+# optimizer steps are counted too, by a hook on every optimizer that is set when the first stamp is
+# taken. Not those of optimizers without a DTensor: one rank may step such a one alone (a probe
+# that rank 0 trains), and would then gather what no other rank does.
+#
+# No counter sees changes of ``param.data``, nor those of ``torch._foreach_`` functions on DTensors
+# outside of an optimizer. So nothing is kept from one forward of the root to the next unless the
+# user asks for it.
+
+_version_of = attrgetter("_version")
+_steps: int | None = None  # of all optimizers so far; None until the first stamp
+
+
+class _Record:
+    """Of one optimizer's steps.
+
+    Attributes:
+        step: the number, among the steps of all, of the last one.
+        params: ids of what it optimizes.
+        copies: whether it may write to others, of which it has copies: some of what it has is of no unit.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.params: set[int] = set()
+        self.copies = False
+
+    def note(self, optimizer: Optimizer, step: int) -> None:
+        """Step ``step`` was made."""
+        self.step = step
+        groups = optimizer.param_groups
+        if len(self.params) != sum(len(group["params"]) for group in groups):
+            params = [param for group in groups for param in group["params"]]
+            self.params = set(map(id, params))
+            self.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
+
+
+_records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
+_of_deleted: deque[_Record] = deque(
+    maxlen=8
+)  # who makes that many between a forward and its backward?
+
+
+@untraced
+def _count(optimizer: Optimizer, *_: Any) -> None:
+    global _steps
+    assert _steps is not None
+    groups = optimizer.param_groups  # maybe of other DTensors, master weights that it copies from
+    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
+        _steps += 1
+        record = _records.get(optimizer)
+        if record is None:
+            record = _records[optimizer] = _Record()
+            weakref.finalize(optimizer, _of_deleted.append, record).atexit = False
+        record.note(optimizer, _steps)
+
+
+def _steps_so_far() -> int:
+    global _steps
+    if _steps is None:
+        _steps = 0
+        register_optimizer_step_post_hook(_count)
+    return _steps
+
+
+class WeightsStamp:
+    """Of the weights of ``buckets`` as they were when it was taken last.
+
+    Attributes:
+        number: of the values seen so far; another one after each change.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        params = [param for bucket in buckets for param in bucket.params]
+        self._sharded = [param.sharded for param in params]
+        self._counted = [*self._sharded, *(param.local for param in params)]
+        self._steps = -1
+        self._versions = -1
+        self.number = 0
+
+    def take(self) -> int:
+        """Looks at the weights as they are now; their number."""
+        steps, versions = _steps_so_far(), self._read()
+        if self._is_old(steps, versions):
+            self.number += 1
+        self._steps, self._versions = steps, versions
+        return self.number
+
+    def is_old(self) -> bool:
+        """Whether the weights have changed since it was taken."""
+        return self._is_old(_steps_so_far(), self._read())
+
+    def _is_old(self, steps: int, versions: int) -> bool:
+        return versions != self._versions or (steps != self._steps and self._were_stepped())
+
+    def _read(self) -> int:
+        with torch_function_off():
+            return sum(map(_version_of, self._counted))
+
+    def _were_stepped(self) -> bool:
+        """Whether an optimizer that has one of the weights, or copies to them, has made a step since."""
+        mine = set(map(id, self._sharded))
+        return any(
+            record.step > self._steps and (record.copies or not mine.isdisjoint(record.params))
+            for record in chain(_records.values(), _of_deleted)
+        )
+
+
+_FREE = 1 << 31
+_NUMBER, _VALUES, _CHANGES = 11, 12, 8  # bits of each part; they are all but the highest
+
+_numbers = count(1)
+_buckets: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
+
+
+class Versions:
+    """Of one bucket, as it was built last.
+
+    Attributes:
+        stamp: of the weights that were gathered last.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.number = next(_numbers)
+        self.stamp = WeightsStamp([bucket])
+        self._bucket = weakref.ref(bucket)
+        self._of: Any = None
+        self._counted: tuple[torch.Tensor, ...] = ()
+        self._free: tuple[int, ...] = ()
+        _buckets[self.number] = bucket
+
+    def set_unsharded(self) -> None:
+        """The parameters hold the values of ``stamp``; what forward sees of a gate does too."""
+        bucket = self._bucket()
+        tensors = self._tensors()
+        if bucket is not None and bucket.gate is not None:
+            tensors += tuple(bucket.gate.outputs)
+        place = self.number % (1 << _NUMBER) << _VALUES | self.stamp.number % (1 << _VALUES)
+        set_versions(tensors, (place << _CHANGES,) * len(tensors))
+
+    def set_free(self) -> None:
+        """Their memory is free."""
+        tensors = self._tensors()
+        set_versions(tensors, self._free)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        bucket = self._bucket()
+        assert bucket is not None
+        if self._of is not bucket.compute_params:  # of another precision, or made anew
+            self._of = params = bucket.compute_params
+            local = [local_tensor_of(p) for p in params if isinstance(p, DTensor)]
+            self._counted = (*params, *local)
+            self._free = (_FREE | self.number,) * len(self._counted)
+        return self._counted
+
+
+_MISMATCH = re.compile(r"is at version (\d+); expected version (\d+)")
+# What comes of asking a view of a subclass for its name in that message.
+_NO_STORAGE = re.compile(r"setStorage: .*storage offset (\d+), .* storage of size 0")
+
+
+def explain(error: BaseException) -> str | None:
+    """What has happened where ``error``, of a backward, comes of versions of ours; None: it does not."""
+    text = str(error)
+    found = _MISMATCH.search(text)
+    if found is None:
+        missing = _NO_STORAGE.search(text)
+        return None if missing is None else _read_while_free(_free_at(int(missing.group(1))))
+    now, then = map(int, found.groups())
+    if now & _FREE or then & _FREE:
+        bucket = _buckets.get((now if now & _FREE else then) & ~_FREE)
+        return _read_while_free([] if bucket is None else [bucket])
+    shift = _VALUES + _CHANGES
+    if now >> shift != then >> shift or not now >> shift:
+        return None
+    number = now >> shift
+    names = _names(bucket for n, bucket in _buckets.items() if n % (1 << _NUMBER) == number)
+    if not names:
+        return None
+    return (
+        f"unit {names}: parameters that its forward has computed with were changed before the backward (an "
+        "optimizer step, an in-place change), so that its gradient can't be computed any more; call backward "
+        "before the weights change"
+    )
+
+
+def _free_at(offset: int) -> list[Bucket]:
+    """The free buckets with a parameter at ``offset``."""
+    return [
+        bucket
+        for bucket in _buckets.values()
+        if any(p._version & _FREE and _offset_of(p) == offset for p in bucket.compute_params)
+    ]
+
+
+def _offset_of(param: torch.Tensor) -> int:
+    return int(next(inner_tensors(param)).storage_offset())
+
+
+def _read_while_free(buckets: Iterable[Bucket]) -> str | None:
+    names = _names(buckets)
+    return read_while_free(names) if names else None
+
+
+def read_while_free(names: str) -> str:
+    """What an error says of a backward that came to units, whose ``names`` these are, unnoticed."""
+    return (
+        f"unit {names}: a backward reads parameters of the unit while they are freed. It came there by a "
+        "tensor that the engine does not know of: one that the unit's forward neither has returned nor left "
+        "on an attribute of its modules (in a global list, an object of C++ ...). Return it from forward, or "
+        "keep it on an attribute; with set_reshard_after_forward(False) and a single backward of the sum of "
+        "all losses it may stay where it is"
+    )
+
+
+def _names(buckets: Iterable[Bucket]) -> str:
+    return " or ".join(sorted({bucket.unit for bucket in buckets}))

@@ -1,1 +1,0 @@
-"""Whole tensors: gathering them, state dicts in every form, ``chunk`` and ``gather``."""

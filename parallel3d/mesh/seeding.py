@@ -1,0 +1,79 @@
+"""seed_step: random numbers as a function of (seed, step, micro-batch, coordinates), on any mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import DeviceMesh
+
+from parallel3d._util.arguments import as_count
+from parallel3d.mesh.build import read_layout
+
+__all__ = ["StepSeed", "last_step_seed", "number_at", "number_of", "seed_step", "set_step_seed"]
+
+
+@dataclass(frozen=True)
+class StepSeed:
+    """What ``seed_step`` was last given."""
+
+    seed: int
+    step: int
+    micro_batch: int
+
+
+_last: StepSeed | None = None
+
+
+def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_batch: int = 0) -> int:
+    """Seeds this rank's default generators for one micro-batch of one step.
+
+    Called before each forward it makes dropout and the like depend on these integers alone: what goes on
+    from a checkpoint draws what it would have drawn. Data ranks (replicate x shard) draw differently,
+    tp ranks of one data rank alike, as they must (``parallel3d.tp`` lets them differ where they
+    hold parts). ``checkpoint.save`` stores the integers.
+
+    Args:
+        mesh: from ``build_mesh``; None for one process.
+        seed, step, micro_batch: not negative.
+
+    Returns:
+        The seed that ``torch.manual_seed`` was given: the first 8 bytes of BLAKE2b of
+        (seed, step, micro-batch, data rank), without the sign bit.
+    """
+    given = StepSeed(
+        as_count("seed", seed), as_count("step", step), as_count("micro_batch", micro_batch)
+    )
+    return set_step_seed(given, number_of(given, mesh))
+
+
+def number_of(given: StepSeed, mesh: DeviceMesh | None) -> int:
+    """The seed that these integers make on this rank."""
+    data_rank = 0
+    if mesh is not None:
+        layout = read_layout(mesh)
+        at = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
+        replicate = at.get("replicate", at.get("dp_replicate", 0))
+        data_rank = replicate * layout.shard + at.get("shard", at.get("dp_shard", 0))
+    return number_at(given, data_rank)
+
+
+def number_at(given: StepSeed, data_rank: int) -> int:
+    """The seed that these integers make on a data rank."""
+    text = f"{given.seed} {given.step} {given.micro_batch} {data_rank}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def set_step_seed(given: StepSeed, number: int) -> int:
+    """Seeds the generators; ``number`` is what ``number_of`` returned."""
+    global _last
+    torch.manual_seed(number)
+    _last = given
+    return number
+
+
+def last_step_seed() -> StepSeed | None:
+    """What ``seed_step`` was last given in this process."""
+    return _last

@@ -1,0 +1,631 @@
+"""What the engine holds during a backward, event by event: gathers, gradients, reductions.
+
+The order of events is that of ``fsdp/unit.py``, ``running/context.py``, ``running/half_way.py``, the comms
+and ``buckets/reduce_input.py``, in a step whose predecessors have taught the engine its order. Bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+
+from parallel3d.fsdp.layout import ceil_div, is_exact
+from parallel3d.planner.model_spec import Parameter, Unit
+
+# How the engine lays out a unit's parameters: slots, buckets, which of them travel in place.
+#
+# The same arithmetic as ``fsdp/param.py``, ``fsdp/bucket.py`` and ``make_buckets.py``,
+# from shapes and without torch; ``tests/planner/test_state_exact.py`` compares the two.
+
+# Unsharded bytes from which a parameter travels in place: those of ``fsdp/bucket.py``.
+ACCELERATOR_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Grad:
+    """What a parameter's gradient is to its bucket.
+
+    Attributes:
+        numel: elements as autograd brings it. padded: elements of its copy with padding; 0: none is made.
+        kept: whether it waits as it is: in place, or to be packed with others.
+        in_place: whether it is reduced from where it is.
+    """
+
+    numel: int
+    padded: int
+    kept: bool
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """A bucket. Elements; n is the number of shards.
+
+    Attributes:
+        parts: n. numel: S, of a shard, padding included. packed: those of S that don't travel in place.
+        trainable: whether it has gradients. resident: whether its shards can be its unsharded parameters, as
+            far as its layout says.
+        counts: whether its gradients can tell when half of a backward is over.
+        chunks: whether one kernel packs its small gradients.
+        grads: in the order of the bucket.
+    """
+
+    parts: int
+    numel: int
+    packed: int
+    trainable: bool
+    resident: bool
+    counts: bool
+    chunks: bool
+    grads: tuple[Grad, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """A unit.
+
+    Attributes:
+        arrivals: (index of the bucket, of its gradient), in the order of a backward.
+    """
+
+    kind: str
+    count: int
+    buckets: tuple[BucketLayout, ...]
+    arrivals: tuple[tuple[int, int], ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of it is trained."""
+        return any(bucket.trainable for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    parts: int
+    numel: int
+    compute: int
+    region: int
+    even: bool
+    dim: int | None
+    chunks: bool
+    partial: bool
+    cut: bool
+
+    @property
+    def possible(self) -> bool:
+        """Whether it can travel in place."""
+        return (
+            self.parts > 1 and self.dim == 0 and self.even and self.numel > 0 and not self.partial
+        )
+
+    def small(self, itemsize: int, large: int) -> bool:
+        """Whether it is packed all the same."""
+        return self.parts * self.numel * itemsize < large
+
+
+@lru_cache(maxsize=65536)
+def unit_layout(
+    unit: Unit, shard: int, tp: int, itemsize: int, sequence_parallel: bool, large: int
+) -> UnitLayout:
+    """Of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most.
+
+    Args:
+        itemsize: bytes of a parameter at rest.
+        large: unsharded bytes from which a parameter travels in place.
+    """
+    members: dict[tuple[bool, int], list[int]] = {}
+    slots = [_slot(p, shard, tp, sequence_parallel) for p in unit.parameters]
+    for index, (parameter, slot) in enumerate(zip(unit.parameters, slots, strict=True)):
+        members.setdefault((parameter.trainable, slot.parts), []).append(index)
+    place: dict[int, tuple[int, int]] = {}
+    buckets = []
+    for number, ((trainable, _), indices) in enumerate(members.items()):
+        indices.sort(key=lambda i: _place(slots[i], itemsize, large))
+        buckets.append(_bucket([slots[i] for i in indices], trainable, itemsize, large))
+        place.update({index: (number, at) for at, index in enumerate(indices)})
+    arrivals = [place[i] for i in reversed(range(len(slots))) if unit.parameters[i].trainable]
+    return UnitLayout(unit.kind, unit.count, tuple(buckets), tuple(arrivals))
+
+
+def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> BucketLayout:
+    parts = slots[0].parts
+    small = [s.small(itemsize, large) for s in slots]
+    # A lone one is no member more.
+    in_place = [
+        s.possible and (len(slots) == 1 or not little)
+        for s, little in zip(slots, small, strict=True)
+    ]
+    grads = tuple(
+        Grad(s.compute, 0 if s.even else s.region, there or little, there)
+        for s, there, little in zip(slots, in_place, small, strict=True)
+    )
+    packed = [s for s, there in zip(slots, in_place, strict=True) if not there]
+    return BucketLayout(
+        parts=parts,
+        numel=sum(s.numel for s in slots),
+        packed=sum(s.numel for s in packed),
+        trainable=trainable,
+        resident=parts == 1 and all(s.even and not s.partial for s in slots),
+        counts=any(there and not little for there, little in zip(in_place, small, strict=True)),
+        chunks=all(s.chunks for s in packed),
+        grads=grads,
+    )
+
+
+def _place(slot: _Slot, itemsize: int, large: int) -> tuple[bool, bool, bool]:
+    """The order of a bucket: see ``put_first``."""
+    in_place = slot.possible and not slot.small(itemsize, large)
+    return slot.partial, not in_place, slot.cut == in_place
+
+
+def _slot(parameter: Parameter, shard: int, tp: int, sequence_parallel: bool) -> _Slot:
+    shape, cut = list(parameter.shape), parameter.tp_dim if tp > 1 else None
+    uneven, grouped = False, False
+    if cut is not None:
+        rows, grouped, uneven = _rows(parameter, shape[cut], tp)
+        if grouped:
+            cut = None
+        else:
+            uneven = uneven or shape[cut] % tp != 0
+            largest = [*shape[:cut], rows, *shape[cut + 1 :]]
+    if cut is None:
+        largest = shape
+    packing = cut is not None and _is_packed(parameter, tp)
+    dim = next(
+        (
+            d
+            for d, size in enumerate(shape)
+            if (d != cut or (not packing and is_exact(size, (), (tp,), shard)))
+        ),
+        None,
+    )
+    parts = 1 if dim is None else shard
+    padded = list(largest)
+    if dim is not None:
+        padded[dim] = ceil_div(largest[dim], parts) * parts
+    fills = not uneven
+    whole = cut is None and tp > 1
+    by_kind = {"never": False, "always": True, "sequence": sequence_parallel}
+    region = prod(padded)
+    return _Slot(
+        parts=parts,
+        numel=region // parts,
+        compute=prod(largest),
+        region=region,
+        even=fills and padded == largest,
+        dim=dim,
+        chunks=(dim == 0 or (parts == 1 and len(shape) > 0)) and fills and region > 0,
+        partial=grouped or (whole and by_kind[parameter.tp_partial]),
+        cut=cut is not None,
+    )
+
+
+def _is_packed(parameter: Parameter, tp: int) -> bool:
+    """Whether tp cuts it between heads, where chunks would cut heads; see ``tp/auto/heads.py``."""
+    if parameter.heads is None:
+        return False
+    heads, kv_heads = parameter.heads
+    if heads < tp:
+        return False
+    return bool(kv_heads % tp) if kv_heads >= tp else bool(heads % tp)
+
+
+def rank_rows(parameter: Parameter, tp: int) -> int:
+    """Rows along ``tp_dim`` that the first of ``tp`` ranks has at rest, before they are sharded."""
+    size = parameter.shape[parameter.tp_dim or 0]
+    return size if tp == 1 else _rows(parameter, size, tp)[0]
+
+
+def _rows(parameter: Parameter, size: int, tp: int) -> tuple[int, bool, bool]:
+    """(rows of the first rank, whether all ranks hold all of them, whether ranks hold more and less)."""
+    if parameter.heads is None:
+        return ceil_div(size, tp), False, False
+    heads, kv_heads = parameter.heads
+    if kv_heads < tp <= heads and parameter.kv:
+        return size, True, False
+    if not _is_packed(parameter, tp):
+        return ceil_div(size, tp), False, False
+    units = kv_heads if kv_heads >= tp else heads
+    return ceil_div(units, tp) * (size // units), False, True
+
+
+# Units whose shards are their unsharded parameters, and whose gradients come together.
+#
+# See ``fsdp/options/replicated.py`` and ``fsdp/options/replicated.py``.
+
+# Of shards that wait for each other's gradients: those of ``fsdp/options/replicated.py``.
+FIRST_BYTES = 2**20
+MOST_BYTES = 25 * 2**20
+NODE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes of an element: of a parameter at rest, while computing, while being reduced."""
+
+    rest: int
+    compute: int
+    reduce: int
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing is cast."""
+        return self.rest == self.compute == self.reduce
+
+
+def is_resident(unit: UnitLayout, widths: Widths) -> bool:
+    """Whether nothing of it is gathered, cast or padded."""
+    return widths.same and all(bucket.resident for bucket in unit.buckets)
+
+
+def node_gradients(order: Sequence[UnitLayout], widths: Widths) -> dict[int, int]:
+    """By the index of the unit whose gradients come last among those that come together: their bytes."""
+    found: dict[int, int] = {}
+    joint = node = plans = grads = 0
+    last: int | None = None
+    for index in reversed(range(len(order))):
+        if not is_resident(order[index], widths):
+            continue
+        for bucket in reversed(order[index].buckets):
+            if not bucket.trainable:
+                continue
+            size = bucket.numel * widths.rest
+            limit = FIRST_BYTES if plans == 1 else MOST_BYTES
+            if last is None or joint + size > limit:
+                plans += 1
+                joint, new = 0, True
+            else:
+                new = node + size > NODE_BYTES
+            if new and last is not None:
+                found[last] = max(found.get(last, 0), grads)
+            if new:
+                node = grads = 0
+            joint += size
+            node += size
+            grads += sum(g.numel for g in bucket.grads) * widths.compute
+            last = index
+    if last is not None:
+        found[last] = max(found.get(last, 0), grads)
+    return found
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The moment at which most is held, beside what has been reduced.
+
+    Attributes:
+        unsharded: unsharded parameters. buffers: of gathers, and gradients that aren't reduced yet.
+        at_loss: unsharded parameters before it begins.
+    """
+
+    unsharded: int
+    buffers: int
+    at_loss: int
+
+
+def run_backward(
+    units: Sequence[UnitLayout],
+    widths: Widths,
+    *,
+    reshard_after_forward: bool,
+    streams: bool = True,
+) -> Backward:
+    """Of ``units``, in the order of the forward.
+
+    Args:
+        streams: whether reductions run on streams (an accelerator), which keep what a sum over replicate
+            reads as an input.
+    """
+    timeline = _Timeline(widths, streams)
+    known = [unit for unit in units if unit.buckets]
+    each = list(_expanded(known, widths))
+    first_trained = next((i for i, (unit, _) in enumerate(each) if unit.trainable), len(each))
+    group: list[_Unit] = []
+    for index, (unit, left_out) in enumerate(each):
+        # One whose inputs have no gradient is over when the backward is.
+        late = unit.kind in ("embedding", "root") or index <= first_trained
+        reached = index >= first_trained or unit.kind == "root"
+        group.append(_Unit(unit, widths, late, reached, left_out))
+    roots = [each for each in group if each.layout.kind == "root"]
+    order = roots + [each for each in group if each.layout.kind != "root"]
+    for one in order:
+        kept = one.layout.kind in ("tail", "root")
+        if kept or (one.layout.kind == "block" and not reshard_after_forward):
+            one.gathered = True
+            timeline.unsharded += one.whole * (1 + one.left_out)
+    at_loss = timeline.unsharded
+    timeline.note()
+    timeline.run(order, freed_between=not reshard_after_forward)
+    return Backward(timeline.best[1], timeline.best[2], at_loss)
+
+
+def _expanded(units: Sequence[UnitLayout], widths: Widths) -> Iterator[tuple[UnitLayout, int]]:
+    """(unit, how many equal ones after it are left out): of many equal ones the first and last two."""
+    for unit in units:
+        if unit.count <= 5 or is_resident(unit, widths):
+            yield from ((unit, 0) for _ in range(unit.count))
+        else:
+            yield from ((unit, 0), (unit, 0), (unit, unit.count - 5), (unit, 0), (unit, 0))
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A unit and where it is.
+
+    Attributes:
+        late: whether its backward is over only when the whole one is.
+        reached: whether the backward comes to it.
+        left_out: how many equal units it stands for beside itself.
+        whole: bytes of its unsharded parameters.
+        gathering: of each gather under way, what it holds beside the unsharded parameters, and how much of
+            these is still to be allocated.
+        kept: gradients that wait as they are: by bucket, of each its bytes, or 0 (padded copies included).
+        written: by bucket, whether the buffer of packed gradients is there.
+    """
+
+    layout: UnitLayout
+    widths: Widths
+    late: bool
+    reached: bool
+    left_out: int = 0
+    whole: int = 0
+    gathered: bool = False
+    begun: bool = False
+    resident: bool = False
+    gathering: list[tuple[int, int]] | None = None
+    kept: list[list[int]] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        buckets, widths = self.layout.buckets, self.widths
+        self.whole = sum(
+            b.parts * b.numel * widths.compute
+            for b in buckets
+            if b.parts > 1 or widths.compute != widths.rest
+        )
+        self.resident = is_resident(self.layout, widths)
+        self.kept = [[0] * len(b.grads) for b in buckets]
+        self.written = [False] * len(buckets)
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        return self.layout.kind != "embedding" and not self.resident
+
+
+class _Timeline:
+    def __init__(self, widths: Widths, streams: bool) -> None:
+        self.widths, self.streams = widths, streams
+        self.unsharded = self.buffers = 0
+        self.best = (0, 0, 0)
+        self.held = 0  # the inputs of the last reduce-scatter
+        self.holds = False  # whether the engine believes so
+        self.half: tuple[_Unit, int, float] | None = None  # the unit, its bucket, elements to come
+        self.order: list[_Unit] = []
+
+    def note(self) -> None:
+        total = self.unsharded + self.buffers
+        if total > self.best[0]:
+            self.best = (total, self.unsharded, self.buffers)
+
+    def run(self, order: list[_Unit], *, freed_between: bool) -> None:
+        self.order = order
+        nodes = node_gradients([unit.layout for unit in order], self.widths)
+        late: list[_Unit] = []
+        for unit in order:
+            if unit.layout.kind == "root":
+                unit.begun = True
+                late.append(unit)
+        for unit in reversed(order):
+            if unit.layout.kind == "root" or not unit.reached:
+                continue
+            if not unit.resident:
+                self.begin(unit)
+                self.arrive(unit)
+                if unit.late:
+                    late.append(unit)
+                else:
+                    self.end(unit)
+            self.fire(nodes.get(order.index(unit), 0))
+            if unit.left_out and freed_between:
+                self.unsharded -= unit.whole * unit.left_out
+        for unit in order:  # what a root has alone is used first, and so comes last
+            if unit.layout.kind == "root":
+                if not unit.resident:
+                    self.arrive(unit)
+                self.fire(nodes.get(order.index(unit), 0))
+        self.half = None
+        late.sort(key=order.index, reverse=True)
+        for unit in late:
+            if not unit.resident:
+                self.reduce(unit)
+        self.note()
+
+    def fire(self, size: int) -> None:
+        """The gradients of several resident units come at once."""
+        self.buffers += size
+        self.note()
+        self.buffers -= size
+
+    # -- gathers -----------------------------------------------------------------------------------
+
+    def begin(self, unit: _Unit) -> None:
+        unit.begun = True
+        if unit.gathers_in_backward:
+            self.issue(unit)
+            self.finish(unit)
+        self.half = None
+        counting = next((i for i, b in enumerate(unit.layout.buckets) if b.counts), None)
+        if counting is not None and not unit.layout.buckets[counting].trainable:
+            counting = None
+        if self.holds and counting is not None:
+            bucket = unit.layout.buckets[counting]
+            self.half = unit, counting, _in_place(bucket) / 2
+        else:
+            self.gather_before(unit)
+
+    def gather_before(self, unit: _Unit) -> None:
+        for before in reversed(self.order[: self.order.index(unit)]):
+            if not before.begun and not before.resident:
+                if before.gathers_in_backward:
+                    self.issue(before)
+                return
+            if not before.begun:
+                return
+
+    def issue(self, unit: _Unit) -> None:
+        if unit.gathered or unit.gathering is not None:
+            return
+        unit.gathering = []
+        joined = [b for b in unit.layout.buckets if b.parts > 1]
+        for bucket in unit.layout.buckets:
+            if bucket.parts == 1:  # the cast copy comes when it is used
+                cast = self.widths.compute != self.widths.rest
+                later = bucket.numel * self.widths.compute if cast else 0
+                unit.gathering.append((0, later))
+            elif bucket is joined[0]:
+                unit.gathering.append(self.issue_together(joined))
+
+    def issue_together(self, joined: list[BucketLayout]) -> tuple[int, int]:
+        w = self.widths
+        later = beside = passing = 0
+        alone, cast = len(joined) == 1, w.compute != w.rest
+        for bucket in joined:
+            whole = bucket.parts * bucket.numel * w.compute
+            there = bucket.packed < bucket.numel
+            if there:
+                self.unsharded += whole
+            else:
+                later += whole
+            copy = bucket.numel * w.compute if cast else 0
+            if alone or there:
+                beside += copy
+            else:
+                passing += copy
+        packed = sum(bucket.packed for bucket in joined)
+        beside += packed * (joined[0].parts + (not alone)) * w.compute
+        self.buffers += beside + passing
+        self.note()
+        self.buffers -= passing
+        return beside, later
+
+    def finish(self, unit: _Unit) -> None:
+        for beside, later in unit.gathering or ():
+            self.unsharded += later
+            self.note()
+            self.buffers -= beside
+        unit.gathering, unit.gathered = None, True
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def arrive(self, unit: _Unit) -> None:
+        w = self.widths
+        for number, index in unit.layout.arrivals:
+            bucket = unit.layout.buckets[number]
+            grad = bucket.grads[index]
+            size = grad.numel * w.compute
+            self.buffers += size
+            self.note()
+            if grad.in_place and w.compute > w.reduce:
+                smaller = grad.numel * w.reduce
+                self.buffers += smaller
+                self.note()
+                self.buffers -= size
+                size = smaller
+            if grad.kept:
+                unit.kept[number][index] = size
+                if grad.in_place:
+                    self.count(unit, number, grad.numel / bucket.parts)
+                continue
+            if not unit.written[number]:
+                unit.written[number] = True
+                self.buffers += bucket.parts * bucket.packed * w.reduce
+            padded = grad.padded * w.compute
+            self.buffers += padded
+            self.note()
+            self.buffers -= padded + size
+
+    def count(self, unit: _Unit, number: int, elements: float) -> None:
+        if self.half is None or self.half[0] is not unit or self.half[1] != number:
+            return
+        awaited = self.half[2] - elements
+        self.half = unit, number, awaited
+        if awaited <= 0:
+            self.free_inputs()
+            if self.streams:
+                self.holds = False
+            self.half = None
+            self.gather_before(unit)
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def end(self, unit: _Unit) -> None:
+        if self.half is not None and self.half[0] is unit:
+            self.half = None
+            self.gather_before(unit)
+        self.unsharded -= unit.whole
+        unit.gathered = False
+        self.reduce(unit)
+
+    def free_inputs(self) -> None:
+        self.buffers -= self.held
+        self.held = 0
+
+    def reduce(self, unit: _Unit) -> None:
+        for number, bucket in enumerate(unit.layout.buckets):
+            if bucket.trainable:
+                self.reduce_bucket(unit, number, bucket)
+
+    def reduce_bucket(self, unit: _Unit, number: int, bucket: BucketLayout) -> None:
+        w = self.widths
+        self.free_inputs()
+        self.holds = False
+        inputs = self.cast_in_place(unit, number, bucket)
+        if bucket.packed:
+            inputs += bucket.parts * bucket.packed * w.reduce
+            self.pack(unit, number, bucket)
+        self.note()
+        if bucket.parts > 1:
+            self.held, self.holds = inputs, True
+        else:  # it is the result
+            self.buffers -= inputs
+            self.holds = self.streams
+
+    def cast_in_place(self, unit: _Unit, number: int, bucket: BucketLayout) -> int:
+        kept, inputs = unit.kept[number], 0
+        for index, grad in enumerate(bucket.grads):
+            if not grad.in_place:
+                continue
+            size = grad.numel * self.widths.reduce
+            if kept[index] != size:
+                self.buffers += size
+                self.note()
+                self.buffers -= kept[index]
+            kept[index] = 0
+            inputs += size
+        return inputs
+
+    def pack(self, unit: _Unit, number: int, bucket: BucketLayout) -> None:
+        w, kept = self.widths, unit.kept[number]
+        fresh = not unit.written[number]
+        unit.written[number] = False
+        if fresh:
+            self.buffers += bucket.parts * bucket.packed * w.reduce
+            self.note()
+        if fresh and bucket.chunks and all(g.kept for g in bucket.grads):
+            self.buffers -= sum(kept)
+            kept[:] = [0] * len(kept)
+            return
+        for index, grad in enumerate(bucket.grads):
+            if kept[index]:
+                padded = grad.padded * w.compute
+                self.buffers += padded
+                self.note()
+                self.buffers -= padded + kept[index]
+                kept[index] = 0
+
+
+def _in_place(bucket: BucketLayout) -> int:
+    """Elements of the shards that travel in place."""
+    return bucket.numel - bucket.packed

@@ -1,0 +1,19 @@
+"""The command ``parallel3d``. Needs the ``cli`` extra (typer, rich); torch only where a command uses it."""
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """The entry point: runs the command of ``sys.argv``, exits with 2 for a user's mistake."""
+    try:
+        from parallel3d.tools.cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        sys.exit(
+            f"parallel3d's command line needs {error.name}, which isn't installed: "
+            "pip install 'parallel3d[cli]'"
+        )
+    app()

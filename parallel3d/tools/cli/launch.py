@@ -1,0 +1,140 @@
+"""``parallel3d launch``: the file that starts a job at torchrun, SLURM, Kubernetes, SkyPilot or Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parallel3d.mesh.layout import MeshLayout
+from parallel3d.tools.launch.job import LaunchError, LaunchJob
+from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
+
+__all__ = ["launch_command"]
+
+_MESH, _PLACE = "Mesh", "For some targets"
+
+
+def launch_command(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --: the script and its arguments, or -m and a module."),
+    ] = None,
+    to: Annotated[str, typer.Option("--to", help=f"{', '.join(TARGETS)}.")] = "torchrun",
+    nodes: Annotated[int, typer.Option(help="How many machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Processes on each of them.")] = 8,
+    device: Annotated[str, typer.Option(help="cuda or cpu; cpu asks for no GPUs.")] = "cuda",
+    replicate: Annotated[
+        int | None, typer.Option(rich_help_panel=_MESH, help="Copies of the sharded model.")
+    ] = None,
+    shard: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_MESH, help="Ranks that share a copy; -1: what is left."),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_MESH, help="Ranks that share each layer's computation."),
+    ] = None,
+    domain: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_MESH, help="GPUs that fast links join, if not a node's."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the job and of its file.")] = "train",
+    max_restarts: Annotated[
+        int, typer.Option(help="How often all processes start again after a failure.")
+    ] = 0,
+    grace: Annotated[
+        int, typer.Option(help="Seconds for a last checkpoint when the job is to stop.")
+    ] = 120,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", help="NAME=VALUE; several by repeating it.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(rich_help_panel=_PLACE, help="The container's image.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(rich_help_panel=_PLACE, help="The GPU's name, such as H100.")
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(rich_help_panel=_PLACE, help="SLURM's partition.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option(rich_help_panel=_PLACE, help="SLURM's account.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_PLACE, help="Time limit: 90, 12:00:00, 2-00:00:00."),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="File or folder to write to; else it is printed.")
+    ] = None,
+) -> None:
+    """Prints or writes the launch file of a training script: what is right for each place, and why."""
+    job = LaunchJob(
+        command=tuple(command or ()),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        layout=_layout(replicate, shard, tp),
+        domain=domain,
+        name=name,
+        image=image,
+        gpu=gpu,
+        partition=partition,
+        account=account,
+        time=time,
+        max_restarts=max_restarts,
+        env=_variables(env or []),
+        device=device,
+        grace=grace,
+    )
+    text = launch_file(to, job)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    target = target_named(to)
+    path = _write(out, f"{name}{target.suffix}", text, executable=bool(target.head))
+    typer.echo(f"wrote {path}; start it with: {target.start.format(file=path)}", err=True)
+
+
+def _layout(replicate: int | None, shard: int | None, tp: int | None) -> MeshLayout | None:
+    """The mesh of the options; where shard isn't given it is what the others leave."""
+    if replicate is None and shard is None and tp is None:
+        return None
+    left = 1 if -1 in (replicate, tp) else -1
+    return MeshLayout(
+        1 if replicate is None else replicate,
+        left if shard is None else shard,
+        1 if tp is None else tp,
+    )
+
+
+def _variables(settings: list[str]) -> dict[str, str]:
+    found = {}
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign:
+            raise LaunchError(f"--env {setting!r} has no '='; give NAME=VALUE, such as {name}=1")
+        found[name] = value
+    return found
+
+
+def _write(out: str, name: str, text: str, *, executable: bool) -> Path:
+    """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``.
+
+    Raises:
+        LaunchError: there is a file already that this command didn't write.
+    """
+    path = Path(out)
+    if path.is_dir() or out.endswith("/"):
+        path = path / name
+    if path.exists() and MARK not in path.read_text(errors="replace")[:200]:
+        raise LaunchError(
+            f"--out {out}: {path} is there already, and not written by this command; another name, or "
+            "remove it first"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if executable:
+        path.chmod(path.stat().st_mode | 0o111)
+    return path

@@ -1,0 +1,12 @@
+"""Doctor: what is wrong with a machine, or with the nodes of a job, before training finds it.
+
+::
+
+    parallel3d doctor                                                          # this machine
+    torchrun ... --no-python parallel3d doctor --replicate 2 --shard -1 --tp 8 # all nodes
+
+``docs/doctor.md`` lists what it finds.
+"""
+
+from parallel3d.tools.doctor.doctor import Diagnosis, Options, doctor
+from parallel3d.tools.doctor.finding import Finding, Severity

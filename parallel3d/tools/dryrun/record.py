@@ -1,0 +1,212 @@
+"""record: runs a program as one rank of any world, on fake tensors, and says what the rank did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.fake import VALUE_ERRORS
+from parallel3d._util import dry_run
+from parallel3d.errors import DryRunError, StateError
+from parallel3d.testing.worlds import check_no_group, check_rank
+from parallel3d.tools.dryrun.memory import memory_over_time, name_kinds, note_gradients
+from parallel3d.tools.dryrun.modes import DryMode
+from parallel3d.tools.dryrun.place import Place
+from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
+from parallel3d.tools.dryrun.unknown import raised_at, why_not
+from parallel3d.tools.dryrun.warnings import not_played
+from parallel3d.tools.dryrun.world import DEVICE_TYPE, ReadMode, played_rank
+
+__all__ = ["real", "record"]
+
+
+class _Enough(BaseException):
+    """As many optimizer steps as were asked for are done."""
+
+
+def record(
+    fn: Callable[[], Any],
+    world_size: int,
+    rank: int = 0,
+    *,
+    steps: int | None = None,
+    gpus_per_node: int = 8,
+    backend: str = "nccl",
+) -> DryRun:
+    """Calls ``fn`` as rank ``rank`` of ``world_size`` ranks, in this process, without their hardware.
+
+    ``fn`` is the program: it makes its mesh, its model and its data itself. Within it floating-point tensors
+    have no memory and no values, collectives return at once, and all is on the CPU. Integers stay real until
+    they meet such tensors; what a DataLoader reads is real. ``tensor.item()`` gives NaN
+    (``dryrun.Unknown``), which can be printed and calculated with, but not decided by: see ``dryrun.assume``.
+    Checkpoints are not written, nor read. ``torch.compile`` compiles nothing.
+
+    Args:
+        steps: end ``fn`` after so many optimizer steps; by default it runs to its own end.
+        gpus_per_node: for ``LOCAL_RANK``, and for what crosses nodes.
+        backend: ``nccl``: the engine does what it does on GPUs, with its streams; ``gloo``: on CPUs.
+
+    Raises:
+        DryRunError: ``fn`` decides by a value that nobody knows, or names a device; names the line.
+        MeshError: ``rank`` or ``world_size`` out of range.
+        StateError: this process has a process group already, or is in a dry run.
+    """
+    check_rank(rank, world_size)
+    if dry_run.active():
+        raise StateError("record: this process is in a dry run already")
+    if gpus_per_node < 1:
+        raise DryRunError(f"gpus_per_node={gpus_per_node}: it must be 1 or more")
+    if backend not in ("nccl", "gloo"):
+        raise DryRunError(f"backend={backend!r}: it must be 'nccl' (GPUs) or 'gloo' (CPUs)")
+    check_no_group("record")
+    run = _Run(steps, backend)
+    start = time.perf_counter()
+    world = played_rank(
+        rank,
+        world_size,
+        gpus_per_node,
+        backend,
+        on_mesh=run.learn_mesh,
+        on_resize=run.mode.ledger.resized,
+        for_real=run.paused,
+    )
+    with world, _as_active(run):
+        run.call(fn)
+        return run.result(rank, world_size, gpus_per_node, start)
+
+
+_current: list[_Run] = []
+
+
+@contextmanager
+def real() -> Iterator[None]:
+    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
+
+    For reading data, whose values decide how the program goes on.
+    """
+    if not _current:
+        yield
+        return
+    with _current[-1].paused():
+        yield
+
+
+@contextmanager
+def _as_active(run: _Run) -> Iterator[None]:
+    _current.append(run)
+    try:
+        with dry_run.running(run.accelerator, real):
+            yield
+    finally:
+        _current.pop()
+
+
+class _Run:
+    """One call of ``record``."""
+
+    def __init__(self, steps: int | None, backend: str) -> None:
+        self.place = Place(self._after_step)
+        self.meshes: list[DeviceMesh] = []
+        self.mode = DryMode(self.place, self.meshes)
+        self.accelerator = self.mode.streams if backend == "nccl" else None
+        self.reading = ReadMode(self.mode.is_unknown, DEVICE_TYPE)
+        self.steps = steps
+
+    def _after_step(self, done: int) -> None:
+        note_gradients(self.place.roots, self.mode.ledger)
+        if self.steps is not None and done >= self.steps:
+            raise _Enough
+
+    def learn_mesh(self, mesh: DeviceMesh) -> None:
+        """Called for each mesh that is made."""
+        if mesh.mesh_dim_names:
+            self.meshes.append(mesh)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Neither fake nor recorded."""
+        before = self.mode.paused
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(before)
+
+    def _pause(self, paused: bool) -> None:
+        self.mode.paused = self.reading.paused = self.place.paused = paused
+
+    def call(self, fn: Callable[[], Any]) -> None:
+        """Runs the program."""
+        try:
+            with self.place.following(), self.reading, self.mode:
+                fn()
+        except _Enough:
+            pass
+        except (*VALUE_ERRORS, TypeError, ValueError, RuntimeError, AssertionError) as error:
+            reason = why_not(error)
+            if reason is None:
+                raise
+            raise DryRunError(f"{raised_at(error)}: {reason}") from error
+
+    def result(self, rank: int, world_size: int, gpus_per_node: int, start: float) -> DryRun:
+        """What was found."""
+        mode, place = self.mode, self.place
+        name_kinds(place.roots, place.optimizers, mode.ledger)
+        mode.ledger.close()
+        memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
+        mesh = max(self.meshes, key=lambda each: (each.ndim, each.size()), default=None)
+        names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+        return DryRun(
+            rank=rank,
+            world_size=world_size,
+            mesh=dict(zip(names, mesh.shape, strict=True)) if mesh is not None else {},
+            axis_ranks={
+                axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis)))  # type: ignore[union-attr]
+                for axis in names
+            },
+            gpus_per_node=gpus_per_node,
+            steps=place.steps,
+            collectives=tuple(mode.recorder.calls),
+            operations=tuple(mode.operations),
+            memory=memory,
+            peak=peak,
+            parameters=_parameters(place.roots),
+            unknown=self.reading.found,
+            step_peak=step_peak,
+            warnings=tuple(not_played(place.roots)),
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
+    """Of the model with the most of them, the last such: others are parts of it, trial copies, or metrics."""
+    if not roots:
+        return ()
+    model = max(reversed(roots), key=lambda each: sum(p.numel() for p in each.parameters()))
+    return tuple(_placement(name, param) for name, param in model.named_parameters())
+
+
+def _placement(name: str, param: torch.Tensor) -> ParameterPlacement:
+    local, placements = param, {}
+    if isinstance(param, DTensor):
+        local = get_local_tensor(param)
+        axes = param.device_mesh.mesh_dim_names or tuple(map(str, range(param.device_mesh.ndim)))
+        placements = {axis: str(p) for axis, p in zip(axes, param.placements, strict=True)}
+    return ParameterPlacement(
+        name=name,
+        shape=tuple(param.shape),
+        local_shape=tuple(local.shape),
+        dtype=str(param.dtype).removeprefix("torch."),
+        placements=placements,
+        bytes=local.numel() * local.element_size(),
+        requires_grad=param.requires_grad,
+    )

@@ -1,0 +1,456 @@
+"""Running a model once, to see which linear layers read which others.
+
+The model is a copy without weights: linear layers and embeddings put out random numbers instead of
+computing, so that a trace of any model takes little time and memory. Every tensor has *sources*: the
+layers it was computed from since. They are kept by storage, so that views and in-place operations are seen.
+"""
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d._torch.autograd import TorchDispatchMode
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d.errors import PlanError
+from parallel3d.tp.checks import is_plain
+from parallel3d.tp.resolve import matches
+from parallel3d.tp.styles import Colwise, Style
+from parallel3d.tp.styles.base import is_embedding, linear_kind
+
+# Copies of a module with other parameters: without weights to trace it, with random ones to prove
+# a plan.
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
+    """A copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter, ties kept. Buffers
+    are copied; those on the meta device, which have no values, are random, and alike in all copies."""
+    memo: dict[int, object] = {}
+    for param in module.parameters():
+        memo[id(param)] = make(param)
+    generator = torch.Generator().manual_seed(0)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _cpu(buffer, generator)
+    return copy.deepcopy(module, memo)
+
+
+def weightless(param: nn.Parameter) -> nn.Parameter:
+    """A float32 parameter of the same shape that takes no memory: one number, seen everywhere."""
+    made = torch.full((), 0.01).expand(param.shape)
+    return nn.Parameter(made, requires_grad=param.requires_grad)
+
+
+def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
+    """A float64 tensor with the parameter's shape, of a size that keeps activations near 1."""
+    made = torch.empty(param.shape, dtype=torch.float64)
+    if param.dim() < 2:
+        return made.uniform_(0.5, 1.5, generator=generator)
+    bound = (3.0 / max(param.shape[-1], 1)) ** 0.5
+    return made.uniform_(-bound, bound, generator=generator)
+
+
+def _cpu(buffer: Tensor, generator: torch.Generator) -> Tensor:
+    buffer = next(inner_tensors(buffer))  # of simulated ranks the first one's
+    if not buffer.is_meta:
+        return buffer.detach().to("cpu", copy=True)
+    if buffer.is_floating_point():
+        return torch.rand(buffer.shape, dtype=buffer.dtype, generator=generator)
+    return torch.ones(buffer.shape, dtype=buffer.dtype)
+
+
+INPUT, OUTPUT = "(the model's input)", "the model's output"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that the trace doesn't look into.
+
+    Attributes:
+        kind: ``"linear"``, ``"embedding"``, ``"attention"`` (``nn.MultiheadAttention``) or ``"norm"``: puts
+            out what has the sizes of its input.
+        features: of what it puts out; of a norm 0.
+    """
+
+    kind: str
+    features: int
+
+
+@dataclass
+class Call:
+    """The first call of a module.
+
+    Attributes:
+        args, kwargs: as given, tensors copied.
+        computed: ids of those tensors among them that depend on what weights compute, or are the model's
+            own input; others (masks, positions) are the same whatever the weights.
+        outputs: the sources of each tensor of the output.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    computed: set[int]
+    outputs: list[frozenset[str]] = field(default_factory=list)
+
+
+@dataclass
+class Flow:
+    """What a trace saw.
+
+    Attributes:
+        reads: layer, or ``OUTPUT`` -> the layers whose outputs reached it.
+        inputs: layer -> numbers that are equal where layers read the very same tensor.
+        passes: layer -> operations its output went through.
+        mixes: layer -> the first of them that isn't one of each element by itself, so that what it does to
+            a part of the features may be something else.
+        cuts: layer -> how its output's last dim was cut: sizes of sections.
+        calls: module -> its first call, of modules that aren't layers, and of attention.
+        read_directly: parameter -> the operation that read it outside its module.
+    """
+
+    reads: dict[str, frozenset[str]] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    passes: dict[str, dict[str, None]] = field(default_factory=dict)
+    mixes: dict[str, str] = field(default_factory=dict)
+    cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    read_directly: dict[str, str] = field(default_factory=dict)
+
+    def readers(self, layer: str) -> list[str]:
+        """Who reads the output of ``layer``, in the order in which they ran."""
+        return [name for name, sources in self.reads.items() if layer in sources]
+
+
+def trace(
+    model: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Flow:
+    """Runs a weightless copy of ``model`` on ``args`` and ``kwargs``.
+
+    Args:
+        layers: module path -> what it is; the trace doesn't look into these.
+    """
+    copied = copy_with(model, weightless).eval()
+    for module in copied.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _single(buffer)
+    args, kwargs = map_tensors(_single, (args, kwargs))
+    recorder = _Recorder(copied)
+    for name, module in copied.named_modules():
+        if name in layers:
+            recorder.replace(name, module, layers[name])
+        elif not any(name.startswith(f"{layer}.") for layer in layers):
+            recorder.watch(name, module)
+    for tensor in tensors_in((args, kwargs)):
+        recorder.give(tensor, frozenset({INPUT}))
+    # With gradients on, torch's own modules don't take their way for inference.
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder:
+        torch.manual_seed(0)
+        output = copied(*args, **kwargs)
+    recorder.flow.reads[OUTPUT] = recorder.of_all(output)
+    return recorder.flow
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.flow = Flow()
+        self._sources: dict[int, frozenset[str]] = {}
+        self._kept: list[Any] = []  # a freed storage's address would be another's
+        self._params = {_place(p): name for name, p in model.named_parameters()}
+        self._features: dict[str, int] = {}
+        self._direct: dict[int, str] = {}  # output of a linear layer, by storage
+
+    # ---- sources ----
+
+    def of(self, tensor: Tensor) -> frozenset[str]:
+        return self._sources.get(_place(tensor), frozenset())
+
+    def of_all(self, tree: Any) -> frozenset[str]:
+        return frozenset().union(*(self.of(t) for t in tensors_in(tree)))
+
+    def give(self, tensor: Tensor, sources: frozenset[str]) -> None:
+        self._kept.append(tensor)
+        if tensor.numel():
+            self._sources[_place(tensor)] = sources
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        read = list(tensors_in((args, list(kwargs.values()))))
+        sources = self.of_all(read)
+        for tensor in read:
+            if (param := self._params.get(_place(tensor))) is not None:
+                self.flow.read_directly.setdefault(param, name)
+        mixes = torch.Tag.pointwise not in func.tags and name not in _COPIES
+        for source in sources:
+            self.flow.passes.setdefault(source, {})[name] = None
+            if mixes:
+                self.flow.mixes.setdefault(source, name)
+        made = list(tensors_in(result))
+        if read and made:
+            self._note_cut(name, read[0], made)
+        for tensor in made:
+            self.give(tensor, self.of(tensor) | sources)
+        return result
+
+    def _note_cut(self, name: str, whole: Tensor, parts: list[Tensor]) -> None:
+        """Sections that a layer's output, or a view of it with its last dim whole, is cut into."""
+        layer = self._direct.get(_place(whole))
+        if layer is None or layer in self.flow.cuts or whole.dim() == 0:
+            return
+        if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split"):
+            sizes = tuple(part.shape[-1] for part in parts)
+            if len(sizes) > 1 and sum(sizes) == whole.shape[-1] == self._features[layer]:
+                self.flow.cuts[layer] = sizes
+
+    # ---- modules ----
+
+    def replace(self, name: str, module: Any, layer: Layer) -> None:
+        """Gives a layer of the copy a forward that notes what it reads."""
+        self._features[name] = layer.features
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tensors = list(tensors_in((args, kwargs)))
+            first = tensors[0]
+            sources = self.of_all(tensors)
+            if layer.kind == "attention":
+                self.flow.calls.setdefault(name, self._call(args, kwargs))
+            shape = first.shape if layer.kind == "embedding" else first.shape[:-1]
+            output = torch.randn((*shape, layer.features or first.shape[-1]))
+            if torch.is_grad_enabled():  # needs gradients, as it does with weights, and is no leaf
+                output = output.requires_grad_().clone()
+            self.flow.reads[name] = self.flow.reads.get(name, frozenset()) | sources
+            self.flow.inputs.setdefault(name, _place(first))
+            self.give(output, frozenset({name}))
+            self._direct[_place(output)] = name
+            if layer.kind == "attention":
+                # Nobody is known to read the weights: they are compared, if they're put out.
+                wants = kwargs.get("need_weights", args[4] if len(args) > 4 else True)
+                self.flow.calls[name].outputs = [frozenset({name})] * (2 if wants else 1)
+                return output, output.new_zeros(()) if wants else None
+            return output
+
+        module.forward = forward
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Notes the module's first call."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if name not in self.flow.calls:
+                self.flow.calls[name] = self._call(args, kwargs)
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = self.flow.calls[name]
+            if not call.outputs:
+                call.outputs = [self.of(t) for t in tensors_in(output)]
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        copies: dict[int, Tensor] = {}
+        computed: set[int] = set()
+
+        def note(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = made = tensor.detach().clone()
+                if self.of(tensor):
+                    computed.add(id(made))
+            return copies[id(tensor)]
+
+        kept = map_tensors(note, (args, kwargs))
+        self._kept.append((args, kwargs))
+        return Call(kept[0], kept[1], computed)
+
+
+_COPIES = {"detach", "clone", "alias", "_to_copy", "lift_fresh", "contiguous", "empty_like"}
+
+
+def _single(tensor: Tensor) -> Tensor:
+    """In float32, as the weights of the copy are, if it has numbers with a point at all."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _place(tensor: Tensor) -> int:
+    """What tells a tensor's storage from others."""
+    return tensor.untyped_storage().data_ptr()
+
+
+# Example inputs, to run a model once: the user's, Hugging Face's, or what the model seems to take.
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of the model's forward."""
+
+_BATCH, _LENGTH = 2, 6
+
+
+def check_example(example: Any) -> Example:
+    """The user's example, on the CPU.
+
+    Raises:
+        PlanError: not ``(args, kwargs)``.
+    """
+    fits = isinstance(example, tuple) and len(example) == 2
+    if not fits or not isinstance(example[0], tuple) or not isinstance(example[1], dict):
+        raise PlanError(
+            f"example is {type(example).__name__}; it must be (args, kwargs) for the model's forward: a "
+            "tuple and a dict, such as ((input_ids,), {})"
+        )
+    args, kwargs = map_tensors(lambda t: t.detach().to("cpu", copy=True), example)
+    return args, kwargs
+
+
+def examples(model: nn.Module) -> Iterator[Example]:
+    """Inputs that may fit ``model``, the likelier first."""
+    if hasattr(model, "dummy_inputs") and hasattr(model, "config"):
+        yield from _hugging_face(model)
+        return
+    required = [
+        p.name
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    for tensor in _inputs_for(model):
+        yield tuple(tensor.clone() for _ in required) or (tensor,), {}
+
+
+def _hugging_face(model: Any) -> Iterator[Example]:
+    config, name = model.config, model.main_input_name
+    extra = {"use_cache": False} if getattr(config, "use_cache", None) is not None else {}
+    if name == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        yield (), {name: torch.randn(_BATCH, getattr(config, "num_channels", 3), height, width)}
+        return
+    inputs = dict(model.dummy_inputs)
+    if name == "input_ids" and getattr(config, "is_encoder_decoder", False):
+        inputs.setdefault("decoder_input_ids", inputs["input_ids"].clone())
+    yield (), {**inputs, **extra}
+    yield (), inputs
+
+
+def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
+    """By the first module that has weights: token ids, features or images."""
+    module: Any
+    for module in model.modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if is_plain(module, nn.Embedding):
+            ids = torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH)
+            yield ids % module.num_embeddings
+        elif is_plain(module, nn.Conv2d):
+            kernel = module.kernel_size
+            for times in (1, 2, 3, 4, 5, 6, 7, 8, 14, 16, 28):
+                yield torch.randn(_BATCH, module.in_channels, *(k * times for k in kernel))
+            for size in (224, 32, 28, 64, 256, 384):
+                yield torch.randn(_BATCH, module.in_channels, size, size)
+        else:
+            features = _features(module)
+            if features:
+                yield torch.randn(_BATCH, _LENGTH, features)
+                yield torch.randn(_BATCH, features)
+
+
+def _features(module: Any) -> int | None:
+    """The size of the last dim that a linear layer, a norm or attention reads."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    shape = getattr(module, "normalized_shape", None)
+    if isinstance(shape, tuple) and len(shape) == 1:
+        return int(shape[0])
+    if hasattr(module, "nx"):
+        return int(module.nx)
+    return None
+
+
+# Which modules a trace doesn't look into: linear layers, embeddings, torch's attention.
+
+
+def find_layers(model: nn.Module) -> dict[str, Layer]:
+    """The modules a trace doesn't look into, by path."""
+    layers: dict[str, Layer] = {}
+    module: Any
+    for name, module in model.named_modules():
+        if any(
+            name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"
+        ):
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            layers[name] = Layer("attention", module.embed_dim)
+            continue
+        if is_embedding(module):
+            layers[name] = Layer("embedding", module.embedding_dim)
+            continue
+        try:
+            layers[name] = Layer("linear", linear_kind(Colwise(), module).out_features)
+        except PlanError:
+            continue
+    return layers
+
+
+# Names of modules, rules for those alike, and words for inputs.
+
+
+def with_patterns(
+    styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, str | Style], dict[str, str]]:
+    """Rules for modules that differ only in numbers as one rule, where it then matches no others."""
+    rules: dict[str, str | Style] = {}
+    reasons: dict[str, str] = {}
+
+    @functools.cache
+    def one_style(pattern: str) -> bool:
+        alike = [styles.get(name) for name in modules if matches(pattern, name)]
+        return len(alike) > 1 and all(style == alike[0] for style in alike)
+
+    for name, style in styles.items():
+        patterns = (pattern_of(name), pattern_of(name, 1))
+        key = next(filter(one_style, patterns), name)
+        if key not in rules:
+            rules[key], reasons[key] = style, why[name]
+    return rules, reasons
+
+
+def pattern_of(name: str, most: int = 0) -> str:
+    """``name`` with its numbers, or the first ``most`` of them, as wildcards."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=most)
+
+
+def inside(name: str, owner: str) -> str:
+    return name if not owner else name[len(owner) + 1 :]
+
+
+def join(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner and name else owner or name
+
+
+def describe(example: tuple[tuple[Any, ...], dict[str, Any]]) -> str:
+    """Shapes and types of an example's tensors, and its other values' types."""
+
+    def show(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(map(show, value))})"
+        return (
+            repr(value)
+            if isinstance(value, (int, float, str, type(None)))
+            else type(value).__name__
+        )
+
+    args, kwargs = example
+    return ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())])

@@ -1,1 +1,0 @@
-"""Collectives made fewer, or run beside computing."""

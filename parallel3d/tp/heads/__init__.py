@@ -1,1 +1,0 @@
-"""Whole heads for every rank: attention layers, and the numbers they keep."""

@@ -1,1 +1,0 @@
-"""The plan that a Hugging Face model brings, checked and completed."""
