@@ -34,11 +34,11 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
 from parallel3d.fsdp.options.offload import CopyHome, places_of
 from parallel3d.fsdp.options.post_forward_group import SmallWorld
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
 from parallel3d.fsdp.versions import Versions
 
 if TYPE_CHECKING:
@@ -430,9 +430,7 @@ class Bucket:
 
     def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
         """Issues the all-gather; returns what to wait for."""
-        return all_gather(
-            outputs, parts, self.gather_group, unit=self.unit, comm=self.gather_comm
-        )
+        return all_gather(outputs, parts, self.gather_group, unit=self.unit, comm=self.gather_comm)
 
     def gather_input(self) -> torch.Tensor:
         """What this rank brings to the all-gather."""

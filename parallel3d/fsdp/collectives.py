@@ -192,9 +192,8 @@ def reduce_scatter(
     *,
     unit: str,
     device_type: str,
-    comm: Any = None,
 ) -> ScatterWork:
-    """(n * S,) of every rank -> (S,) of the sum on every rank; by ``comm`` if it is given.
+    """(n * S,) of every rank -> (S,) of the sum on every rank.
 
     gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
     rank order, is the same number on every run.
@@ -205,17 +204,6 @@ def reduce_scatter(
     n = group.size()
     wholes = [given] if isinstance(given, torch.Tensor) else given
     whole = wholes[0]
-    if comm is not None:
-        output = comm.allocate((whole.numel() // n,), dtype=whole.dtype, device=whole.device)
-        with issuing.as_unit(unit):
-            work = comm(
-                output_tensor=output,
-                input_tensor=whole,
-                group=group,
-                op=dist.ReduceOp.SUM,
-                async_op=True,
-            )
-        return ScatterWork(work, output)
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
         return _exchange(wholes, group, unit)
     sizes = [each.numel() // n for each in wholes]

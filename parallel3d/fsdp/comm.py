@@ -437,7 +437,9 @@ class StreamComm:
         while len(self.unsummed) >= self.max_inputs:
             self._sum_over_tp(self.unsummed[0])
         flight = _InFlight(bucket.grads.start(all_reduce=all_reduce), self.scatter)
-        self.scatter.wait_stream(self.device.current_stream())  # gradients were copied in on compute
+        self.scatter.wait_stream(
+            self.device.current_stream()
+        )  # gradients were copied in on compute
         self._run_stage(flight)
         flight.scattered = flight.done
         self.in_flight.append(flight)

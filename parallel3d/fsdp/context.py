@@ -369,7 +369,8 @@ class RunContext:
                 context.add(unit)
         context.to_compare = begins_to_communicate(context.units)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
-        limit_inputs(context.comm, buckets, at_least=context.comm.max_inputs)
+        limits = (bucket.max_inputs for bucket in buckets)
+        limit_inputs(context.comm, limits, at_least=context.comm.max_inputs)
         return context
 
     @property

@@ -347,7 +347,7 @@ class ParamGroup:
         """
         for hybrid in self.hybrids:
             if not if_changed or hybrid.is_old:
-                comm.renew_copy(hybrid)
+                hybrid.renew(comm)
 
     def unshard(self, comm: Comm) -> None:
         """Makes the unsharded parameters ready for use on the current stream."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
@@ -30,17 +29,26 @@ from parallel3d.fsdp.interop import TorchState, state_of
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, parameters_at_rest, the_unit, unit_of, units_of
 from parallel3d.fsdp.options.checks import refuse_accumulation
 from parallel3d.fsdp.options.comm_hooks import (
+    AllReduceHook,
     GroupAllGather,
     GroupReduceScatter,
     HookedReduce,
     OwnMemory,
     SymmetricAllGather,
     SymmetricReduceScatter,
-    check_comm,
+    check_custom,
     check_hook,
+    check_not_custom,
+    check_not_hooked,
+    check_one_mesh,
     check_removal,
+    check_symmetric,
+    check_symmetric_inputs,
+    custom_reduce_scatter,
+    separate_group,
+    set_reduce_scatter,
 )
-from parallel3d.fsdp.placement import kept_with
+from parallel3d.fsdp.reduction import SUMS
 from parallel3d.fsdp.schedule import BackwardPrefetch, GatherSchedule
 from parallel3d.fsdp.state_dict.full_params import check_not_shown
 from parallel3d.fsdp.state_dict.model_state_dict import saved_in_form
@@ -391,14 +399,23 @@ class FSDPModule(TorchFSDPModule):
             Parallel3dError: no such object, or the unit has parameters on several meshes.
             StateError: the buffers come from another allocator already.
         """
-        _set_comm(the_unit(self), "set_custom_all_gather", "gather_comm", comm)
+        unit = the_unit(self)
+        present = attrgetter("gather_comm")
+        check_custom(unit, "set_custom_all_gather", comm, present, reduces=False)
+        for bucket in unit.group.buckets:
+            bucket.gather_comm = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces gradients by ``comm``, in buffers it allocates; see ``set_custom_all_gather``.
 
         It is called with ``op`` too, which is always a sum: the division follows.
         """
-        _set_comm(the_unit(self), "set_custom_reduce_scatter", "scatter_comm", comm)
+        unit = the_unit(self)
+        present = custom_reduce_scatter
+        check_custom(unit, "set_custom_reduce_scatter", comm, present, reduces=True)
+        for bucket in unit.group.buckets:
+            if comm is not None or present(bucket) is not None:
+                set_reduce_scatter(bucket, comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None
@@ -416,7 +433,7 @@ class FSDPModule(TorchFSDPModule):
             Parallel3dError: not callable, ``stream`` with HSDP, parameters on several meshes.
         """
         unit = the_unit(self)
-        _check_one_mesh(unit, "set_all_reduce_hook")
+        check_one_mesh(unit, "set_all_reduce_hook")
         if hook is not None and not callable(hook):
             raise Parallel3dError(
                 f"set_all_reduce_hook was given {hook!r}; it takes a function of one tensor, or None"
@@ -427,8 +444,7 @@ class FSDPModule(TorchFSDPModule):
                 "on the stream of its all-reduce; leave stream out"
             )
         for bucket in unit.group.buckets:
-            bucket.all_reduce_hook = hook
-            bucket.all_reduce_hook_stream = stream
+            bucket.on_result = [] if hook is None else [AllReduceHook(hook, stream)]
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any] | None) -> None:
         """Reduces gradients by ``hook`` instead of our collectives, in this unit and all below, as in FSDP1.
@@ -457,9 +473,10 @@ class FSDPModule(TorchFSDPModule):
                 check_removal(bucket)
             else:
                 check_hook(bucket, state, hook)
-        hooked = None if hook is None else HookedReduce(state, hook)
+        reducer = SUMS if hook is None else HookedReduce(state, hook)
         for bucket in buckets:
-            bucket.comm_hook = hooked
+            if hook is not None or isinstance(bucket.reducer, HookedReduce):
+                bucket.reducer = reducer
 
     # -- the sum -------------------------------------------------------------------------------------
 
@@ -481,7 +498,7 @@ class FSDPModule(TorchFSDPModule):
         unit = the_unit(self)
         for bucket in unit.group.buckets:
             if factor is not None:
-                _check_not_hooked("set_gradient_divide_factor", bucket)
+                check_not_hooked("set_gradient_divide_factor", bucket)
             if bucket.divide_factor != factor and bucket.grads.holds_reduced:
                 raise StateError(
                     f"unit {unit.label}: .grad holds a sum that waits for its reduction, and in it gradients "
@@ -532,11 +549,13 @@ class FSDPModule(TorchFSDPModule):
         units = list(units_of(self, recurse))
         buckets = [bucket for unit in units for bucket in unit.group.buckets]
         for bucket in buckets:
-            _check_symmetric_inputs(bucket.scatter_comm, max_input_buffers)
+            check_symmetric_inputs(custom_reduce_scatter(bucket), max_input_buffers)
         for bucket in buckets:
             bucket.max_inputs = max_input_buffers
         for context in {id(u.context): u.context for u in units if u.context is not None}.values():
-            limit_inputs(context.comm, (b for u in context.units for b in u.group.buckets))
+            limit_inputs(
+                context.comm, (b.max_inputs for u in context.units for b in u.group.buckets)
+            )
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -550,9 +569,10 @@ class FSDPModule(TorchFSDPModule):
             group = bucket.shard_group
             if group is None:
                 continue
-            bucket.scatter_group = _separate_group(bucket, group) if enable else group
-            if isinstance(bucket.scatter_comm, OwnMemory):
-                bucket.scatter_comm = type(bucket.scatter_comm)(bucket.scatter_group)
+            bucket.scatter_group = separate_group(bucket, group) if enable else group
+            comm = custom_reduce_scatter(bucket)
+            if isinstance(comm, OwnMemory):
+                set_reduce_scatter(bucket, type(comm)(bucket.scatter_group))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Takes the buffers of collectives from the process group's allocator.
@@ -565,7 +585,7 @@ class FSDPModule(TorchFSDPModule):
         method = "set_allocate_memory_from_process_group_for_comm"
         buckets = [b for b in the_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
-            _check_not_custom(method, bucket, (GroupAllGather, GroupReduceScatter))
+            check_not_custom(method, bucket, (GroupAllGather, GroupReduceScatter))
             device_type = bucket.axes.mesh.device_type
             for group in {bucket.shard_group, bucket.scatter_group} if enable else ():
                 assert group is not None
@@ -577,7 +597,7 @@ class FSDPModule(TorchFSDPModule):
         for bucket in buckets:
             assert bucket.shard_group is not None and bucket.scatter_group is not None
             bucket.gather_comm = GroupAllGather(bucket.shard_group) if enable else None
-            bucket.scatter_comm = GroupReduceScatter(bucket.scatter_group) if enable else None
+            set_reduce_scatter(bucket, GroupReduceScatter(bucket.scatter_group) if enable else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Gathers into symmetric memory; reduces in it too after ``set_force_sum_reduction_for_comms(True)``.
@@ -592,17 +612,17 @@ class FSDPModule(TorchFSDPModule):
             raise Parallel3dError(f"backend is {backend!r}; symmetric memory is had of 'NCCL' only")
         buckets = [b for b in the_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
-            _check_not_custom(
+            check_not_custom(
                 "set_symm_mem_for_comm", bucket, (SymmetricAllGather, SymmetricReduceScatter)
             )
-            _check_symmetric(bucket)
+            check_symmetric(bucket)
             if bucket.force_sum:
-                _check_symmetric_inputs(SymmetricReduceScatter, bucket.max_inputs)
+                check_symmetric_inputs(SymmetricReduceScatter, bucket.max_inputs)
         for bucket in buckets:
             assert bucket.shard_group is not None and bucket.scatter_group is not None
             bucket.gather_comm = SymmetricAllGather(bucket.shard_group)
             if bucket.force_sum:
-                bucket.scatter_comm = SymmetricReduceScatter(bucket.scatter_group)
+                set_reduce_scatter(bucket, SymmetricReduceScatter(bucket.scatter_group))
 
     # -- gathers ahead of their use: for the outermost unit ---------------------------------------------
 
@@ -733,83 +753,8 @@ def _buckets(module: Any, recurse: bool) -> Iterable[Bucket]:
     return (bucket for unit in units_of(module, recurse) for bucket in unit.group.buckets)
 
 
-def _set_comm(unit: Unit, method: str, attribute: str, comm: Any) -> None:
-    _check_one_mesh(unit, method)
-    check_comm(method, comm)
-    for bucket in unit.group.buckets:
-        if comm is not None and attribute == "scatter_comm":
-            _check_not_hooked(method, bucket)
-        if comm is not None and isinstance(getattr(bucket, attribute), OwnMemory):
-            raise StateError(
-                f"{method}: the unit's buffers come from the process group's allocator or from symmetric "
-                f"memory, which a custom collective would not use; call {method}(None) first"
-            )
-    for bucket in unit.group.buckets:
-        setattr(bucket, attribute, comm)
-
-
-def _check_not_hooked(method: str, bucket: Bucket) -> None:
-    if bucket.comm_hook is not None:
-        raise StateError(
-            f"{method}: unit {bucket.unit} has a communication hook, which reduces and divides its gradients "
-            "by itself; remove it first with register_comm_hook(None, None)"
-        )
-
-
-def _check_not_custom(method: str, bucket: Bucket, ours: tuple[type, ...]) -> None:
-    _check_not_hooked(method, bucket)
-    for comm in (bucket.gather_comm, bucket.scatter_comm):
-        if comm is not None and not isinstance(comm, ours):
-            raise StateError(
-                f"{method}: the unit already has the collective {type(comm).__name__}, which allocates its "
-                "own buffers; restore the default first with set_custom_all_gather(None) and "
-                "set_custom_reduce_scatter(None)"
-            )
-
-
-def _check_one_mesh(unit: Unit, method: str) -> None:
-    buckets = unit.group.buckets
-    if any(bucket.axes != buckets[0].axes for bucket in buckets):
-        raise Parallel3dError(
-            f"{method}: unit {unit.label} has parameters on several meshes, and it would be unclear which of "
-            "their groups is meant; make those of the other mesh a unit of their own"
-        )
-
-
-def _check_symmetric(bucket: Bucket) -> None:
-    assert bucket.shard_group is not None
-    device_type = bucket.axes.mesh.device_type
-    carrier = backend_name(bucket.shard_group, device_type)
-    if device_type != "cuda" or carrier != "nccl":
-        raise Parallel3dError(
-            "set_symm_mem_for_comm: symmetric memory needs NCCL on CUDA devices; this mesh's groups are "
-            f"{carrier!r} on {device_type!r}"
-        )
-
-
-def _check_symmetric_inputs(comm: Any, max_inputs: int) -> None:
-    symmetric = comm is SymmetricReduceScatter or isinstance(comm, SymmetricReduceScatter)
-    if symmetric and max_inputs > 1:
-        raise StateError(
-            f"max_input_buffers is {max_inputs}, but the reduce-scatter works in symmetric memory, which is "
-            "scarce: keep max_input_buffers=1, or the default reduce-scatter"
-        )
-
-
 def _is_hybrid(bucket: Bucket) -> bool:
     return bucket.axes.size(bucket.axes.replicate) > 1
-
-
-def _separate_group(bucket: Bucket, group: ProcessGroup) -> ProcessGroup:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return kept_with(
-        bucket.axes.mesh,
-        ("reduce_scatter", ranks),
-        # Only the group's own ranks meet: other slices of the mesh make theirs by themselves.
-        lambda: dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="parallel3d_reduce_scatter"
-        ),
-    )
 
 
 def _outermost(module: object, method: str) -> Unit:

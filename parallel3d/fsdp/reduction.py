@@ -1,9 +1,9 @@
 """Reduction: how a bucket's gradients become their sum over the ranks, stage by stage.
 
-A reduction is a list of stages: the reduce-scatter over shard, the sum of partial gradients over tp, what earlier
-micro-batches have accumulated, the all-reduce over replicate; options put others among them (HFSDP's second
-reduce-scatter, hooks, the copy to the CPU's memory). Each stage names the lane that it runs on. A comm
-(``comm.py``) runs lanes as streams, or as asynchronous works, and knows no stage by name.
+A reduction is a list of stages: the reduce-scatter over shard, the sum of partial gradients over tp, adding
+what earlier micro-batches have accumulated, the all-reduce over replicate; options put others among them
+(HFSDP's second reduce-scatter, hooks, the copy to the CPU's memory). Each stage names the lane that it runs
+on. A comm (``comm.py``) runs lanes as streams, or as asynchronous works, and knows no stage by name.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class StepInBackward(Optimizer):
             unit.guard = StepGuard(unit, self._update)
             for bucket in unit.group.buckets:
                 if id(bucket) in self._groups:
-                    bucket.guard = unit.guard
+                    bucket.on_reduced = unit.guard.update
         for group in self.param_groups:
             for param in group["params"]:
                 _by_parameter[id(param)] = self
@@ -202,7 +202,7 @@ class StepInBackward(Optimizer):
             if unit is not None and unit.guard is not None:
                 unit.guard = None
                 for bucket in unit.group.buckets:
-                    bucket.guard = None
+                    bucket.on_reduced = None
         for group in self.param_groups:
             for param in group["params"]:
                 if _by_parameter.get(id(param)) is self:

@@ -2,8 +2,9 @@
 
 from contextlib import contextmanager
 
-from parallel3d.fsdp import comm, reduction
+from parallel3d.fsdp import bucket, comm, reduction
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.options import hfsdp, joint_gather, offload
 
 __all__ = ["Device", "Event", "Stream", "find", "happens_before", "note"]
 
@@ -83,7 +84,8 @@ def note(device: Device, monkeypatch) -> None:
         original = getattr(owner, name)
 
         def wrapper(*args, **kwargs):
-            unit = kwargs.get("unit") or getattr(args[0], "unit", "")
+            units = (getattr(getattr(arg, "bucket", arg), "unit", "") for arg in args)
+            unit = kwargs.get("unit") or next(filter(None, units), "")
             device.now.put(f"{label} {unit}".strip())
             return original(*args, **kwargs)
 
@@ -91,9 +93,12 @@ def note(device: Device, monkeypatch) -> None:
 
     for name in ("gather_buffers", "copy_out", "free_gathered"):
         noting(Bucket, name, name)
-    for name in ("all_gather", "reduce_scatter", "all_reduce", "copy_home"):
-        noting(comm, name, name)
-    noting(reduction, "all_reduce", "sum_over_tp")
+    for module in (bucket, hfsdp, joint_gather):
+        noting(module, "all_gather", "all_gather")
+    for name in ("reduce_scatter", "all_reduce"):
+        noting(reduction.Reducer, name, name)
+    noting(reduction, "sum_over_tp", "sum_over_tp")
+    noting(offload.CopyHome, "finish", "copy_home")
     monkeypatch.setattr(
         "parallel3d.fsdp.context.make_comm",
         lambda device_type: comm.StreamComm(device),

@@ -15,6 +15,7 @@ from parallel3d.fsdp import ShardPlacementResult, fully_shard
 from parallel3d.fsdp import module as module_file
 from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.fsdp.options import comm_hooks
+from parallel3d.fsdp.reduction import SUMS
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
@@ -84,7 +85,7 @@ def symmetric(monkeypatch) -> Allocator:
 
         monkeypatch.setattr(comm_hooks, name, wrapper)
 
-    monkeypatch.setattr(module_file, "_check_symmetric", lambda bucket: None)
+    monkeypatch.setattr(module_file, "check_symmetric", lambda bucket: None)
     monkeypatch.setattr(comm_hooks, "use_symmetric_memory", allocator.log.append)
     monkeypatch.setattr(comm_hooks, "symmetric_memory", allocator)
     monkeypatch.setattr(comm_hooks, "make_symmetric", rendezvous)
@@ -102,7 +103,7 @@ def refused_on_gloo() -> list[str]:
         except Parallel3dError as error:
             messages.append(str(error))
     model.set_allocate_memory_from_process_group_for_comm(False)  # it is off already
-    assert all(b.gather_comm is b.scatter_comm is None for b in the_unit(model).group.buckets)
+    assert all(b.gather_comm is None and b.reducer is SUMS for b in the_unit(model).group.buckets)
     return messages
 
 
@@ -150,7 +151,7 @@ class TestGroupMemory:
             each_unit(model, FROM_GROUP, True)
             model.set_separate_reduce_scatter_group()
             for bucket in the_unit(model).group.buckets:
-                assert bucket.scatter_comm.group is bucket.scatter_group
+                assert bucket.reducer.comm.group is bucket.scatter_group
                 assert bucket.gather_comm.group is bucket.shard_group is not bucket.scatter_group
 
 

@@ -208,4 +208,4 @@ class TestAllReduceHook:
                 model.set_all_reduce_hook(lambda grad: None, stream=object())
             with pytest.raises(Parallel3dError, match="function"):
                 model.set_all_reduce_hook("all_reduce")
-            assert all(bucket.all_reduce_hook is None for bucket in buckets(model))
+            assert not any(bucket.on_result for bucket in buckets(model))

@@ -313,7 +313,7 @@ class TestRefusals:
                 equal_on_ranks(world, named(model), named(plain))
 
     def test_a_gather_that_fails_shows_nothing(self, monkeypatch) -> None:
-        from parallel3d.fsdp import full_params as whole
+        from parallel3d.fsdp.state_dict import full_params as whole
 
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")

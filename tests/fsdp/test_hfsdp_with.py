@@ -10,7 +10,6 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, optim
 from parallel3d.fsdp import (
     CommHookState,
     StateDictType,
-    comm,
     fp16_compress_hook,
     full_params,
     fully_shard,
@@ -18,6 +17,7 @@ from parallel3d.fsdp import (
     model_state_dict,
     reduce_scatter_hook,
 )
+from parallel3d.fsdp.options import hfsdp
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 LAYOUT = MeshLayout(2, 2, 1)
@@ -163,7 +163,7 @@ def test_a_renewal_that_raises_is_made_up_for(monkeypatch) -> None:
         for param in model.parameters():
             param.mul_(2)
         with monkeypatch.context() as patch:
-            patch.setattr(comm, "all_gather", explode)
+            patch.setattr(hfsdp, "all_gather", explode)
             with pytest.raises(Boom):
                 model(torch.ones(2, 6))
         with record_collectives(mesh) as recorder:

@@ -16,7 +16,8 @@ from parallel3d import (
     parallelize,
 )
 from parallel3d.fsdp.members import the_unit
-from parallel3d.fsdp.options.offload import copy_home
+from parallel3d.fsdp.options.offload import CopyHome
+from parallel3d.fsdp.reduction import Reduction
 from parallel3d.testing import fake_world, local_world
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -206,8 +207,9 @@ def test_what_is_copied_home_is_what_the_gradient_will_be(keep) -> None:
     with fake_world(0, 2):
         model = wrap(nn.Linear(DIM, DIM), param_dtype=BF16, keep_low_precision_grads=keep)
         (bucket,) = the_unit(model).group.buckets
-        home = copy_home(bucket, torch.ones(bucket.numel, dtype=BF16))
-        assert home.dtype is (BF16 if keep else FP32)
+        job = Reduction(bucket, [torch.ones(bucket.numel, dtype=BF16)], [])
+        CopyHome().finish(job, None)
+        assert job.tensor.dtype is (BF16 if keep else FP32)
 
 
 def test_freed_at_once() -> None:

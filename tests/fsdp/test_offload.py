@@ -56,7 +56,7 @@ def test_on_a_cpu_mesh_there_is_nothing_to_do(policy):
         )
         trial.backward(0)
         trial.check([0])
-        assert not any(bucket.offloaded or bucket.pin for bucket in buckets(trial.model))
+        assert not any(bucket.reads_host or bucket.pin for bucket in buckets(trial.model))
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
@@ -78,7 +78,7 @@ def test_gradients_are_at_home_and_the_plain_models(elsewhere, layout):
     """Reduced, put off by both switches, and accumulated."""
     with local_world(layout.world_size) as world:
         trial = Trial(world, layout, wrap)
-        assert all(bucket.offloaded for bucket in buckets(trial.model))
+        assert all(bucket.reads_host for bucket in buckets(trial.model))
         trial.backward(0)
         trial.model.set_requires_gradient_sync(False)
         trial.backward(1)
@@ -230,7 +230,7 @@ def test_conversions_stay_at_home(elsewhere):
     with local_world(2) as world:
         trial = Trial(world, MeshLayout(1, 2, 1), wrap)
         trial.model.float().double()
-        assert all(b.flat.device == CPU and b.offloaded for b in buckets(trial.model))
+        assert all(b.flat.device == CPU and b.reads_host for b in buckets(trial.model))
 
 
 def test_meta_parameters_come_home_when_they_are_made(elsewhere, monkeypatch):
@@ -246,8 +246,8 @@ def test_meta_parameters_come_home_when_they_are_made(elsewhere, monkeypatch):
         with torch.device("meta"):
             model = Net()
         wrap(model, build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
-        assert not any(bucket.offloaded for bucket in buckets(model))
+        assert not any(bucket.reads_host for bucket in buckets(model))
         model.to_empty(device="cpu")
-        assert all(bucket.offloaded for bucket in buckets(model))
+        assert all(bucket.reads_host for bucket in buckets(model))
         model(torch.randn(2, 6)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())

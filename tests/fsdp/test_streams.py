@@ -8,7 +8,7 @@ from models import Lm, lm_loss, tokens
 from noted_streams import Device, find, happens_before, note
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
-from parallel3d.fsdp import collectives, comm, reduction
+from parallel3d.fsdp import bucket, collectives, reduction
 from parallel3d.fsdp.members import unit_of
 from parallel3d.testing import assert_parity, fake_world
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
@@ -138,8 +138,8 @@ def test_memory_is_not_reused_under_a_reader(device: Device) -> None:
 
 
 def test_collectives_module_is_what_comm_uses() -> None:
-    """``note`` wraps the names of ``stream_comm``: they must be the ones of ``collectives``."""
-    assert comm.all_gather is collectives.all_gather
+    """``note`` wraps the name that a bucket gathers by: it must be the one of ``collectives``."""
+    assert bucket.all_gather is collectives.all_gather
 
 
 PLAN = {
@@ -156,13 +156,13 @@ PLAN = {
 def test_sum_over_tp_holds_up_no_layer(device: Device, monkeypatch, inputs) -> None:
     """It is on the communicator of the layers' own collectives, which runs one after another. When it is
     issued the computation has waited for the reduce-scatter whose result it sums, but at the end."""
-    reduce = reduction.all_reduce
+    reduce = reduction.sum_over_tp
 
-    def noting(*args, unit):
-        device.compute.put(f"meanwhile {unit}")
-        return reduce(*args, unit=unit)
+    def noting(bucket, *args):
+        device.compute.put(f"meanwhile {bucket.unit}")
+        reduce(bucket, *args)
 
-    monkeypatch.setattr(reduction, "all_reduce", noting)
+    monkeypatch.setattr(reduction, "sum_over_tp", noting)
     with fake_world(0, 8):
         mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
         model = parallelize(Lm(layers=3, vocab=20), mesh, PLAN)

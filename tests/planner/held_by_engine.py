@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.fsdp import comm
+from parallel3d.fsdp import comm, reduction
 from parallel3d.fsdp.gradients import GradientSlots
 from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.options import replicated
@@ -55,7 +55,7 @@ class Held(TorchDispatchMode):
         self._wrap(patch, GradientSlots, "_put", into="results")
         self._wrap(patch, JointReduce, "_begin", into="results")
         self._wrap(patch, replicated, "_arrive", takes=lambda args: args[1])
-        self._wrap(patch, comm, "reduce_scatter", into="results")
+        self._wrap(patch, reduction.Reducer, "reduce_scatter", into="results")
 
     def _wrap(self, patch, owner, name, takes=lambda args: [], into="made") -> None:
         inner = getattr(owner, name)
@@ -128,8 +128,8 @@ class Held(TorchDispatchMode):
         sums = [joint.arrived for joint in joints]
         grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
         results = [local_of(t) for t in (*sums, *grads) if t is not None]
-        jobs = [*self.comm.scattering, *self.comm.reducing]
-        results += [job.tensor for job, _ in jobs if not job.inputs and hasattr(job, "tensor")]
+        jobs = [running.job for running in (*self.comm.scattering, *self.comm.reducing)]
+        results += [job.tensor for job in jobs if not job.inputs and hasattr(job, "tensor")]
         for tensor in results:
             self._add(self.results, tensor)
         owned = [b for b in self.buckets if b.has_own_unsharded]

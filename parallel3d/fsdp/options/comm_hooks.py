@@ -23,7 +23,11 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._torch.fully_shard import is_torch_hook_state
-from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._torch.groups import (
+    all_gather_single,
+    backend_name,
+    reduce_scatter_single,
+)
 from parallel3d._torch.memory import (
     group_memory,
     make_symmetric,
@@ -34,10 +38,12 @@ from parallel3d._util.arguments import is_positive
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.collectives import ScatterWork, all_reduce, reduce_scatter
-from parallel3d.fsdp.reduction import divisor_before_sum
+from parallel3d.fsdp.placement import kept_with
+from parallel3d.fsdp.reduction import SUMS, Lane, Reducer, Reduction, Stage, divisor_before_sum
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
+    from parallel3d.fsdp.unit import Unit
 
 
 class CommHookState:
@@ -212,15 +218,20 @@ _READY_MADE = (
 )
 
 
-class HookedReduce:
-    """A hook and its state, with the two methods that ``collectives`` has as functions."""
+class HookedReduce(Reducer):
+    """Calls the user's hook with its state in place of each collective."""
+
+    by_row = averages = True
 
     def __init__(self, state: Any, hook: Callable[..., Any]) -> None:
         self.state = state
         self.hook = hook
 
-    def reduce_scatter(self, whole: torch.Tensor, group: ProcessGroup, *, unit: str) -> ScatterWork:
+    def reduce_scatter(
+        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
+    ) -> ScatterWork:
         """(n * S,) of every rank -> (S,) of what the hook makes of it."""
+        whole = inputs[0]
         size = whole.numel() // group.size()
         output = torch.empty(size, dtype=whole.dtype, device=whole.device)
         return ScatterWork(self._call(group, unit, whole, output), output)
@@ -240,6 +251,25 @@ class HookedReduce:
         return work if callable(getattr(work, "wait", None)) else None
 
 
+class AllReduceHook(Stage):
+    """Calls the user's hook with the final gradient.
+
+    Args:
+        hook: changes it in place.
+        stream: where an accelerator runs it; None: where the all-reduce runs.
+    """
+
+    lane = Lane.REPLICATE
+
+    def __init__(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
+        self.hook = hook
+        self.stream = stream
+
+    def finish(self, job: Reduction, work: Any) -> None:
+        """Calls it."""
+        self.hook(job.tensor)
+
+
 def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
     """Raises unless ``hook`` can be registered for ``bucket``.
 
@@ -254,7 +284,7 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
             f"register_comm_hook was given {hook!r}; it takes a function of (state, grad, output) and, for "
             "all-reduces, (state, grad), such as parallel3d.fsdp.bf16_compress_hook; or None"
         )
-    if bucket.comm_hook is not None:
+    if isinstance(bucket.reducer, HookedReduce):
         raise StateError(
             f"register_comm_hook: {label} has a hook already; remove it first with "
             "register_comm_hook(None, None)"
@@ -265,7 +295,7 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
             "(set_gradient_divide_factor), but a hook divides by itself; restore the default first with "
             "set_gradient_divide_factor(None)"
         )
-    if bucket.scatter_comm is not None:
+    if custom_reduce_scatter(bucket) is not None:
         raise StateError(
             f"register_comm_hook: {label} has a custom reduce-scatter, whose place the hook would take; "
             "restore the default first with set_custom_reduce_scatter(None)"
@@ -296,7 +326,7 @@ def _check_calls(bucket: Bucket, hook: Callable[..., Any]) -> None:
     except ValueError:  # of some builtin functions nothing is known
         return
     calls: list[tuple[str, ...]] = []
-    if bucket.shard_group is not None or bucket.second_group is not None:
+    if len(bucket.gather_groups) > 0:
         calls.append(("state", "grad", "output"))
     if bucket.replicate_groups:
         calls.append(("state", "grad"))
@@ -318,10 +348,8 @@ def _check_groups(bucket: Bucket, state: Any) -> None:
     else:  # what torch's states know is one group, whatever the collective
         given = (state.process_group,) if is_torch_hook_state(state) else ()
     known = [dist.get_process_group_ranks(group) for group in given]
-    groups = [bucket.shard_group, bucket.second_group, *bucket.replicate_groups]
+    groups = [*bucket.gather_groups, *bucket.replicate_groups]
     for group in groups if known else ():
-        if group is None:
-            continue
         ranks = dist.get_process_group_ranks(group)
         if ranks not in known:
             raise Parallel3dError(
@@ -346,6 +374,46 @@ def check_comm(method: str, comm: Any) -> None:
             "__call__(output_tensor, input_tensor, group, ...), as torch.distributed.fsdp's, or None "
             "for the default"
         )
+
+
+class CustomReduce(Reducer):
+    """A reduce-scatter by ``comm``, which allocates its buffers."""
+
+    by_row = True
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def reduce_scatter(
+        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
+    ) -> ScatterWork:
+        """(n * S,) of every rank -> (S,) of the sum."""
+        whole = inputs[0]
+        size = whole.numel() // group.size()
+        output = self.comm.allocate((size,), dtype=whole.dtype, device=whole.device)
+        with issuing.as_unit(unit):
+            work = self.comm(
+                output_tensor=output,
+                input_tensor=whole,
+                group=group,
+                op=dist.ReduceOp.SUM,
+                async_op=True,
+            )
+        return ScatterWork(work, output)
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See ``Reducer``."""
+        return self.comm.allocate((size,), dtype=dtype, device=device)
+
+
+def custom_reduce_scatter(bucket: Bucket) -> Any:
+    """The collective that takes the place of the engine's reduce-scatter; None: none does."""
+    return bucket.reducer.comm if isinstance(bucket.reducer, CustomReduce) else None
+
+
+def set_reduce_scatter(bucket: Bucket, comm: Any) -> None:
+    """Reduces the gradients of ``bucket`` by ``comm``; None: by the engine's collective."""
+    bucket.reducer = SUMS if comm is None else CustomReduce(comm)
 
 
 class OwnMemory(ABC):
@@ -453,3 +521,89 @@ class SymmetricReduceScatter(_SymmetricMemory):
         return reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
+
+
+def check_custom(
+    unit: Unit, method: str, comm: Any, present: Callable[[Bucket], Any], *, reduces: bool
+) -> None:
+    """Raises unless ``comm`` may take the place of ``present``, one of a bucket's collectives.
+
+    Args:
+        reduces: whether it is the reduce-scatter.
+    """
+    check_one_mesh(unit, method)
+    check_comm(method, comm)
+    for bucket in unit.group.buckets if comm is not None else ():
+        if reduces:
+            check_not_hooked(method, bucket)
+        if isinstance(present(bucket), OwnMemory):
+            raise StateError(
+                f"{method}: the unit's buffers come from the process group's allocator or from symmetric "
+                f"memory, which a custom collective would not use; call {method}(None) first"
+            )
+
+
+def check_not_hooked(method: str, bucket: Bucket) -> None:
+    """Raises StateError if the gradients of ``bucket`` are reduced by a communication hook."""
+    if isinstance(bucket.reducer, HookedReduce):
+        raise StateError(
+            f"{method}: unit {bucket.unit} has a communication hook, which reduces and divides its gradients "
+            "by itself; remove it first with register_comm_hook(None, None)"
+        )
+
+
+def check_not_custom(method: str, bucket: Bucket, ours: tuple[type, ...]) -> None:
+    """Raises StateError if ``bucket`` has a collective of the user's, or one that is none of ``ours``."""
+    check_not_hooked(method, bucket)
+    for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
+        if comm is not None and not isinstance(comm, ours):
+            raise StateError(
+                f"{method}: the unit already has the collective {type(comm).__name__}, which allocates its "
+                "own buffers; restore the default first with set_custom_all_gather(None) and "
+                "set_custom_reduce_scatter(None)"
+            )
+
+
+def check_one_mesh(unit: Unit, method: str) -> None:
+    """Raises Parallel3dError if the parameters of ``unit`` lie on several meshes."""
+    buckets = unit.group.buckets
+    if any(bucket.axes != buckets[0].axes for bucket in buckets):
+        raise Parallel3dError(
+            f"{method}: unit {unit.label} has parameters on several meshes, and it would be unclear which of "
+            "their groups is meant; make those of the other mesh a unit of their own"
+        )
+
+
+def check_symmetric(bucket: Bucket) -> None:
+    """Raises Parallel3dError unless the groups of ``bucket`` have symmetric memory."""
+    assert bucket.shard_group is not None
+    device_type = bucket.axes.mesh.device_type
+    carrier = backend_name(bucket.shard_group, device_type)
+    if device_type != "cuda" or carrier != "nccl":
+        raise Parallel3dError(
+            "set_symm_mem_for_comm: symmetric memory needs NCCL on CUDA devices; this mesh's groups are "
+            f"{carrier!r} on {device_type!r}"
+        )
+
+
+def check_symmetric_inputs(comm: Any, max_inputs: int) -> None:
+    """Raises StateError if ``comm`` uses symmetric memory and more than one input is to be in flight."""
+    symmetric = comm is SymmetricReduceScatter or isinstance(comm, SymmetricReduceScatter)
+    if symmetric and max_inputs > 1:
+        raise StateError(
+            f"max_input_buffers is {max_inputs}, but the reduce-scatter works in symmetric memory, which is "
+            "scarce: keep max_input_buffers=1, or the default reduce-scatter"
+        )
+
+
+def separate_group(bucket: Bucket, group: ProcessGroup) -> ProcessGroup:
+    """A process group of the ranks of ``group`` for the reduce-scatters alone; made once for a mesh."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return kept_with(
+        bucket.axes.mesh,
+        ("reduce_scatter", ranks),
+        # Only the group's own ranks meet: other slices of the mesh make theirs by themselves.
+        lambda: dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc="parallel3d_reduce_scatter"
+        ),
+    )

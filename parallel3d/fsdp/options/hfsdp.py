@@ -25,10 +25,10 @@ from parallel3d._torch.kernels import foreach_copy_
 from parallel3d._util.storage import allocate
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.reduction import SUMS, Lane, Reduction, Stage
 from parallel3d.fsdp.gradients import GradientSlots, HeldSum
 from parallel3d.fsdp.options.gather_extension import is_extended
 from parallel3d.fsdp.placement import ParamAxes
+from parallel3d.fsdp.reduction import SUMS, Lane, Reduction, Stage
 from parallel3d.fsdp.spmd import Wish
 
 if TYPE_CHECKING:

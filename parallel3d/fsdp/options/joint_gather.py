@@ -26,6 +26,7 @@ class JointGather:
     """Buckets that compute in one dtype and are sharded over one group.
 
     Attributes:
+        unit: name of the unit, for the record.
         gathering: the all-gather under way; see ``Bucket``.
     """
 
@@ -35,13 +36,9 @@ class JointGather:
         self.buckets = list(buckets)
         self.shard_group: ProcessGroup | None = buckets[0].shard_group
         self.packed = sum(bucket.packed for bucket in buckets)
+        self.unit = buckets[0].unit
         self.gathering: Any = None
         self._output: torch.Tensor | None = None
-
-    @property
-    def unit(self) -> str:
-        """Name of the unit, for the record."""
-        return self.buckets[0].unit
 
     def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
         """Issues the all-gather; returns what to wait for."""

@@ -37,7 +37,7 @@ from parallel3d.fsdp.group import GroupState, ParamGroup
 from parallel3d.fsdp.options.gate import Arrivals, Gate, Gradients, open_gates
 from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.fsdp.param import OwnSetattr
-from parallel3d.fsdp.reduction import ReduceJob, divisor_before_sum
+from parallel3d.fsdp.reduction import SUMS, AllReduce, Reduction, divisor_before_sum, stages_of
 from parallel3d.fsdp.versions import WeightsStamp
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ _OF_UNIT = attrgetter(
 _CONTEXT = attrgetter("context")
 _OF_GROUP = attrgetter("state", "kept", "gated", "buffers")
 _OF_BUCKET = attrgetter(
-    "gate", "policy", "comm_hook", "all_reduce_hook", "reduce_unused", "divide_factor", "grads"
+    "gate", "policy", "reducer", "on_result", "reduce_unused", "divide_factor", "grads"
 )
 _OF_GRADS = attrgetter("whole", "partial")
 _IS_TRAINABLE = attrgetter("requires_grad")
@@ -246,19 +246,20 @@ class JointReduce:
         launched: whether this backward's reduction is under way.
     """
 
-    shard_group = scatter_group = second_group = tp_group = None
-    scatter_comm = comm_hook = all_reduce_hook = guard = None
-    offloaded = False
+    scatter_group = tp_group = on_reduced = None
+    reducer = SUMS
+    pin = False
+    partial_start = 0
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         first = buckets[0]
         self.buckets = list(buckets)
         self.unit = first.unit
-        self.replicate_groups = first.replicate_groups
+        self.over_replicate = [AllReduce(group) for group in first.replicate_groups]
         self.divisor = first.divisor
         self.dtype, self.grad_dtype, self.home = first.dtype, first.grad_dtype, first.home
         sizes = [bucket.numel for bucket in buckets]
-        self.sizes = sizes
+        self.sizes = self.slot_sizes = sizes
         self.numel = sum(sizes)
         counts = [len(bucket.params) for bucket in buckets]
         self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
@@ -424,7 +425,7 @@ class JointReduce:
             assert self.comm is not None
             self.comm.drain(self)  # type: ignore[arg-type]
 
-    def start(self, *, all_reduce: bool) -> ReduceJob:
+    def start(self, *, all_reduce: bool) -> Reduction:
         """Hands over what has arrived: from the first bucket that has gradients to the last."""
         flat = self.arrived
         assert flat is not None and all_reduce
@@ -436,9 +437,11 @@ class JointReduce:
             scale = 1.0
         elif before != 1:
             flat.div_(before)
-            if self.replicate_groups:  # see ``GradientSlots``
+            if self.over_replicate:  # see ``GradientSlots``
                 scale, rest = rest, scale
-        return ReduceJob(self, [flat], [], scale, all_reduce, None, (), rest)  # type: ignore[arg-type]
+        job = Reduction(self, [flat], [], scale, rest=rest)  # type: ignore[arg-type]
+        job.stages = stages_of(job, self.over_replicate, (), ())
+        return job
 
     def _span(self, flat: torch.Tensor) -> torch.Tensor:
         there = [place for place, used in enumerate(self.used) if used is not None]
@@ -449,7 +452,7 @@ class JointReduce:
         start = sum(self.sizes[: there[0]])
         return flat[start : sum(self.sizes[: there[-1] + 1])]
 
-    def finish(self, job: ReduceJob) -> None:
+    def finish(self, job: Reduction) -> None:
         """Puts the result into ``.grad``, adding to what is there."""
         job.take()
         flat, parts = self.arrived, self._parts
@@ -532,8 +535,8 @@ def is_resident(unit: Unit) -> bool:
 def _is_plain(bucket: Bucket) -> bool:
     return (
         (bucket.gate is not None or _can_have_gate(bucket))
-        and bucket.comm_hook is None
-        and bucket.all_reduce_hook is None
+        and not bucket.reducer.averages
+        and not bucket.on_result
         and not bucket.reduce_unused
         and bucket.grads.whole is None
         and bucket.grads.partial is None
@@ -551,7 +554,6 @@ def _can_have_gate(bucket: Bucket) -> bool:
         type(bucket) is Bucket
         and not bucket.has_own_unsharded
         and bucket.shard_group is None
-        and bucket.second_group is None
         and bucket.tp_group is None
         and len(dtypes | {bucket.sum_dtype}) == 1
         and not bucket.policy.keep_low_precision_grads
