@@ -3,12 +3,12 @@
 import gc
 from collections.abc import Generator, Iterator
 
-import hosts
 import pytest
 import torch
-from engines import ENGINES, Engine, OnRanks, check_fault
-from forked import python_at
-from parity_table import MARKED, gather
+from _support import hosts
+from _support.engines import ENGINES, Engine, OnRanks, check_fault
+from _support.forked import python_at
+from _support.parity_table import MARKED, gather
 from torch import distributed as dist
 
 from parallel3d.testing import GlooPool

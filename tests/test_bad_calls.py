@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import Case, With, X, check, given, one_rank
-from models import LM_PLAN, Lm, lm_loss, tokens
-from snapshot import Snapshot
+from _support.bad_input import Case, With, X, check, given, one_rank
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.snapshot import Snapshot
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DATA, Call, Case, With, X, check, given
-from models import LM_PLAN, Lm
+from _support.bad_input import DATA, Call, Case, With, X, check, given
+from _support.models import LM_PLAN, Lm
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh

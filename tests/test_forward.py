@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import LM_PLAN, Block, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from engines import Engine
+from _support.engines import Engine
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from llama import Llama, LlamaConfig
-from models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import MeshLayout, Parallel3dError, build_mesh, materialize, parallelize

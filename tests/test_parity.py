@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity

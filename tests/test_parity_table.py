@@ -1,9 +1,9 @@
 """docs/parity.md is what the tests' marks give."""
 
 import pytest
-from engines import check_fault
-from parity_items import CITED, KINDS
-from parity_table import MARKED, PAGE, ROOT, MarkedTest, collect, missing_items, tables
+from _support.engines import check_fault
+from _support.parity_items import CITED, KINDS
+from _support.parity_table import MARKED, PAGE, ROOT, MarkedTest, collect, missing_items, tables
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def tests(request: pytest.FixtureRequest) -> dict[str, MarkedTest]:
 
 
 def test_page_is_up_to_date(tests: dict[str, MarkedTest]) -> None:
-    assert PAGE.read_text() == tables(tests), "run python tests/parity_table.py"
+    assert PAGE.read_text() == tables(tests), "run python tests/_support/parity_table.py"
 
 
 def test_every_required_item_has_a_test(tests: dict[str, MarkedTest]) -> None:

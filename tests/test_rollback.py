@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import DATA, TWO_BY_TWO, one_rank
-from models import LM_PLAN, Lm, lm_loss, tokens
-from snapshot import Snapshot
+from _support.bad_input import DATA, TWO_BY_TWO, one_rank
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.snapshot import Snapshot
 from torch import nn
 from torch.nn import functional as F
 

@@ -2,7 +2,7 @@
 
     python docs/pictures/streams.py [FOLDER]
 
-The engine runs on streams and events that take notes, those of ``tests/fsdp/noted_streams.py``. Each box is
+The engine runs on streams and events that take notes, ``tests/_support/fsdp/noted_streams.py``. Each box is
 something that was put on a stream; it stands to the right of all that its stream had waited for by then. An
 arrow is such a wait.
 """
@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1]
-sys.path[:0] = [str(DOCS.parent / folder) for folder in ("tests/fsdp", "tests", "benchmarks")]
+sys.path[:0] = [str(DOCS.parent / folder) for folder in ("tests", "benchmarks")]
 
 import pytest
-from models import Block, Lm, lm_loss, tokens
-from noted_streams import Device, note
+from _support.fsdp.noted_streams import Device, note
+from _support.models import Block, Lm, lm_loss, tokens
 from svg import Drawing
 
 import parallel3d as p3d

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from bounded import refused
-from handmade_dcp import Folder, flat, make, small
+from _support.checkpoint.bounded import refused
+from _support.checkpoint.handmade_dcp import Folder, flat, make, small
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import Net, net, same, train, values
+from _support.checkpoint.small_models import Net, net, same, train, values
 from torch import nn
 from torch import optim as O
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import one_rank
-from hostile_checkpoints import signed
-from small_models import net, same, train, values
+from _support.bad_input import one_rank
+from _support.checkpoint.hostile_checkpoints import signed
+from _support.checkpoint.small_models import net, same, train, values
 from torch import nn
 
 import parallel3d as p3d

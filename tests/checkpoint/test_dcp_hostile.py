@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from handmade_dcp import Calls, Folder, flat, make, small
-from hostile_dcp_cases import DISK, FLIPS, LR, TABLES
-from hostile_pickles import PICKLES, RUN, forget_extension, touch
+from _support.checkpoint.handmade_dcp import Calls, Folder, flat, make, small
+from _support.checkpoint.hostile_dcp_cases import DISK, FLIPS, LR, TABLES
+from _support.checkpoint.hostile_pickles import PICKLES, RUN, forget_extension, touch
 
 from parallel3d.checkpoint import load_dcp
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -163,7 +163,7 @@ def test_trusted_is_said_by_the_caller_alone(tmp_path: Path) -> None:
 
 
 def refused_on_ranks(path: str, sentinel: str) -> str:
-    from dcp_models import (
+    from _support.checkpoint.dcp_models import (
         adamw,
         check_equal,
         everything,
@@ -186,7 +186,7 @@ def refused_on_ranks(path: str, sentinel: str) -> str:
 
 
 def on_disk_of_a_model(path: Path, name: str, sentinel: Path) -> None:
-    from dcp_models import adamw, plain, step
+    from _support.checkpoint.dcp_models import adamw, plain, step
 
     model = plain(1)
     optimizer = adamw(model)

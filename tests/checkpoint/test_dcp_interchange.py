@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_models import adamw, check_equal, everything, loss_of, ours, plain, step, theirs
+from _support.checkpoint.dcp_models import (
+    adamw,
+    check_equal,
+    everything,
+    loss_of,
+    ours,
+    plain,
+    step,
+    theirs,
+)
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (

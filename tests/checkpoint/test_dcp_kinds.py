@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_models import adamw, check_equal, everything
-from handmade_dcp import flat, make, small
-from kinds import MODELS, advance, on_mesh
+from _support.checkpoint.dcp_models import adamw, check_equal, everything
+from _support.checkpoint.handmade_dcp import flat, make, small
+from _support.checkpoint.kinds import MODELS, advance, on_mesh
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from _support.hf.tiny import families, tiny_model
 from safetensors.torch import load_file
-from tiny import families, tiny_model
 
 from parallel3d.checkpoint import load_hf, save_hf
 

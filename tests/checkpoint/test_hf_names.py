@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf_cases import contents, on_meta, plain
+from _support.checkpoint.hf_cases import contents, on_meta, plain
 from llama import Llama, LlamaConfig
 from safetensors.torch import load_file, save_file
 from torch import nn

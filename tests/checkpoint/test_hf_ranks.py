@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_cases import check_equal, contents, distribute, load_counted, plain
-from packed_models import even_lm, packed_plan, uneven_lm
+from _support.checkpoint.hf_cases import check_equal, contents, distribute, load_counted, plain
+from _support.packed_models import even_lm, packed_plan, uneven_lm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard

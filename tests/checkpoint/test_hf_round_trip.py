@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf_cases import CONFIGS, cases_there_and_back, plain
+from _support.checkpoint.hf_cases import CONFIGS, cases_there_and_back, plain
 from safetensors import safe_open
 
 from parallel3d.testing import GlooPool

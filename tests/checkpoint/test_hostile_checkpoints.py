@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hostile_cases import CASES, FILES, HARMLESS
-from hostile_checkpoints import DATA
+from _support.checkpoint.hostile_cases import CASES, FILES, HARMLESS
+from _support.checkpoint.hostile_checkpoints import DATA
 from torch import nn
 
 import parallel3d as p3d

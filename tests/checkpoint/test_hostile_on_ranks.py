@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile_checkpoints import cut, entry, instead, link, remove, signed, value, write_signed
+from _support.checkpoint.hostile_checkpoints import (
+    cut,
+    entry,
+    instead,
+    link,
+    remove,
+    signed,
+    value,
+    write_signed,
+)
 from torch import distributed as dist
 from torch import nn
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from bounded import refused
-from handmade_dcp import flat, make, small
+from _support.checkpoint.bounded import refused
+from _support.checkpoint.handmade_dcp import flat, make, small
 from torch import nn
 
 from parallel3d.checkpoint import load_dcp, load_torch
@@ -378,8 +378,8 @@ def test_a_hook_that_raises(tmp_path: Path) -> None:
 
 def on_ranks(path: str) -> list[str]:
     """The errors, of a file, a folder, and of one rank's hook."""
-    from dcp_models import adamw, check_equal, ours, step
-    from dcp_models import everything as tensors
+    from _support.checkpoint.dcp_models import adamw, check_equal, ours, step
+    from _support.checkpoint.dcp_models import everything as tensors
     from torch import distributed as dist
 
     from parallel3d import MeshLayout
@@ -409,7 +409,7 @@ def on_ranks(path: str) -> list[str]:
 
 
 def test_on_ranks(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    from dcp_models import adamw, plain, step
+    from _support.checkpoint.dcp_models import adamw, plain, step
 
     model = plain(1)
     optimizer = adamw(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from _support.launch import launch
 from torch import distributed as dist
 from torch import nn
 

@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import pytest
-from reshard_models import adamw, build, fill, same_parts, same_whole, train, truth
+from _support.checkpoint.reshard_models import (
+    adamw,
+    build,
+    fill,
+    same_parts,
+    same_whole,
+    train,
+    truth,
+)
 
 import parallel3d as p3d
 from parallel3d.testing import GlooPool

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_models import adamw, check_equal, everything, loss_of, whole
-from kinds import MODELS, advance, on_mesh
+from _support.checkpoint.dcp_models import adamw, check_equal, everything, loss_of, whole
+from _support.checkpoint.kinds import MODELS, advance, on_mesh
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

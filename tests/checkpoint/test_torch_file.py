@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from dcp_models import adamw, check_equal, everything, ours, plain, step
-from handmade_dcp import Calls, flat, small
-from hostile_pickles import touch
+from _support.checkpoint.dcp_models import adamw, check_equal, everything, ours, plain, step
+from _support.checkpoint.handmade_dcp import Calls, flat, small
+from _support.checkpoint.hostile_pickles import touch
 from torch import distributed as dist
 from torch import nn
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import PAGES, ROOT, Command, commands
+from _support.docs.doc_pages import PAGES, ROOT, Command, commands
 
 from parallel3d.tools.cli import main
 
@@ -21,7 +21,7 @@ ELSEWHERE = {
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "
     "-m parallel3d doctor --replicate 4 --shard 1 --tp 8 "
-    "--checkpoint /shared/run": "tests/doctor/test_on_hosts.py: doctor",
+    "--checkpoint /shared/run": "tests/tools/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
     "parallel3d verify --replicate 2 --shard 2 --tp 2 package.module:build_model "
@@ -30,12 +30,12 @@ ELSEWHERE = {
 """Command line -> file: what in it runs the like."""
 
 PROGRAMS = {
-    "HEAD=node-1": "tests/launching/test_launch_cli.py: bash",
-    "kubectl": "tests/launching/test_launch_schemas.py: TrainJob",
-    "ray": "tests/launching/test_launch_files.py: ray",
-    "sbatch": "tests/launching/test_launch_slurm.py: sbatch",
-    "sky": "tests/launching/test_launch_files.py: skypilot",
-    "srun": "tests/launching/slurm_cluster.py: srun",
+    "HEAD=node-1": "tests/tools/launch/test_launch_cli.py: bash",
+    "kubectl": "tests/tools/launch/test_launch_schemas.py: TrainJob",
+    "ray": "tests/tools/launch/test_launch_files.py: ray",
+    "sbatch": "tests/tools/launch/test_launch_slurm.py: sbatch",
+    "sky": "tests/tools/launch/test_launch_files.py: skypilot",
+    "srun": "tests/_support/tools/launch/slurm_cluster.py: srun",
 }
 """What starts on machines that a test lacks -> file: what in it runs the like, or reads it."""
 QUICKER = {

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from doc_loops import LOOPS, NOT_RUN, steps_an_optimizer
-from doc_pages import PAGES, SHELLS, Section, blocks, sections
-from doc_runner import execute, run_here
+from _support.docs.doc_loops import LOOPS, NOT_RUN, steps_an_optimizer
+from _support.docs.doc_pages import PAGES, SHELLS, Section, blocks, sections
+from _support.docs.doc_runner import execute, run_here
 
 from parallel3d.testing import GlooPool
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from extended import Aliased, Bf16, Int8, Rounded, Wrapped, extend, mlp, plain_twin
+from _support.extended import Aliased, Bf16, Int8, Rounded, Wrapped, extend, mlp, plain_twin
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

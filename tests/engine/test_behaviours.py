@@ -4,14 +4,23 @@ import functools
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.engine.twins import (
+    Twins,
+    device_mesh,
+    floats,
+    full,
+    mean_square,
+    same,
+    shard_layers,
+    train,
+)
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import Twins, device_mesh, floats, full, mean_square, same, shard_layers, train
 
 from parallel3d.testing import fake_world, record_collectives
 

@@ -4,18 +4,18 @@ import warnings
 
 import pytest
 import torch
-from models import Block, Lm
-from torch import distributed as dist
-from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import Shard
-from twins import (
+from _support.engine.twins import (
     Twins,
     device_mesh,
     floats,
     shard_layers,
     train,
 )
+from _support.models import Block, Lm
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import Shard
 
 from parallel3d.testing import fake_world, record_collectives
 

@@ -6,11 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from models import Block
-from torch import distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
-from twins import (
+from _support.engine.twins import (
     Twins,
     device_mesh,
     floats,
@@ -21,6 +17,10 @@ from twins import (
     shard_layers,
     train,
 )
+from _support.models import Block
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallel3d.testing import fake_world
 

@@ -4,7 +4,17 @@ import copy
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.engine.twins import (
+    Twins,
+    device_mesh,
+    floats,
+    full,
+    mean_square,
+    same,
+    shard_layers,
+    train,
+)
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +26,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from twins import Twins, device_mesh, floats, full, mean_square, same, shard_layers, train
 
 from parallel3d.testing import fake_world
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.engine.twins import Twins, device_mesh, same, shard_layers, train
+from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
-from twins import Twins, device_mesh, same, shard_layers, train
 
 from parallel3d.testing import fake_world, record_collectives
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.engine.twins import device_mesh, floats, full, mean_square, same, shard_layers, train
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from twins import device_mesh, floats, full, mean_square, same, shard_layers, train
 
 from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.testing import fake_world, record_collectives

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.engine.twins import Twins, device_mesh, sample_of, shard_layers
+from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
-from twins import Twins, device_mesh, sample_of, shard_layers
 
 from parallel3d.testing import fake_world
 

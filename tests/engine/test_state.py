@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.engine.twins import Twins, device_mesh, full, same, shard_layers
+from _support.models import Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from twins import Twins, device_mesh, full, same, shard_layers
 
 FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 

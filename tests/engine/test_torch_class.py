@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 import torch
-from models import Block, Lm
+from _support.engine.twins import device_mesh, shard_layers
+from _support.models import Block, Lm
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from twins import device_mesh, shard_layers
 
 from parallel3d import fsdp
 from parallel3d.testing import fake_world

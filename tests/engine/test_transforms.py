@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from engines import Engine
-from models import Block
+from _support.engine.twins import device_mesh, full
+from _support.engines import Engine
+from _support.models import Block
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
-from twins import device_mesh, full
 
 Case = Callable[[nn.Module, torch.Tensor], Iterator[torch.Tensor]]
 DIM = 12

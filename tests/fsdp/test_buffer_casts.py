@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from precision_twins import DIM, Net, rows, wrap
+from _support.fsdp.precision_twins import DIM, Net, rows, wrap
+from _support.fsdp.wrapped import at_rest
 from torch import nn
-from wrapped import at_rest
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.models import Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -20,7 +21,6 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import (
     MeshError,

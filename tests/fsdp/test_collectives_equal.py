@@ -1,8 +1,8 @@
 """What a step communicates equals what torch's fully_shard does, or is less for a stated reason."""
 
 import pytest
-from collective_cases import CASES, IN_REDUCE_DTYPE, NONE, Case
-from collectives_table import PAGE, Results, collect, table
+from _support.collectives_table import PAGE, Results, collect, table
+from _support.fsdp.collective_cases import CASES, IN_REDUCE_DTYPE, NONE, Case
 
 from parallel3d._torch.autograd import follows_grad_dtype
 
@@ -39,4 +39,4 @@ def test_page_is_up_to_date(results) -> None:
     other = [line for line, found in zip(page, now, strict=True) if line != found]
     if follows_grad_dtype:  # the page is of torch 2.13; 2.15 has mended this
         other = [line for line in other if IN_REDUCE_DTYPE not in line]
-    assert not other, "run python tests/collectives_table.py"
+    assert not other, "run python tests/_support/collectives_table.py"

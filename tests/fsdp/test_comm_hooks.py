@@ -5,13 +5,13 @@ import functools
 
 import pytest
 import torch
-from beside_plain import Net, Trial
-from models import LM_PLAN, Lm, lm_loss, tokens
-from noted_streams import Device, find, happens_before, note
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp, parallelize
 from parallel3d._torch.groups import reduce_scatter_single

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from beside_plain import Net, Trial
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.wrapped import shard_blocks
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError

@@ -4,11 +4,11 @@ import pickle
 
 import pytest
 import torch
-from beside_plain import Net, Trial
-from counted_collectives import Gather, Memory, Scatter
-from each_unit import buckets, on_every_unit
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.counted_collectives import Gather, Memory, Scatter
+from _support.fsdp.each_unit import buckets, on_every_unit
+from _support.fsdp.wrapped import shard_blocks
 from torch import distributed as dist
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import LM_PLAN, Block, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Block, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
-from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import (
     MeshLayout,

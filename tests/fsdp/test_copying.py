@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._torch.simulated import inner_tensors

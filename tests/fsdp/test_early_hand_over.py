@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
-from noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout, build_mesh, fully_shard, optim

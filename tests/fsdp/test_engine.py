@@ -6,10 +6,10 @@ import gc
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
-from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard

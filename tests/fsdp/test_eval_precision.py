@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from extended import Bf16, extend
-from precision_twins import DIM, Net, rows, wrap
+from _support.extended import Bf16, extend
+from _support.fsdp.precision_twins import DIM, Net, rows, wrap
+from _support.fsdp.wrapped import at_rest, held_bytes
 from torch import nn
-from wrapped import at_rest, held_bytes
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, StateError, build_mesh, parallelize
 from parallel3d.fsdp.members import the_unit

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from breakages import BACKWARD, FORWARD, Boom, Net, Place, loss_of
-from models import lm_loss, tokens
+from _support.fsdp.breakages import BACKWARD, FORWARD, Boom, Net, Place, loss_of
+from _support.fsdp.wrapped import at_rest, shard_blocks
+from _support.models import lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
-from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, StateError, build_mesh
 from parallel3d._torch.dtensor import get_local_tensor

@@ -4,11 +4,11 @@ import weakref
 
 import pytest
 import torch
-from extended import Aliased, Bf16, Int8, Wrapped, extend, mlp, plain_twin
-from lifetimes import collector_off
+from _support.extended import Aliased, Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from _support.fsdp.lifetimes import collector_off
+from _support.fsdp.wrapped import at_rest
 from torch import nn
 from torch.distributed.tensor import DTensor
-from wrapped import at_rest
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
 from parallel3d.errors import MeshError, Parallel3dError

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from extended import Bf16, Int8, Wrapped, extend, mlp, plain_twin
-from noted_streams import Device, find, happens_before, note
+from _support.extended import Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.wrapped import at_rest, held_bytes
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from wrapped import at_rest, held_bytes
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.groups import all_gather_single

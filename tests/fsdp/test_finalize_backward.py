@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
-from beside_plain import Trial
+from _support.fsdp.beside_plain import Trial
+from _support.fsdp.wrapped import at_rest, shard_blocks
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, build_mesh
 from parallel3d.errors import StateError

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lifetimes import References, collector_off, references
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.fsdp.lifetimes import References, collector_off, references
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp, parallelize
 from parallel3d.fsdp import BackwardPrefetch, CommHookState, bf16_compress_hook

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.models import Lm, lm_loss, tokens
 from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh

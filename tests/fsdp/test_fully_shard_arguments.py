@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import torch
-from models import Block, Lm
+from _support.models import Block, Lm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Lm, lm_loss, tokens
 from torch import nn
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d._torch.dtensor import get_local_tensor

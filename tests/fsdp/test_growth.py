@@ -5,9 +5,9 @@ import gc
 
 import pytest
 import torch
-from lifetimes import NewStorages, collector_off
+from _support.fsdp.lifetimes import NewStorages, collector_off
+from _support.fsdp.wrapped import at_rest, shard_blocks
 from torch import nn
-from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.optim import accumulate

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from beside_plain import Net, Trial
-from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
-from noted_streams import Device, find, happens_before, note
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.wrapped import held_bytes
+from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from test_accumulation import Run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import Partial, Replicate, Shard
-from wrapped import held_bytes
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from beside_plain import Trial
-from breakages import Boom, explode
+from _support.fsdp.beside_plain import Trial
+from _support.fsdp.breakages import Boom, explode
 from torch import nn
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, optim

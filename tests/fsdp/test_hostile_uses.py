@@ -5,10 +5,10 @@ import gc
 
 import pytest
 import torch
-from models import Block, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build
+from _support.models import Block, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
-from wrapped import at_rest, build
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from beside_plain import Net, Trial
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.wrapped import shard_blocks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from beside_plain import Layer, Trial
-from models import LM_PLAN, Lm, lm_loss, tokens
-from peak_bytes import deep_model
+from _support.fsdp.beside_plain import Layer, Trial
+from _support.fsdp.peak_bytes import deep_model
+from _support.fsdp.wrapped import at_rest
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wrapped import at_rest
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d._torch.autograd import TorchDispatchMode

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import Block
-from wrapped import at_rest, held_bytes
+from _support.fsdp.wrapped import at_rest, held_bytes
+from _support.models import Block
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard

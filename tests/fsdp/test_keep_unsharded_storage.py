@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from beside_plain import Trial, loss
-from each_unit import buckets
+from _support.fsdp.beside_plain import Trial, loss
+from _support.fsdp.each_unit import buckets
+from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
 from torch import nn
-from wrapped import at_rest, held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp
 from parallel3d.errors import StateError

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from lifetimes import collector_off, references
-from precision_twins import DIM, Net, rows, wrap
+from _support.fsdp.lifetimes import collector_off, references
+from _support.fsdp.precision_twins import DIM, Net, rows, wrap
+from _support.fsdp.wrapped import held_bytes
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from wrapped import held_bytes
 
 from parallel3d import (
     AgreementError,

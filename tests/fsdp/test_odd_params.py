@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d.fsdp import fully_shard

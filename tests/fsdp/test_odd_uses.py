@@ -5,10 +5,10 @@ import functools
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
+from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.nn import functional as F
-from wrapped import at_rest, held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d._torch.dtensor import get_local_tensor

@@ -6,11 +6,11 @@ engine then copies to and fro as it would.
 
 import pytest
 import torch
-from beside_plain import Net, Trial
-from models import Lm, lm_loss, tokens
-from noted_streams import Device, find, happens_before, note
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import bucket as bucket_module

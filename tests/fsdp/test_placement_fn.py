@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from models import Block, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Block, Lm, lm_loss, tokens
 from test_param import Holder, tp_param
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Partial, Replicate, Shard
-from wrapped import shard_blocks
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
 from parallel3d._torch.dtensor import StridedShard

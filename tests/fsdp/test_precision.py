@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from precision_twins import DIM, Net, Twins
+from _support.fsdp.precision_twins import DIM, Net, Twins
 from torch import nn
 
 from parallel3d import MeshLayout

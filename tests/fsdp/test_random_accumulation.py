@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from models import Block
+from _support.models import Block
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize

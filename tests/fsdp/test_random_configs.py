@@ -8,10 +8,10 @@ import warnings
 
 import hypothesis
 import pytest
+from _support.fsdp.random_models import Block, Leaf, RandomModel, Unit
+from _support.fsdp.random_programs import Config, Micro, Step, configs, odd_configs, run, tally
+from _support.sweeps import SETTINGS
 from hypothesis import given, settings
-from random_models import Block, Leaf, RandomModel, Unit
-from random_programs import Config, Micro, Step, configs, odd_configs, run, tally
-from sweeps import SETTINGS
 
 
 def check(config: Config) -> None:

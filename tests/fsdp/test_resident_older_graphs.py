@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lifetimes import collector_off
+from _support.fsdp.lifetimes import collector_off
 from test_resident import Model, batch, check
 from test_resident_hooks import pair
 

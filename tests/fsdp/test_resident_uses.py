@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from lifetimes import collector_off
+from _support.fsdp.lifetimes import collector_off
 from test_resident import WIDTH, batch, check, is_lean, plain, wrapped
 from torch import nn
 

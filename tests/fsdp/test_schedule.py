@@ -5,12 +5,12 @@ import functools
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
-from noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.wrapped import held_bytes, shard_blocks
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
-from wrapped import held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError, StateError

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from beside_plain import Net, Trial
+from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.wrapped import held_bytes
 from torch import nn
 from torch.distributed.tensor import Shard
-from wrapped import held_bytes
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.errors import Parallel3dError

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
-from peak_bytes import PeakBytes, deep_model
+from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.wrapped import at_rest, shard_blocks
+from _support.models import Lm, lm_loss, tokens
+from _support.whole_models import equal_on_ranks, plain_model, sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
-from whole_models import equal_on_ranks, plain_model, sharded
-from wrapped import at_rest, shard_blocks
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import (

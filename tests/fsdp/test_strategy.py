@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp

@@ -1,9 +1,9 @@
 """Who waits for whom on an accelerator, with the options about communication."""
 
 import pytest
-from models import Lm, lm_loss, tokens
-from noted_streams import Device, Event, Stream, find, happens_before, note
-from wrapped import shard_blocks
+from _support.fsdp.noted_streams import Device, Event, Stream, find, happens_before, note
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
-from noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.models import Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import bucket, collectives, reduction

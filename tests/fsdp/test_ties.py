@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from models import Block
+from _support.fsdp.wrapped import at_rest
+from _support.models import Block
 from torch import nn
 from torch.distributed.tensor import DTensor
-from wrapped import at_rest
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from extended import Bf16, extend, mlp
-from models import Lm, lm_loss, tokens
+from _support.extended import Bf16, extend, mlp
+from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed import init_device_mesh

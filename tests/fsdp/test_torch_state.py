@@ -6,14 +6,14 @@ import weakref
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable import replicate
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-from wrapped import at_rest, build, shard_blocks
 
 from parallel3d import MeshLayout, StateError, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard

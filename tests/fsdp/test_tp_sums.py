@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -14,7 +15,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import Block, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, build, held_bytes
+from _support.models import Block, lm_loss, tokens
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
-from wrapped import at_rest, build, held_bytes
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError

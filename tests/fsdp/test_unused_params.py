@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from each_unit import buckets
+from _support.fsdp.each_unit import buckets
+from _support.fsdp.wrapped import shard_blocks
 from torch import distributed as dist
 from torch import nn
-from wrapped import shard_blocks
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import AgreementError

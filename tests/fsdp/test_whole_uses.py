@@ -3,15 +3,15 @@
 import copy
 
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.whole_models import equal_on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from whole_models import equal_on_ranks
-from wrapped import at_rest, held_bytes, shard_blocks
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import (

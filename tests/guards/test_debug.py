@@ -4,10 +4,10 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-import jobs
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.guards import jobs
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 
 import parallel3d as p3d
@@ -103,7 +103,7 @@ def test_diagnosis_from_the_store(gloo_pool) -> None:
 
 @pytest.mark.xdist_group("gloo")
 def test_diagnosis_from_files_after_a_kill(tmp_path: Path) -> None:
-    from launch import launch
+    from _support.launch import launch
 
     found = launch(jobs.ending, jobs.killed_in_debug, str(tmp_path), ranks=4, timeout=60, dying=[2])
     for rank, (ending, _) in enumerate(found):

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from launch import launch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.launch import launch
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 
 import parallel3d as p3d

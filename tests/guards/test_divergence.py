@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import jobs
 import pytest
-from cases import CASES, WATCH, Case, table
-from launch import launch
+from _support.guards import jobs
+from _support.guards.cases import CASES, WATCH, Case, table
+from _support.launch import launch
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 

@@ -1,7 +1,7 @@
 """Every causal-LM family of transformers with a tensor-parallel plan: ``tp_plan="auto"`` computes what the
 plain model does. A sample in the ordinary run; ``-m full`` runs all, on all meshes, with both variants.
 
-``python tests/hf/families_table.py`` makes the same runs and writes ``docs/families.md``.
+``python tests/_support/hf/families_table.py`` makes the same runs and writes ``docs/families.md``.
 """
 
 import re
@@ -34,7 +34,7 @@ SAMPLE_ON_FOUR = [
 
 def run(gloo_pool, cases, plan="auto", timeout=300.0):
     """The cases' outcomes; all on meshes of one size."""
-    from side_by_side_hf import compare_cases, merged
+    from _support.hf.side_by_side_hf import compare_cases, merged
 
     (size,) = {prod(sizes) for _, _, sizes in cases}
     return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
@@ -54,7 +54,7 @@ def test_a_family_of_each_kind(gloo_pool) -> None:
 
 def compare_untried(cases, plan):
     """The cases' outcomes, where ``parallelize`` believes what the plan says."""
-    from side_by_side_hf import compare_cases
+    from _support.hf.side_by_side_hf import compare_cases
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "check_groups", lambda *_: [])
@@ -70,8 +70,8 @@ def compare_untried(cases, plan):
 )
 def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> None:
     """One rule of a right plan is spoilt: it is refused; and untried the comparison finds it."""
-    from side_by_side_hf import merged
-    from tiny import tiny_model
+    from _support.hf.side_by_side_hf import merged
+    from _support.hf.tiny import tiny_model
 
     from parallel3d.tp import auto_plan
 
@@ -89,7 +89,7 @@ def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> N
 
 def test_the_page_says_what_the_tests_find() -> None:
     """``docs/families.md`` has the families of ``refused.txt`` as refused, and all others as equal."""
-    from side_by_side_hf import CASES, refused_families
+    from _support.hf.side_by_side_hf import CASES, refused_families
 
     page = (Path(__file__).resolve().parents[2] / "docs" / "families.md").read_text()
     rows = [
@@ -111,8 +111,8 @@ UNUSED = re.compile(r"indexer|expert_bias|e_score_correction_bias|embed_tokens_e
 
 def check_all_trains(name: str) -> None:
     """The tiny plain model puts every parameter to use, so that the comparison says something."""
-    from side_by_side_hf import plain_step
-    from tiny import VARIANTS, tiny_model
+    from _support.hf.side_by_side_hf import plain_step
+    from _support.hf.tiny import VARIANTS, tiny_model
 
     for variant in VARIANTS:
         model = tiny_model(name, variant)
@@ -126,8 +126,8 @@ def check_all_trains(name: str) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family(gloo_pool, part: int) -> None:
     """Equal in both variants and on all meshes, or refused and in ``refused.txt``."""
-    from side_by_side_hf import CASES, refused_families
-    from tiny import families
+    from _support.hf.side_by_side_hf import CASES, refused_families
+    from _support.hf.tiny import families
 
     refused = refused_families()
     assert refused.keys() <= set(families())

@@ -16,7 +16,7 @@ NO_SPLIT_HEAD = {
 
 def compare(cases, mode):
     """Runs on every rank."""
-    import side_by_side_hf
+    from _support.hf import side_by_side_hf
 
     plain = side_by_side_hf.parallelize
     side_by_side_hf.parallelize = functools.partial(plain, loss_parallel=mode)
@@ -27,7 +27,7 @@ def compare(cases, mode):
 
 
 def check(gloo_pool, names, mode) -> None:
-    from side_by_side_hf import merged, refused_families
+    from _support.hf.side_by_side_hf import merged, refused_families
 
     cases = [(name, "odd", (1, 1, 2)) for name in names if name not in refused_families()]
     outcomes = merged(gloo_pool.run(compare, cases, mode, world_size=2, timeout=900.0))
@@ -47,6 +47,6 @@ def test_logits_that_are_scaled_and_capped(gloo_pool) -> None:
 @pytest.mark.parametrize("mode", [True, "chunked"])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_family(gloo_pool, part, mode) -> None:
-    from tiny import families
+    from _support.hf.tiny import families
 
     check(gloo_pool, families()[part::PARTS], mode)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import torch
-from all_double import AllDouble
+from _support.hf.all_double import AllDouble
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from parallel3d import MeshLayout

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from derive_models import Vit
-from test_tp_vit import FAMILIES, _check
+from _support.tp.derive_models import Vit
+from _support.tp.hf_families import FAMILIES, check_family
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
@@ -52,4 +52,4 @@ def test_torch_encoder_with_three_heads_on_two_ranks(gloo_pool) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 3), (2, 1, 2)])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_hugging_face_models(gloo_pool, name: str, sizes: tuple[int, int, int]) -> None:
-    gloo_pool.run(_check, name, sizes, world_size=sizes[0] * sizes[1] * sizes[2])
+    gloo_pool.run(check_family, name, sizes, world_size=sizes[0] * sizes[1] * sizes[2])

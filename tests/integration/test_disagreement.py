@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
-from snapshot import Snapshot
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.snapshot import Snapshot
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

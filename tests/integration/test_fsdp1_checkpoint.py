@@ -7,7 +7,7 @@ import copy
 import warnings
 
 import torch
-from models import LM_PLAN, Block, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import Site
+from _support.hosts import Site
 from kill_verify import Record, different_end, different_steps
 
 pytest.importorskip("typer")

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh

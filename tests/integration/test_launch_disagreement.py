@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from launch import free_ports, launch
+from _support.launch import free_ports, launch
 from torch import distributed as dist
 
 from parallel3d.errors import AgreementError

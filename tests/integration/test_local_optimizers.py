@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn, optim
 from torch.distributed import checkpoint as dcp

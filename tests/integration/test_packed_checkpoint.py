@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_models import PackedLm, even_lm, packed_plan, packed_tokens, uneven_lm
+from _support.packed_models import PackedLm, even_lm, packed_plan, packed_tokens, uneven_lm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -131,7 +131,7 @@ def load(kind: str, sizes: tuple[int, int, int], path: str, want: Whole) -> None
 
 
 full = pytest.mark.full
-# Shard 1, 2 and 4; 6 heads on tp 4 with shard 4 are in tests/packed/test_packed_boxes.py.
+# Shard 1, 2 and 4; 6 heads on tp 4 with shard 4 are in tests/layout/test_packed_boxes.py.
 ROUND_TRIPS = [
     pytest.param("even", (1, 4, 2), (1, 1, 4), marks=full),
     ("uneven", (1, 2, 4), (1, 1, 4)),

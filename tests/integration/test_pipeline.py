@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from engines import Engine
+from _support.engines import Engine
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh

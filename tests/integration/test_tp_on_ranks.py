@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import lm_loss, tokens
+from _support.models import lm_loss, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from _support.tp.tp_dropping import SEQUENCE, TENSOR, Attention, Dropping
 from torch import Tensor, nn
 from torch import distributed as dist
-from tp_dropping import SEQUENCE, TENSOR, Attention, Dropping
 
 from parallel3d import AgreementError, MeshLayout, build_mesh, parallelize
 from parallel3d.tp import Colwise, Rowwise

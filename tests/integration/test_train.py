@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import launch
+from _support.launch import launch
 
 from parallel3d.observability import read_json_lines
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from extended import Bf16, extend, mlp
-from models import lm_loss, tokens
+from _support.extended import Bf16, extend, mlp
+from _support.models import lm_loss, tokens
+from _support.whole_models import plain_model, sharded
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from whole_models import plain_model, sharded
 
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh
 from parallel3d.fsdp import (

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
-from side_by_side import side_by_side
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.side_by_side import side_by_side
 from torch import nn
 from torch.distributed.tensor import DTensor
 

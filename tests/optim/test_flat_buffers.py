@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 import torch
-from local_sides import Sides, everything
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.optim.local_sides import Sides, everything
 from torch import nn, optim
 
 from parallel3d import MeshLayout, build_mesh, parallelize

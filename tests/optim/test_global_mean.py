@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from models import Lm, tokens
-from side_by_side import side_by_side
+from _support.models import Lm, tokens
+from _support.side_by_side import side_by_side
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
-from side_by_side import Sides, side_by_side
+from _support.models import Lm, lm_loss, tokens
+from _support.side_by_side import Sides, side_by_side
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh

@@ -4,7 +4,7 @@ import copy
 import functools
 
 import pytest
-from local_sides import Counting, Sides, everything
+from _support.optim.local_sides import Counting, Sides, everything
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
+from _support.models import Lm, lm_loss, tokens
 from torch import nn, optim
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize

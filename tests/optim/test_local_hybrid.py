@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from local_sides import Sides, everything
+from _support.optim.local_sides import Sides, everything
 from test_matrix import Normed
 from torch import optim
 

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from local_sides import Counting
-from models import Lm, lm_loss, tokens
+from _support.models import Lm, lm_loss, tokens
+from _support.optim.local_sides import Counting
 from torch import nn, optim
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook

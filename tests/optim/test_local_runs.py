@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from local_sides import Sides, everything
+from _support.optim.local_sides import Sides, everything
 from torch import nn, optim
 
 from parallel3d import MeshLayout, build_mesh

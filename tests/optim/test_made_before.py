@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn, optim
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize

@@ -5,8 +5,8 @@ import functools
 
 import pytest
 import torch
-from local_sides import Sides, everything, matrices
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.optim.local_sides import Sides, everything, matrices
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

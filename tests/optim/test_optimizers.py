@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from local_sides import Sides, everything
-from optimizers_table import SAID, TORCHS, classes, faults, outcomes
+from _support.optim.local_sides import Sides, everything
+from _support.optim.optimizers_table import SAID, TORCHS, classes, faults, outcomes
 from torch import optim
 
 from parallel3d import MeshLayout, Parallel3dError

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
-from side_by_side import Sides, side_by_side
-from stepped import build, local
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.side_by_side import Sides, side_by_side
+from _support.stepped import build, local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Lm, lm_loss, tokens
-from side_by_side import side_by_side
-from stepped import build, refused
+from _support.models import Lm, lm_loss, tokens
+from _support.side_by_side import side_by_side
+from _support.stepped import build, refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from held_by_engine import Held, local_of
-from state_models import Case, Net, random_case, spec_of
+from _support.planner.held_by_engine import Held, local_of
+from _support.planner.state_models import Case, Net, random_case, spec_of
 
 from parallel3d import build_mesh, optim, parallelize
 from parallel3d.fsdp import bucket

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from held_by_engine import Held
+from _support.planner.held_by_engine import Held
 from llama import Llama, LlamaConfig
 from test_plan_is_legal import spec_of, tp_plan
 

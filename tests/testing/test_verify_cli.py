@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-import verify_cases
+from _support.testing import verify_cases
+from _support.testing.verify_models import ids
+from _support.testing.write_verify_docs import DOCS, run_example, written
 from click.testing import Result
 from typer.testing import CliRunner
-from verify_models import ids
-from write_verify_docs import DOCS, run_example, written
 
 from parallel3d import MeshLayout
 from parallel3d.testing import first_difference
@@ -27,7 +27,8 @@ INPUT = ["--input", "verify_models:ids"]
 
 @pytest.fixture(autouse=True)
 def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = Path(verify_cases.__file__).parent  # whose models the commands name
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
 
 
 def run(*words: str) -> Result:
@@ -48,7 +49,13 @@ def test_docs_show_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_json_of_equal_models() -> None:
     result = run(
-        "--tp", "2", "verify_models:Decoder", *INPUT, "--plan", "verify_models:PLAN", "--json"
+        "--tp",
+        "2",
+        "verify_models:Decoder",
+        *INPUT,
+        "--plan",
+        "verify_models:PLAN",
+        "--json",
     )
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
@@ -60,7 +67,13 @@ def test_json_of_equal_models() -> None:
 def test_json_of_a_difference() -> None:
     """A function of the user's that makes the model parallel, and forgets a bias."""
     result = run(
-        "--tp", "2", "verify_cases:build", *INPUT, "--parallelize", "verify_cases:forgets", "--json"
+        "--tp",
+        "2",
+        "verify_cases:build",
+        *INPUT,
+        "--parallelize",
+        "verify_cases:forgets",
+        "--json",
     )
     assert result.exit_code == 1, result.output
     found = json.loads(result.stdout)["difference"]
@@ -75,16 +88,65 @@ def test_json_of_a_difference() -> None:
         (["verify_cases", *INPUT], "must be package.module:name"),
         (["verify_cases:biuld", *INPUT], "the nearest: build"),
         (["verify_models:PLAN", *INPUT], "is a dict, which can't be called"),
-        (["verify_cases:fails", *INPUT], "building the model raised RuntimeError: no such size"),
+        (
+            ["verify_cases:fails", *INPUT],
+            "building the model raised RuntimeError: no such size",
+        ),
         (["verify_cases:number", *INPUT], "is a int, no nn.Module"),
-        (["verify_cases:build", "--input", "verify_cases:number"], "a tensor, a tuple of tensors"),
-        (["verify_cases:build", *INPUT, "--tp", "0"], "--tp 0: a mesh axis has at least 1 rank"),
-        (["verify_cases:build", *INPUT, "--tp", "2", "--plan", "verify_models:VOCAB"], "a dict of"),
-        (["verify_cases:build", *INPUT, "--tp", "2", "--plan", "verify_cases:WRONG"], "matches no"),
+        (
+            [
+                "verify_cases:build",
+                "--input",
+                "verify_cases:number",
+            ],
+            "a tensor, a tuple of tensors",
+        ),
+        (
+            ["verify_cases:build", *INPUT, "--tp", "0"],
+            "--tp 0: a mesh axis has at least 1 rank",
+        ),
+        (
+            [
+                "verify_cases:build",
+                *INPUT,
+                "--tp",
+                "2",
+                "--plan",
+                "verify_models:VOCAB",
+            ],
+            "a dict of",
+        ),
+        (
+            [
+                "verify_cases:build",
+                *INPUT,
+                "--tp",
+                "2",
+                "--plan",
+                "verify_cases:WRONG",
+            ],
+            "matches no",
+        ),
         (["verify_cases:build", *INPUT, "--tolerance", "2"], "between 0 and 1"),
         (["verify_cases:build", *INPUT, "--steps", "0"], "at least 1"),
-        (["verify_cases:build", *INPUT, "--loss", "verify_cases:vector"], "a scalar tensor"),
-        (["verify_cases:build", *INPUT, "--parallelize", "verify_cases:nothing"], "no nn.Module"),
+        (
+            [
+                "verify_cases:build",
+                *INPUT,
+                "--loss",
+                "verify_cases:vector",
+            ],
+            "a scalar tensor",
+        ),
+        (
+            [
+                "verify_cases:build",
+                *INPUT,
+                "--parallelize",
+                "verify_cases:nothing",
+            ],
+            "no nn.Module",
+        ),
         (
             [
                 "verify_cases:build",
@@ -122,7 +184,7 @@ def test_on_real_ranks(gloo_pool) -> None:
 @pytest.mark.full
 def test_under_torchrun(tmp_path: Path) -> None:
     """Two gloo processes under torchrun; the file is in the current directory."""
-    source = Path(__file__).parent / "verify_cases.py"
+    source = Path(verify_cases.__file__)
     (tmp_path / "mine.py").write_text(source.read_text())
     words = [
         "--tp",
@@ -148,7 +210,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": ":".join([str(source.parent), *sys.path])},
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)["difference"]

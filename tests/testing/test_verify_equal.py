@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from _support.testing.verify_models import PLAN, SEQUENCE, VOCAB, Decoder, by_hand, ids
 from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-from verify_models import PLAN, SEQUENCE, VOCAB, Decoder, by_hand, ids
 
 from parallel3d import MeshLayout
 from parallel3d.testing import verify

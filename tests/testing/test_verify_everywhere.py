@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
-from verify_faults import (
+from _support.testing.verify_faults import (
     BiasOnEveryRank,
     LowPrecision,
     NoReduction,
@@ -14,7 +13,8 @@ from verify_faults import (
     ReducedTwice,
     SummedAgainInBackward,
 )
-from verify_models import PLAN, SEQUENCE, Decoder, by_hand, ids, part
+from _support.testing.verify_models import PLAN, SEQUENCE, Decoder, by_hand, ids, part
+from torch import Tensor, nn
 
 from parallel3d import MeshLayout, parallelize
 from parallel3d.testing import first_difference

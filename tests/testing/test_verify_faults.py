@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from verify_faults import FAULTS, Fault, table
+from _support.testing.verify_faults import FAULTS, Fault, table
 
 from parallel3d import MeshLayout
 from parallel3d.testing import Difference, first_difference

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM
+from _support.tp.tp_world import check_parity, tp_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
-from tp_models import DIM
-from tp_world import check_parity, tp_mesh
 
 from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError, StateError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from _support.tp.tp_world import tp_mesh
 from torch import Tensor, nn
-from tp_world import tp_mesh
 
 from parallel3d.errors import StateError
 from parallel3d.testing import fake_world

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM
+from _support.tp.tp_world import check_parity, tp_mesh
 from torch import Tensor, nn
-from tp_models import DIM
-from tp_world import check_parity, tp_mesh
 
 from parallel3d.errors import PlanError
 from parallel3d.testing.worlds import fake_world

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM
+from _support.tp.tp_world import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tp_models import DIM
-from tp_world import check_parity
 
 from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM, GatedMlp, Mlp
+from _support.tp.tp_world import check_parity, tp_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -11,8 +13,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 from torch.nn import functional as F
-from tp_models import DIM, GatedMlp, Mlp
-from tp_world import check_parity, tp_mesh
 
 from parallel3d.errors import PlanError
 from parallel3d.testing.worlds import fake_world

@@ -5,9 +5,9 @@ A failure prints the case; ``run(Case(...))`` of it is the same without hypothes
 
 import hypothesis
 import pytest
+from _support.sweeps import SETTINGS
+from _support.tp.random_plans import Case, RandomLm, batch_of, cases, loss, plan_of
 from hypothesis import given, settings
-from random_plans import Case, RandomLm, batch_of, cases, loss, plan_of
-from sweeps import SETTINGS
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity

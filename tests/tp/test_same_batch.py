@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 

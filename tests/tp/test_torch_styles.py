@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM, Lm, Mlp
+from _support.tp.tp_world import tp_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -14,8 +16,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from tp_models import DIM, Lm, Mlp
-from tp_world import tp_mesh
 
 from parallel3d._layout.param_layout import ParamLayout, get_param_layout
 from parallel3d.errors import PlanError, StateError

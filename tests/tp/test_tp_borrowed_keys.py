@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from head_models import DIM, SIZE, SPLIT
+from _support.tp.head_models import DIM, SIZE, SPLIT
+from _support.tp.tp_world import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tp_world import check_parity
 
 from parallel3d.tp import resolve_plan
 

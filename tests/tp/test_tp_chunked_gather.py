@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from _support.tp.tp_world import check_parity, tp_mesh
 from test_tp_shared_input import use_local
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tp_world import check_parity, tp_mesh
 
 from parallel3d import PlanError
 from parallel3d.testing import fake_world, record_collectives

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tp_world import chunks, same, tp_mesh
+from _support.tp.tp_world import chunks, same, tp_mesh
 
 from parallel3d.testing.worlds import fake_world, local_world
 from parallel3d.tp import (

@@ -1,8 +1,8 @@
 """Tensor-parallel collectives: never more than torch's on the same plan, fewer where inputs are shared."""
 
 import pytest
-from tp_collective_cases import CASES, Case
-from tp_collectives_table import PAGE, Results, collect, table
+from _support.tp.tp_collective_cases import CASES, Case
+from _support.tp_collectives_table import PAGE, Results, collect, table
 
 
 @pytest.fixture(scope="module")
@@ -31,4 +31,4 @@ def test_fewer_where_inputs_are_shared(case: Case, results: Results) -> None:
 
 
 def test_page_is_up_to_date(results: Results) -> None:
-    assert PAGE.read_text() == table(results), "run python tests/tp_collectives_table.py"
+    assert PAGE.read_text() == table(results), "run python tests/_support/tp_collectives_table.py"

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from derive_models import Block, FusedAttention, Mlp, Vit
+from _support.tp.derive_models import Block, FusedAttention, Mlp, Vit
+from _support.tp.tp_world import check_parity
 from llama import SIZES, Llama
 from torch import nn
-from tp_world import check_parity
 
 from parallel3d.errors import PlanError
 from parallel3d.mesh import MeshLayout

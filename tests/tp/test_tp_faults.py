@@ -5,7 +5,10 @@ import warnings
 
 import pytest
 import torch
-from models import LM_PLAN, Lm, tokens
+from _support.models import LM_PLAN, Lm, tokens
+from _support.tp.tp_models import DIM, Mlp
+from _support.tp.tp_models import Lm as SmallLm
+from _support.tp.tp_world import check_parity, tp_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -15,9 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequenceParallel
 from torch.nn import functional as F
-from tp_models import DIM, Mlp
-from tp_models import Lm as SmallLm
-from tp_world import check_parity, tp_mesh
 
 from parallel3d import AgreementError, MeshLayout, PlanError, build_mesh, parallelize
 from parallel3d.testing import fake_world, local_world, record_collectives

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from head_models import (
+from _support.tp.head_models import (
     DIM,
     GRID,
     KINDS,
@@ -21,8 +21,8 @@ from head_models import (
     Sections,
     Sinks,
 )
+from _support.tp.tp_world import check_parity, real_world, tp_mesh
 from torch import Tensor, nn
-from tp_world import check_parity, real_world, tp_mesh
 
 from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError

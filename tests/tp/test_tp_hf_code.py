@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
+from _support.tp.tp_world import check_parity
 from torch import Tensor, nn
-from tp_world import check_parity
 
 from parallel3d.errors import PlanError
 from parallel3d.testing.worlds import local_world

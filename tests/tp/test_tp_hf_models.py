@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from all_double import AllDouble
+from _support.hf.all_double import AllDouble
+from _support.tp.tp_world import check_parity, tp_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor
-from tp_world import check_parity, tp_mesh
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._torch.dtensor import get_local_tensor

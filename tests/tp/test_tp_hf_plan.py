@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+from _support.tp.tp_world import check_parity, tp_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from tp_world import check_parity, tp_mesh
 
 from parallel3d import build_mesh, parallelize
 from parallel3d.errors import PlanError

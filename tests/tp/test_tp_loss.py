@@ -6,10 +6,10 @@ vocabulary that tp doesn't divide lets the loss diverge; Megatron-Bridge #1331, 
 
 import pytest
 import torch
+from _support.tp.tp_world import chunks, same, tp_mesh
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from tp_world import chunks, same, tp_mesh
 
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.errors import Parallel3dError, StateError

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from _support.tp.tp_world import same, tp_mesh, use_local_tensors
 from torch import nn
-from tp_world import same, tp_mesh, use_local_tensors
 
 from parallel3d.errors import PlanError
 from parallel3d.mesh import MeshLayout

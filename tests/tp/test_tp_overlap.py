@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
+from _support.tp.tp_world import check_parity, tp_mesh
 from test_tp_shared_input import LAYOUTS, Gated, plan, use_local
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tp_world import check_parity, tp_mesh
 
 from parallel3d.testing import fake_world, record_collectives
 from parallel3d.tp import overlap, resolve_plan

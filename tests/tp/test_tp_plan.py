@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
+from _support.tp.tp_world import tp_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from tp_world import tp_mesh
 
 from parallel3d._layout.param_layout import ParamLayout, get_param_layout
 from parallel3d.errors import MeshError, PlanError

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from attention_styles import (
+from _support.tp.attention_styles import (
     DIM,
     REFUSED,
     RIGHT,
@@ -18,9 +18,9 @@ from attention_styles import (
     TwoLayers,
     plan_of,
 )
+from _support.tp.tp_world import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tp_world import check_parity
 
 from parallel3d.errors import PlanError
 from parallel3d.tp import (

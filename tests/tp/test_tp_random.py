@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
+from _support.tp.tp_dropping import SEQUENCE, TENSOR, Dropping, Note
+from _support.tp.tp_world import tp_mesh, use_local_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tp_dropping import SEQUENCE, TENSOR, Dropping, Note
-from tp_world import tp_mesh, use_local_tensors
 
 from parallel3d.errors import StateError
 from parallel3d.testing import fake_world, local_world

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _support.tp.tp_world import check_parity, tp_mesh, use_local_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tp_world import check_parity, tp_mesh, use_local_tensors
 
 from parallel3d.testing import Recorder, fake_world, local_world, record_collectives
 from parallel3d.tp import Colwise, PrepareInput, Rowwise, resolve_plan

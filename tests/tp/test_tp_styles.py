@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM, GatedMlp, Lm, Mlp, Norm
+from _support.tp.tp_world import check_parity, chunks, same, tp_mesh, use_local_tensors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from tp_models import DIM, GatedMlp, Lm, Mlp, Norm
-from tp_world import check_parity, chunks, same, tp_mesh, use_local_tensors
 
 from parallel3d._util.recorder import record_collectives
 from parallel3d.errors import StateError

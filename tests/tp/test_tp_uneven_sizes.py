@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from _support.tp.tp_models import DIM, Mlp
+from _support.tp.tp_world import check_parity, tp_mesh, use_local_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tp_models import DIM, Mlp
-from tp_world import check_parity, tp_mesh, use_local_tensors
 
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import (

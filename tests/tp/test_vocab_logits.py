@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
+from _support.tp.tp_world import chunks, same, tp_mesh
 from torch import Tensor
 from torch.nn import functional as F
-from tp_world import chunks, same, tp_mesh
 
 from parallel3d.errors import StateError
 from parallel3d.testing.worlds import local_world

@@ -1,0 +1,298 @@
+"""Over a hundred DCP folders that must not be loaded: what is done to a whole one, by name."""
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from _support.checkpoint.handmade_dcp import FILES, Calls, Folder, saved
+from _support.checkpoint.hostile_pickles import Sentinel, code, touch
+
+WEIGHT, BIAS = "model.lin.weight", "model.lin.bias"
+MOMENT = "optimizer.state.lin.weight.exp_avg"
+LR = "optimizer.param_groups.0.lr"
+
+InFolder = Callable[[Folder, Sentinel], None]
+OnDisk = Callable[[Path, Sentinel], None]
+
+
+# -- a table of contents that isn't right ---------------------------------------------------------------
+
+
+def _planner(f: Folder, s: Sentinel) -> None:
+    f.metadata.planner_data["x"] = Calls(os.system, touch(s))
+
+
+def _storage_info(f: Folder, s: Sentinel) -> None:
+    f.metadata.storage_data[f.index(WEIGHT)] = Calls(os.system, touch(s))
+
+
+def _key(f: Folder, s: Sentinel) -> None:
+    f.metadata.storage_meta.checkpoint_id = Calls(eval, code(s))  # type: ignore[union-attr]
+
+
+def place(name: str = WEIGHT, **changes: Any) -> InFolder:
+    def change(f: Folder, s: Sentinel) -> None:
+        for key, value in changes.items():
+            now = getattr(f.place(name), key)
+            setattr(f.place(name), key, value(now) if callable(value) else value)
+
+    return change
+
+
+def blob(make: Callable[[Sentinel], Any], name: str = LR) -> InFolder:
+    """Puts another record in place of a value's."""
+
+    def change(f: Folder, s: Sentinel) -> None:
+        f.metadata.storage_data[f.index(name)] = f.append(make(s))
+
+    return change
+
+
+def _shape(f: Folder, s: Sentinel) -> None:
+    f.tensor(WEIGHT).size = torch.Size([6, 3])
+
+
+def _whole_shape(f: Folder, s: Sentinel) -> None:
+    """All of it agrees, but the model's is another."""
+    f.tensor(BIAS).size = torch.Size([3])
+    f.tensor(BIAS).chunks.pop()
+
+
+def _dtype(f: Folder, s: Sentinel) -> None:
+    f.tensor(WEIGHT).properties.dtype = torch.float64
+
+
+def _all_dtypes(f: Folder, s: Sentinel) -> None:
+    """Of the records too."""
+    f.tensor(BIAS).properties.dtype = torch.int32
+    for chunk, rows in enumerate((3, 2)):
+        value = torch.arange(rows, dtype=torch.int32)
+        f.metadata.storage_data[f.index(BIAS, chunk)] = f.append(value)
+
+
+def _overlap(f: Folder, s: Sentinel) -> None:
+    chunk = f.tensor(WEIGHT).chunks[1]
+    f.metadata.storage_data[MetadataIndex(WEIGHT, [2, 0])] = f.metadata.storage_data.pop(
+        f.index(WEIGHT, 1)
+    )
+    chunk.offsets = torch.Size([2, 0])
+
+
+def chunks(change: Callable[[list[ChunkStorageMetadata]], Any]) -> InFolder:
+    return lambda f, s: change(f.tensor(WEIGHT).chunks)
+
+
+def _box(f: Folder, offsets: list[int], sizes: list[int]) -> None:
+    f.tensor(WEIGHT).chunks[1] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _without(name: str) -> InFolder:
+    def change(f: Folder, s: Sentinel) -> None:
+        del f.metadata.state_dict_metadata[name]
+        del f.metadata.planner_data[name]
+
+    return change
+
+
+def _renamed(f: Folder, s: Sentinel) -> None:
+    content = f.metadata.state_dict_metadata
+    content[MOMENT.replace("avg", "avf")] = content.pop(MOMENT)
+    index = f.index(MOMENT)
+    f.metadata.storage_data[MetadataIndex(MOMENT.replace("avg", "avf"), index.offset)] = (
+        f.metadata.storage_data.pop(index)
+    )
+
+
+def _no_storage(f: Folder, s: Sentinel) -> None:
+    del f.metadata.storage_data[f.index(WEIGHT, 1)]
+
+
+def _same_place(f: Folder, s: Sentinel) -> None:
+    f.metadata.storage_data[f.index(MOMENT)] = f.place(WEIGHT)
+
+
+def _set(**values: Any) -> InFolder:
+    return lambda f, s: [setattr(f.metadata, k, v) for k, v in values.items()] and None
+
+
+def _lying_storage(numel: int) -> bytes:
+    """A record whose description says more numbers than are there."""
+    import io
+    import zipfile
+
+    content = saved(torch.arange(9.0).view(3, 3))
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename.endswith("data.pkl"):
+                data = data.replace(b"K\x09", b"M" + numel.to_bytes(2, "little"))
+            new.writestr(info.filename, data)
+    return out.getvalue()
+
+
+TABLES: dict[str, InFolder] = {
+    "a call in the planner's data": _planner,
+    "a call in the places": _storage_info,
+    "a call in the folder's name": _key,
+    "a call as a value": blob(lambda s: Calls(os.system, touch(s))),
+    "a call in a list as a value": blob(lambda s: [1, {"a": Calls(eval, code(s))}]),
+    "a call as betas": blob(
+        lambda s: (Calls(exec, code(s)), 0.9), "optimizer.param_groups.0.betas"
+    ),
+    "a pickle as a value": blob(lambda s: pickle.dumps(Calls(os.system, touch(s)))),
+    "a call as a tensor": blob(lambda s: Calls(os.system, touch(s)), WEIGHT),
+    "no tensor as a tensor": blob(lambda s: [1.0], WEIGHT),
+    "a class as a value": blob(lambda s: Path),
+    "a value without end": blob(lambda s: _endless()),
+    "a storage larger than its record": blob(lambda s: _lying_storage(900), WEIGHT),
+    "a tensor of other sizes": blob(lambda s: torch.zeros(4, 3), WEIGHT),
+    "a tensor of another dtype": blob(lambda s: torch.zeros(3, 3, dtype=torch.float16), WEIGHT),
+    "..": place(relative_path="../outside"),
+    ".. within": place(relative_path="a/../../outside"),
+    "an absolute path": place(relative_path=lambda now: "/etc/hostname"),
+    "a path of Windows": place(relative_path="..\\outside"),
+    "a drive of Windows": place(relative_path="C:\\outside"),
+    "no path": place(relative_path=""),
+    "the folder": place(relative_path="."),
+    "a path with a zero byte": place(relative_path="a\0b"),
+    "a path that isn't there": place(relative_path="__7_0.distcp"),
+    "a path of 10000 letters": place(relative_path="a" * 10_000),
+    "a path that is a number": place(relative_path=1),
+    "the table itself": place(relative_path=".metadata", offset=0, length=100),
+    "a negative offset": place(offset=-1),
+    "a negative length": place(length=-1),
+    "an offset beyond the end": place(offset=2**40),
+    "an offset of 2**100": place(offset=2**100),
+    "an offset that is no number": place(offset="0"),
+    "an offset that is a fraction": place(offset=0.5),
+    "a length beyond the end": place(length=2**40),
+    "no length": place(length=0),
+    "one byte off": place(offset=lambda now: now + 1, length=lambda now: now - 1),
+    "ten bytes short": place(length=lambda now: now - 10),
+    "a value's length": place(LR, length=lambda now: now - 3),
+    "an extension": place(transform_descriptors=["stream.zstd"]),
+    "another shape": _shape,
+    "another shape everywhere": _whole_shape,
+    "another dtype": _dtype,
+    "another dtype everywhere": _all_dtypes,
+    "chunks that overlap": _overlap,
+    "a chunk too many": lambda f, s: f.tensor(WEIGHT).chunks.append(
+        ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([1, 3]))
+    ),
+    "a chunk missing": chunks(lambda c: c.pop()),
+    "no chunks": chunks(lambda c: c.clear()),
+    "a chunk outside": lambda f, s: _box(f, [4, 0], [2, 3]),
+    "a chunk of negative sizes": lambda f, s: _box(f, [3, 0], [-2, -3]),
+    "a chunk at a negative offset": lambda f, s: _box(f, [-3, 0], [2, 3]),
+    "a chunk of other dims": lambda f, s: _box(f, [3], [6]),
+    "a chunk of other sizes": lambda f, s: _box(f, [3, 0], [1, 6]),
+    "a weight missing": _without(WEIGHT),
+    "a buffer missing": _without("model.count"),
+    "options missing": _without("optimizer.param_groups.0.params"),
+    "a name changed": _renamed,
+    "a chunk nowhere": _no_storage,
+    "two tensors at one place": _same_place,
+    "no table": _set(state_dict_metadata=None),
+    "a list as a table": _set(state_dict_metadata=[1, 2]),
+    "an empty table": _set(state_dict_metadata={}, planner_data={}),
+    "no places": _set(storage_data=None),
+    "places in a list": _set(storage_data=[1]),
+}
+
+
+def _endless() -> Any:
+    value: Any = [1.0]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+# -- files ----------------------------------------------------------------------------------------------
+
+
+def cut(file: str, share: float) -> OnDisk:
+    def change(path: Path, s: Sentinel) -> None:
+        content = (path / file).read_bytes()
+        (path / file).write_bytes(content[: int(share * len(content))])
+
+    return change
+
+
+def _outside(path: Path, s: Sentinel) -> Path:
+    """A file that would do, but lies elsewhere."""
+    away = path.parent / "away"
+    away.mkdir()
+    shutil.move(path / FILES[0], away / FILES[0])
+    return away
+
+
+def _link(path: Path, s: Sentinel) -> None:
+    (path / FILES[0]).symlink_to(_outside(path, s) / FILES[0])
+
+
+def _linked_metadata(path: Path, s: Sentinel) -> None:
+    shutil.move(path / ".metadata", path.parent / "table")
+    (path / ".metadata").symlink_to(path.parent / "table")
+
+
+def _replaced(file: str, make: Callable[[Path], Any]) -> OnDisk:
+    def change(path: Path, s: Sentinel) -> None:
+        (path / file).unlink()
+        make(path / file)
+
+    return change
+
+
+def flip(file: str, seed: int) -> OnDisk:
+    """One bit, anywhere but in padding."""
+
+    def change(path: Path, s: Sentinel) -> None:
+        content = bytearray((path / file).read_bytes())
+        generator = random.Random(seed)
+        places = [at for at, byte in enumerate(content) if byte not in b"\0ZFB"]
+        content[generator.choice(places)] ^= 1 << generator.randrange(8)
+        (path / file).write_bytes(content)
+
+    return change
+
+
+DISK: dict[str, OnDisk] = {
+    **{f"{n} cut at {x}": cut(n, x) for n in (*FILES, ".metadata") for x in (0, 0.3, 0.7, 0.99)},
+    "a link to outside": _link,
+    "a table that is a link to outside": _linked_metadata,
+    "a folder in place of a file": _replaced(FILES[0], Path.mkdir),
+    "a pipe in place of a file": _replaced(FILES[0], os.mkfifo),
+    "a folder in place of the table": _replaced(".metadata", Path.mkdir),
+    "a pipe in place of the table": _replaced(".metadata", os.mkfifo),
+    "no table there": _replaced(".metadata", lambda path: None),
+    "no file there": _replaced(FILES[1], lambda path: None),
+    "a link to itself": _replaced(FILES[0], lambda path: path.symlink_to(path)),
+    "an empty folder": lambda path, s: [each.unlink() for each in path.iterdir()] and None,
+    "no folder": lambda path, s: shutil.rmtree(path),
+    "zeros": lambda path, s: (
+        (path / FILES[0]).write_bytes(bytes((path / FILES[0]).stat().st_size)) and None
+    ),
+    "files swapped": lambda path, s: _swap(path),
+}
+
+
+def _swap(path: Path) -> None:
+    first, second = ((path / name).read_bytes() for name in FILES)
+    (path / FILES[0]).write_bytes(second)
+    (path / FILES[1]).write_bytes(first)
+
+
+# May hit what doesn't matter: then the right values are loaded.
+FLIPS: dict[str, OnDisk] = {
+    f"{file} flipped {seed}": flip(file, seed)
+    for file, count in ((FILES[0], 25), (FILES[1], 15), (".metadata", 60))
+    for seed in range(count)
+}

@@ -1,0 +1,44 @@
+"""Helpers of the engine's tests: a wrapped model in the present world, and whether it is at rest."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from _support.models import Lm
+from parallel3d import MeshLayout, build_mesh
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp.members import unit_of
+
+
+def shard_blocks(model: nn.Module, mesh, **options) -> nn.Module:
+    """Each block, then the root."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def build(mesh_shape=(1, 2, 1), **options):
+    """A wrapped Lm in the present world."""
+    mesh = build_mesh(MeshLayout(*mesh_shape), device_type="cpu")
+    torch.manual_seed(0)
+    return shard_blocks(Lm(layers=2), mesh, **options), mesh
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of storage behind a tensor, on all simulated ranks together."""
+    return sum(inner.untyped_storage().size() for inner in inner_tensors(tensor))
+
+
+def at_rest(model: nn.Module, but: Iterable[nn.Parameter] = ()) -> bool:
+    """Whether every parameter, but for those, is a DTensor and nothing is gathered."""
+    units = {unit_of(m) for m in model.modules()} - {None}
+    for unit in units:
+        for bucket in unit.group.buckets:
+            for buffer in (bucket.unsharded, bucket.gathered):
+                if buffer is not bucket.flat and held_bytes(buffer):
+                    return False
+    beside = set(map(id, but))
+    return all(isinstance(p, DTensor) for p in model.parameters() if id(p) not in beside)

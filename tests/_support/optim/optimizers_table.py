@@ -1,0 +1,208 @@
+"""Writes ``docs/optimizers.md``: what ``optim.local`` does with torch's and pytorch_optimizer's classes.
+
+    python tests/_support/optim/optimizers_table.py
+
+Trains a small model for 30 steps with each class, plain, and on two gloo processes through ``optim.local``
+with nothing said, ``elementwise=True`` and ``matrix=True``. What is compared is how far the weights are from
+the plain ones, in parts of how far those have moved. Exits with 1 if one is neither right nor refused.
+"""
+
+import contextlib
+import inspect
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytorch_optimizer
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import parallel3d as p3d
+from parallel3d.optim.trial import is_known_elementwise
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
+STEPS = 30
+RIGHT = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The largest distance, in parts of the movement, that rounding explains."""
+SAID: dict[str, dict[str, Any]] = {
+    "nothing said": {},
+    "`elementwise=True`": {"elementwise": True},
+    "`matrix=True`": {"matrix": True},
+}
+_TORCHS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam")
+TORCHS = (*_TORCHS, "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+def classes() -> dict[str, Any]:
+    """Name -> class, of torch and the package."""
+    found = {f"torch.optim.{name}": getattr(torch.optim, name) for name in TORCHS}
+    for _, each in sorted(vars(pytorch_optimizer).items()):
+        if inspect.isclass(each) and issubclass(each, torch.optim.Optimizer):
+            found.setdefault(f"pytorch_optimizer.{each.__name__}", each)
+    return found
+
+
+def model() -> nn.Sequential:
+    """Weights before a norm, which some classes treat differently, and after."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 16, bias=False), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 6)
+    )
+
+
+def train(made: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[Any]:
+    """The weights after training on this rank's share of each batch."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sharded = any(hasattr(p, "full_tensor") for p in made.parameters())
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 12, generator=generator, dtype=torch.float64).to(dtype)
+        y = torch.randint(0, 6, (8,), generator=generator)
+        if sharded:
+            x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(made(x), y).backward()
+        optimizer.step()
+    weights: list[Any] = list(made.parameters())
+    return [(w.full_tensor() if hasattr(w, "full_tensor") else w).detach() for w in weights]
+
+
+def parameters(made: nn.Module, cls: Any) -> list[nn.Parameter]:
+    """What ``cls`` is given: torch's Muon takes matrices alone."""
+    return [p for p in made.parameters() if cls is not torch.optim.Muon or p.dim() == 2]
+
+
+def plain(cls: Any) -> tuple[torch.dtype, list[torch.Tensor]] | str:
+    """The weights, in float64 if it can; or why it does not run so."""
+    why = ""
+    for dtype in RIGHT:
+        made = model().to(dtype)
+        try:
+            return dtype, train(made, cls(parameters(made, cls)), dtype)
+        except Exception as error:
+            why = why or f"{type(error).__name__}: {error}"
+    return why
+
+
+def outcome(way: str, cls: Any, mesh: Any, dtype: torch.dtype, want: list[torch.Tensor]) -> str:
+    """``right``, ``wrong ...``, ``refused``, or the error's name."""
+    made, start = model().to(dtype), list(model().to(dtype).parameters())
+    try:
+        p3d.parallelize(made, mesh, units=["0", "3"])
+        optimizer = p3d.optim.local(cls, parameters(made, cls), **SAID[way])
+        got = train(made, optimizer, dtype)
+    except p3d.Parallel3dError:
+        result = "refused"
+    except Exception as error:
+        result = type(error).__name__
+    else:
+        apart = max(
+            ((a - b).norm() / (b - c).norm().clamp(min=1e-12)).item()
+            for a, b, c in zip(got, want, start, strict=True)
+        )
+        result = "right" if apart <= RIGHT[dtype] else f"wrong ({apart:.0e})"
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, result)
+    wrong = [r for r in everyones if r.startswith("wrong")]
+    return (wrong or sorted(set(everyones), key=everyones.index))[0]
+
+
+def outcomes(names: list[str]) -> dict[str, Any]:
+    """Run by every rank: name -> way -> outcome; or why the class does not run plain, a text."""
+    table: dict[str, Any] = {}
+    mesh = p3d.build_mesh(p3d.MeshLayout(shard=dist.get_world_size()), device_type="cpu")
+    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("ignore")
+        for name, cls in classes().items():
+            if name not in names:
+                continue
+            reference = plain(cls)
+            if isinstance(reference, str):
+                table[name] = reference
+                continue
+            table[name] = {way: outcome(way, cls, mesh, *reference) for way in SAID}
+    return table
+
+
+def faults(table: dict[str, Any]) -> list[str]:
+    """What of ``table`` must not be."""
+    found = []
+    for name, row in table.items():
+        if isinstance(row, str):
+            continue
+        found += [f"{name}, {way}: {o}" for way, o in row.items() if o not in ("right", "refused")]
+    return found
+
+
+_HEAD = """# Optimizers
+
+Written by `python tests/_support/optim/optimizers_table.py`; `tests/optim/test_optimizers.py` tries all
+of it again.
+
+Each class of `torch.optim` and of the package `pytorch_optimizer` {version} that runs with its defaults on a
+plain model, after {steps} steps on two processes, torch {torch}, through `parallel3d.optim.local`: where
+nothing was said of it, and where `elementwise=True` or `matrix=True` was said, rightly or not. *right*: the
+plain model's weights, up to rounding. *refused*: a `Parallel3dError` that says what to do. A name is the
+error that was raised instead.
+
+`optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, each
+with its reason: [`parallel3d/optim/trial.py`](../parallel3d/optim/trial.py). What a user says of another
+class is tried on a few small parameters. That proves nothing, but it has caught all that are not so here.
+
+"""
+
+
+def page(table: dict[str, Any]) -> str:
+    """The text of ``docs/optimizers.md``."""
+    rows = {name: row for name, row in table.items() if not isinstance(row, str)}
+    lines = [
+        _HEAD.format(
+            version=pytorch_optimizer.__version__
+            if hasattr(pytorch_optimizer, "__version__")
+            else "",
+            steps=STEPS,
+            torch=torch.__version__.split("+")[0],
+        ).replace("  ", " ")
+    ]
+    lines.append(
+        f"| of {len(rows)} | right | refused | wrong | other error |\n| --- | --- | --- | --- | --- |\n"
+    )
+    for way in SAID:
+        kinds = [row[way].split()[0] for row in rows.values()]
+        counts = [kinds.count(kind) for kind in ("right", "refused", "wrong")]
+        counts.append(len(kinds) - sum(counts))
+        lines.append(f"| {way} | {' | '.join(map(str, counts))} |\n")
+    lines.append(f"\n| class | {' | '.join(SAID)} |\n|{' --- |' * (1 + len(SAID))}\n")
+    lines += [
+        f"| `{name}` | {' | '.join(row[way] for way in SAID)} |\n" for name, row in rows.items()
+    ]
+    others = ", ".join(f"`{name}`" for name, row in table.items() if isinstance(row, str))
+    lines.append(
+        f"\nThese need more than parameters, or other ones, and were not tried: {others}.\n"
+    )
+    return "".join(lines)
+
+
+def main() -> int:
+    from parallel3d.testing import GlooPool, WorkerError
+
+    table: dict[str, Any] = {}
+    with GlooPool(2) as pool:
+        for name in classes():
+            try:
+                table |= pool.run(outcomes, [name], world_size=2, timeout=120)[0]
+            except WorkerError as error:
+                table[name] = dict.fromkeys(SAID, f"ended: {error}".split(chr(10))[0][:80])
+            print(name, table[name], flush=True)
+    PAGE.write_text(page(table))
+    wrong = faults(table)
+    print("\n".join(wrong) or f"{PAGE}: {len(table)} classes")
+    unknown = [name for name, cls in classes().items() if is_known_elementwise(cls)]
+    print(f"known to be elementwise: {', '.join(unknown)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A dry run's memory is that of the program on real tensors, byte for byte, operation by operation."""
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+from _support.tools.dryrun.dry_programs import Training, named, train
+from _support.tools.dryrun.float_memory import FloatMemory
+
+from parallel3d._torch import groups
+from parallel3d.testing import fake_world
+from parallel3d.tools.dryrun import record
+from parallel3d.tp.auto import check
+
+CASES = [
+    Training((2, 2, 2), sequence=True, recompute=True),
+    Training((2, 2, 1), tied=True, hfsdp=True),
+    Training((1, 3, 2), mixed=False, reshard=False, vocabulary=250, hidden=170, steps=1),
+]
+MORE = [Training((1, 2, 1)), Training((1, 1, 2), mixed=False, vocabulary=250, hidden=170)]
+
+
+def ledger_of_this_run() -> Any:
+    return sys.modules["parallel3d.tools.dryrun.record"]._current[-1].mode.ledger
+
+
+class Compared(FloatMemory):
+    """Beside the fake tensors' memory, what the dry run has noted of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = ledger_of_this_run()
+        self.sizes: dict[object, int] = {}
+        self.noted: list[int] = []
+        self._read = 0
+
+    def now(self) -> int:
+        for change in self.ledger.changes[self._read :]:
+            if "float" in change.held.dtype:
+                self.sizes[change.held] = change.size
+        self._read = len(self.ledger.changes)
+        self.noted.append(sum(self.sizes.values()))
+        return super().now()
+
+
+def changes(memory: FloatMemory) -> list[int]:
+    """Bytes alive each time they have changed; views and questions come in other numbers."""
+    return [size for size, _ in itertools.groupby(size for _, size in memory.series)]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=named
+)
+def test_equal_that_of_real_tensors(case, monkeypatch):
+    rank = case.world_size - 1
+    with monkeypatch.context() as patch, fake_world(rank, case.world_size):
+        patch.setattr(groups, "pretended_backend", "gloo")
+        patch.setattr(check, "check_groups", lambda *_: [])  # a dry run doesn't try the plan
+        real = FloatMemory()
+        with real:
+            trained = train(case)
+        rest = real.now()
+        del trained
+    observed: list[tuple[Compared, int]] = []
+
+    def program() -> None:
+        memory = Compared()
+        with memory:
+            trained = train(case)
+        observed.append((memory, memory.now()))
+        del trained
+
+    seen = record(program, case.world_size, rank, backend="gloo")
+    memory, at_rest = observed[0]
+    assert memory.noted[:-1] == [size for _, size in memory.series]
+    assert at_rest == rest
+    assert changes(memory) == changes(real)
+    unseen = record(lambda: train(case), case.world_size, rank, backend="gloo")
+    assert unseen.peak == seen.peak
+    floats = unseen.peak.bytes - unseen.peak.by_kind.get("inputs", 0)
+    assert floats == real.most()

@@ -1,0 +1,104 @@
+"""A dry run's parameters, gradients and optimizer state are what the planner says, to the byte."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from _support.planner.state_models import Case, Net, random_case, spec_of
+from _support.tools.dryrun.dry_programs import Training, train
+from llama import SIZES, Llama
+from plans import LLAMA_TP_PLAN
+from torch import nn
+
+from parallel3d import MeshLayout, build_mesh, optim, parallelize
+from parallel3d.fsdp import bucket
+from parallel3d.planner import Workload
+from parallel3d.planner.from_module import spec_from_module
+from parallel3d.planner.memory import state_memory
+from parallel3d.tools.dryrun import DryRun, record
+
+COUNTER = 4  # bytes of a parameter's count of steps, which the planner does not count
+
+
+def state(run: DryRun, counters: int) -> tuple[int, int, int]:
+    """Bytes after the last step, before the trainer lets go of its gradients."""
+    end = max(reversed(run.memory), key=lambda each: each.by_kind.get("gradients", 0)).by_kind
+    return end["parameters"], end["gradients"], end["optimizer state"] - COUNTER * counters
+
+
+def steps_of(case: Case) -> None:
+    model = Net(case)
+    mesh = build_mesh(case.layout, device_type="cpu")
+    parallelize(model, mesh, case.plan(), mp_policy=case.policy, reshard_after_forward=case.reshard)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optim.local(torch.optim.AdamW, trained, foreach=True)
+    tokens = torch.arange(16).view(2, 8) % case.vocab
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens).float().pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)]
+)
+def test_random_models_and_layouts(seed, monkeypatch):
+    case = random_case(seed)
+    monkeypatch.setattr(bucket, "CPU_BYTES", case.large)
+    run = record(lambda: steps_of(case), case.layout.world_size, backend="gloo")
+    wanted = state_memory(
+        spec_of(Net(case), case),
+        case.layout,
+        case.workload,
+        in_place_bytes=case.large,
+        streams=False,
+    )
+    assert state(run, counters=0) == (wanted.parameters, wanted.gradients, wanted.optimizer)
+
+
+LAYOUT = MeshLayout(16, 32, 8)
+WORKLOAD = Workload(seq_len=8192, micro_batch=1, precision="bf16", param_dtype="fp32")
+
+
+def planned(layers: int) -> tuple[int, int, int]:
+    with torch.device("meta"):
+        model: nn.Module = Llama(Training((16, 32, 8), size="70b", layers=layers).config)
+    spec = spec_from_module(model, tp_plan=LLAMA_TP_PLAN, seq_len=32)
+    wanted = state_memory(spec, LAYOUT, WORKLOAD, in_place_bytes=bucket.CPU_BYTES, streams=False)
+    return wanted.parameters, wanted.gradients, wanted.optimizer
+
+
+def test_layers_of_llama_70b_on_4096_ranks():
+    case = Training((16, 32, 8), size="70b", layers=8, rows=1, micro=1, steps=1)
+    run = record(lambda: train(case), case.world_size)
+    assert run.mesh == {"replicate": 16, "shard": 32, "tp": 8}
+    assert state(run, len(run.parameters)) == planned(8)
+    assert run.seconds < 60
+
+
+WHOLE = """
+import json, resource, sys, time
+from parallel3d.tools.dryrun import record
+from parallel3d.tools.dryrun.world import script
+run = record(script(sys.argv[1], sys.argv[2:]), 4096)
+end = max(reversed(run.memory), key=lambda each: each.by_kind.get("gradients", 0)).by_kind
+counters = 4 * len(run.parameters)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([end["parameters"], end["gradients"], end["optimizer state"] - counters]))
+print(json.dumps([time.process_time(), peak, run.steps, len(run.collectives)]))
+"""
+
+
+@pytest.mark.full
+def test_train_py_with_llama_70b_on_4096_ranks():
+    """The example as it is, in a process of its own: under a minute of one core, and 4 GiB."""
+    example = Path(__file__).parents[3] / "examples" / "train.py"
+    options = "--size 70b --replicate 16 --shard 32 --tp 8 --batch 512 --mixed-precision --steps 1"
+    command = [sys.executable, "-c", WHOLE, str(example), *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+    found, (seconds, memory, steps, collectives) = map(eval, done.stdout.splitlines()[-2:])
+    assert tuple(found) == planned(SIZES["70b"].n_layers)
+    assert steps == 1 and collectives > 600
+    assert seconds < 60 and memory < 4 * 2**30
