@@ -6,6 +6,7 @@ from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.api import (
+        BackwardPrefetch,
         CPUOffloadPolicy,
         DataParallelMeshDims,
         MixedPrecisionPolicy,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         fp16_compress_hook,
         reduce_scatter_hook,
     )
-    from parallel3d.fsdp.schedule import BackwardPrefetch
     from parallel3d.fsdp.state_dict.full_params import full_params
     from parallel3d.fsdp.state_dict.model_state_dict import load_model_state_dict, model_state_dict
     from parallel3d.fsdp.state_dict.optim_state_dict import load_optim_state_dict, optim_state_dict
@@ -88,15 +88,14 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "fsdp.api": "CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy OffloadPolicy "
-        "ShardPlacementResult",
+        "fsdp.api": "BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy "
+        "OffloadPolicy ShardPlacementResult",
         "fsdp.fully_shard": "fully_shard",
         "fsdp.interop": "register_fsdp_forward_method share_comm_ctx",
         "fsdp.module": "FSDPModule GradientReductionHandle UnshardHandle",
         "fsdp.options.checks": "check_execution_order",
         "fsdp.options.comm_hooks": "CommHookState allreduce_hook bf16_compress_hook "
         "fp16_compress_hook reduce_scatter_hook",
-        "fsdp.schedule": "BackwardPrefetch",
         "fsdp.state_dict.full_params": "full_params",
         "fsdp.state_dict.model_state_dict": "load_model_state_dict model_state_dict",
         "fsdp.state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",

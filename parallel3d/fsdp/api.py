@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, OffloadPolicy
 
 from parallel3d._torch.autograd import BatchNorm, grads_may_differ_in_dtype
 from parallel3d._torch.fully_shard import (
@@ -16,6 +16,7 @@ from parallel3d._torch.fully_shard import (
 from parallel3d.errors import Parallel3dError
 
 __all__ = [
+    "BackwardPrefetch",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "MixedPrecisionPolicy",

@@ -18,40 +18,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import Replicate
 
 from parallel3d._torch.autograd import follows_grad_dtype, grads_may_differ_in_dtype
-from parallel3d._torch.dtensor import local_tensor_of
+from parallel3d._torch.dtensor import local_tensor_of, unflatten_mesh
 from parallel3d._torch.kernels import foreach_copy_
 from parallel3d._util import dry_run
 from parallel3d._util.storage import allocate, release, with_own_storage
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
+from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.options.offload import CopyHome, places_of
-from parallel3d.fsdp.options.post_forward_group import SmallWorld
 from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.placement import DataAxes, kept_with
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
 from parallel3d.fsdp.versions import Versions
 
-if TYPE_CHECKING:
-    from parallel3d.fsdp.comm import Comm
-    from parallel3d.fsdp.context import HalfWay
-    from parallel3d.fsdp.options.gate import Gate
+
+class Offload(Protocol):
+    """Where a bucket's shards are kept, where that is elsewhere than it computes.
+
+    Attributes:
+        stages: how a reduction's result gets there.
+    """
+
+    stages: Sequence[Stage]
+
+    def places(
+        self, given: torch.device, mesh: DeviceMesh
+    ) -> tuple[torch.device, torch.device, bool]:
+        """(device to compute on, device of the shards at rest, whether these are in pinned memory).
+
+        Args:
+            given: where the parameters are now, or ``meta``.
+        """
 
 
 class Bucket:
     """See the module's docstring.
 
     Attributes:
-        policy: dtypes, as they are now; see ``eval_precision``. ``full``: whether it is the parameters' own.
+        policy: dtypes, as they are now.
+        own_dtype: whether the bucket computes in its parameters' own dtype; see ``options/precision``.
         in_place: how many parameters, the first ones, travel in place.
         packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
         small_grads: by parameter, whether its gradient may wait to be packed with others.
@@ -75,22 +89,26 @@ class Bucket:
         gather_outputs: what the call writes to: of each parameter in place its region, and ``gathered``.
         region_views, gathered_views: where the others belong, and where they are gathered.
         custom_gathered: ``gathered`` of a custom all-gather.
-        small: the fewer ranks that keep ``part`` between them.
+        post_forward: the fewer ranks that keep ``part`` between them.
         gather_comm: a collective in place of our all-gather; see ``comm_hooks``.
         gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
         scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
         max_inputs: how many reduce inputs may be in flight.
         force_sum: whether the user has asked for sums only, which ours always are.
-        gate: what takes the gradients where the unsharded parameters are the shards; see ``gate``.
-        half_way: what waits for half of the gradients.
+        stand_ins: what an option lets forward see instead of the unsharded parameters, one for each; None as
+            soon as these are others, or others of them are trained.
+        made: returns what to call when the unsharded parameters were made anew.
+        on_large_gradient: called with the index of each large gradient that arrives.
         keep_storage: whether the unsharded parameters keep their memory while the unit is sharded.
     """
 
-    gate: Gate | None = None
+    stand_ins: Sequence[torch.Tensor] | None = None
     joinable = (
         True  # whether one all-gather may carry it together with others; see ``joint_gather``
     )
     packs_all = False  # whether no parameter travels in place
+    gathers_copy = False  # whether it gathers from a copy of its shards, see ``renew``
+    made: Callable[[], Callable[[], None] | None] | None = None
     # What there is one of for each dtype that the bucket computes in; see ``eval_precision``.
     by_precision: tuple[str, ...] = (
         "policy",
@@ -105,7 +123,7 @@ class Bucket:
         "region_views",
         "gathered_views",
         "compute_params",
-        "small",
+        "post_forward",
     )
 
     def __init__(
@@ -114,13 +132,13 @@ class Bucket:
         params: list[ShardedParam],
         axes: DataAxes,
         policy: MixedPrecisionPolicy,
-        offload: Any = None,
+        offload: Offload | None = None,
     ) -> None:
         self.unit = unit
         self.params = put_first(params, axes.mesh.device_type)
         self.axes = axes
         self.given_policy = policy
-        self.full = False
+        self.own_dtype = False
         self.offload = offload
         self._set_options()
         self.parts = self.params[0].parts
@@ -142,7 +160,7 @@ class Bucket:
         self.gather_comm: Any = None
         self.max_inputs = 1
         self.force_sum = False
-        self.half_way: HalfWay | None = None
+        self.on_large_gradient: Callable[[int], None] | None = None
         self.keep_storage = False
 
     def _find_groups(self) -> None:
@@ -197,10 +215,12 @@ class Bucket:
     def _describe(self, device: torch.device) -> None:
         """Places, dtypes and sizes, and what depends on them alone."""
         params = self.params
-        self.device, self.home, self.pin = places_of(device, self.axes.mesh, self.offload)
+        self.device, self.home, self.pin = device, device, False
+        if self.offload is not None:
+            self.device, self.home, self.pin = self.offload.places(device, self.axes.mesh)
         self.reads_host = self.home != self.device
-        if self.reads_host:
-            self.to_rest = [CopyHome()]
+        if self.offload is not None and self.reads_host:
+            self.to_rest = list(self.offload.stages)
         self.dtype = params[0].dtype
         self.other_precision: dict[str, Any] | None = None
         self.set_dtypes()
@@ -214,7 +234,7 @@ class Bucket:
             self.member_sizes = [*self.member_sizes, self.packed]
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         self.grads = GradientSlots(self)
-        self.small: SmallWorld | None = None
+        self.post_forward: PostForwardGroup | None = None
         self.part: torch.Tensor | None = None
         self.gather_group: Any = self.shard_group
         self.custom_gathered: torch.Tensor | None = None  # ``gathered`` of a custom all-gather
@@ -222,7 +242,7 @@ class Bucket:
     def set_dtypes(self) -> None:
         """What it computes, sums and reduces in."""
         self.policy = policy = self.given_policy
-        if self.full:
+        if self.own_dtype:
             self.policy = policy = in_own_dtype(policy, self.dtype)
         floating = self.dtype.is_floating_point
         self.compute_dtype = (policy.param_dtype if floating else None) or self.dtype
@@ -251,7 +271,7 @@ class Bucket:
     def build_unsharded(self) -> None:
         """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
         params, n = self.params, self.parts
-        self.gate = None
+        self.stand_ins = None
         self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.reads_host
         if self.has_own_unsharded:
             self.unsharded = torch.empty(
@@ -282,6 +302,13 @@ class Bucket:
         """Before an all-gather: which values it is of; a part that was kept is of those from before."""
         if self.part is None:
             self.versions.stamp.take()
+
+    def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
+        """Makes the copy that is gathered from of the shards as they are now, where there is one.
+
+        Args:
+            if_changed: only if these were seen to change since.
+        """
 
     def leave_precision(self) -> None:
         """Before the bucket, which is sharded, goes over to another dtype."""
@@ -348,7 +375,7 @@ class Bucket:
         """Lets the computing parameters follow ``requires_grad_`` on the sharded ones; how many have it."""
         wanted = [param.sharded.requires_grad for param in self.params]
         if wanted != [compute.requires_grad for compute in self.compute_params]:
-            self.gate = None  # it is of those that have one
+            self.stand_ins = None  # it is of those that have one
             for compute, requires_grad in zip(self.compute_params, wanted, strict=True):
                 compute.requires_grad_(requires_grad)
         return sum(wanted)
@@ -418,8 +445,8 @@ class Bucket:
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
         in_rows = self.gather_comm is not None
-        if self.part is not None and self.small is not None:
-            in_rows = self.small.in_rows
+        if self.part is not None and self.post_forward is not None:
+            in_rows = self.post_forward.in_rows
         if in_rows and self.shard_group is not None:
             return self._row_buffers()
         self.custom_gathered = None
@@ -448,8 +475,8 @@ class Bucket:
         size = (self.parts * self.numel,)
         output = make(size, dtype=self.compute_dtype, device=self.device)
         rank = self.axes.coordinate(self.axes.shard)
-        if self.part is not None and self.small is not None:
-            rank = self.small.rank
+        if self.part is not None and self.post_forward is not None:
+            rank = self.post_forward.rank
         part = output.narrow(0, rank * source.numel(), source.numel())
         part.copy_(source)
         self.custom_gathered = output
@@ -489,15 +516,18 @@ class Bucket:
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
         in_rows = self.gather_comm is not None
-        if self.small is None or (self.small.ranks, self.small.in_rows) != (ranks, in_rows):
-            self.small = SmallWorld(self, ranks, in_rows=in_rows)
-        self.part = self.small.keep()
-        self.gather_group = self.small.group
+        if self.post_forward is None or (self.post_forward.ranks, self.post_forward.in_rows) != (
+            ranks,
+            in_rows,
+        ):
+            self.post_forward = PostForwardGroup(self, ranks, in_rows=in_rows)
+        self.part = self.post_forward.keep()
+        self.gather_group = self.post_forward.group
 
     def drop_part(self) -> None:
         """Lets the next all-gather be of the shards again."""
-        if self.part is not None and self.small is not None:
-            self.small.drop()
+        if self.part is not None and self.post_forward is not None:
+            self.post_forward.drop()
             self.part = None
             self.gather_group = self.shard_group
 
@@ -578,3 +608,161 @@ def packs_as_chunks(param: ShardedParam) -> bool:
 def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """A bucket's buffer as members of a call: of each parameter in place, and the rest if there is one."""
     return [flat] if len(sizes) == 1 else list(flat.split(sizes))
+
+
+# Reshard to fewer ranks: between forward and backward k neighbouring ranks hold the parameters once.
+#
+# ``reshard_after_forward=k`` spends memory (n/k times a shard) to gather within k ranks only, which
+# are one machine's if k is the number of its devices. What rank j of k keeps are the rows that
+# ranks j*n/k to (j+1)*n/k of the shard axis have in the gathered buffer: gathering them over the k
+# ranks fills that buffer as the gather over all n does.
+
+_WITHIN = "within"
+
+
+def post_forward_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
+    """The mesh of ``axes`` with its shard axis cut into (groups, ``ranks``), the latter named ``within``."""
+    shard = axes.shard
+    assert shard is not None
+    key = ("post_forward_group", axes.group(shard).group_name, ranks)
+    return kept_with(axes.mesh, key, lambda: _make_post_forward_mesh(axes.mesh, shard, ranks))
+
+
+def _make_post_forward_mesh(mesh: DeviceMesh, shard: int, ranks: int) -> DeviceMesh:
+    names = ("between", _WITHIN)
+    if mesh.mesh_dim_names is None:
+        rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
+        return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
+    axis = mesh[mesh.mesh_dim_names[shard]]
+    return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)
+
+
+class PostForwardGroup:
+    """What a bucket's rank keeps of the unsharded parameters, and with whom it shares them.
+
+    It lies as the next all-gather sends it: of each parameter in place its n/k rows, then rows of the others.
+
+    Attributes:
+        in_rows: whether it lies in rows of all parameters instead, as custom all-gathers send it.
+        group: the k ranks that hold the parameters once together.
+        rank: this rank's place among them.
+        buffer: (n/k * S,) in compute dtype; has storage while it is kept.
+    """
+
+    def __init__(self, bucket: Bucket, ranks: int, *, in_rows: bool = False) -> None:
+        mesh = post_forward_mesh(bucket.axes, ranks)
+        self.ranks = ranks
+        self.in_rows = in_rows
+        self.group = mesh.get_group(_WITHIN)
+        self.rank = mesh.get_local_rank(_WITHIN)
+        rows = bucket.parts // ranks
+        self.buffer = torch.empty(
+            rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
+        )
+        first = self.rank * rows
+        if in_rows:
+            pairs = bucket.copy_pairs(self.buffer.view(rows, -1), first)
+        else:
+            pairs = bucket.member_pairs(bucket.members(self.buffer), first)
+        self._sources, self._targets = map(list, zip(*pairs, strict=True))
+        release(self.buffer)
+
+    def keep(self) -> torch.Tensor:
+        """Copies this rank's rows out of the unsharded parameters."""
+        allocate(self.buffer)
+        foreach_copy_(self._targets, self._sources)
+        return self.buffer
+
+    def drop(self) -> None:
+        """Frees them."""
+        release(self.buffer)
+
+
+# JointGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+#
+# Buckets are apart for the sake of their gradients; on the wire their shards go together.
+
+
+class JointGather:
+    """Buckets that compute in one dtype and are sharded over one group.
+
+    Attributes:
+        unit: name of the unit, for the record.
+        gathering: the all-gather under way; see ``Bucket``.
+    """
+
+    reads_host = False
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.shard_group: ProcessGroup | None = buckets[0].shard_group
+        self.packed = sum(bucket.packed for bucket in buckets)
+        self.unit = buckets[0].unit
+        self.gathering: Any = None
+        self._output: torch.Tensor | None = None
+
+    def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
+        """Issues the all-gather; returns what to wait for."""
+        assert self.shard_group is not None
+        return all_gather(outputs, parts, self.shard_group, unit=self.unit)
+
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs and inputs of the all-gather, in compute dtype: what travels in place, and of all buckets
+        together what is packed."""
+        first = self.buckets[0]
+        outputs, inputs, packed = [], [], []
+        for bucket in self.buckets:
+            if bucket.in_place:
+                allocate(bucket.unsharded)
+            mine = bucket.members(bucket.flat.to(first.compute_dtype))
+            inputs += mine[: bucket.in_place]
+            packed += mine[bucket.in_place :]
+            outputs += bucket.gather_outputs[: bucket.in_place]
+        if packed:
+            part = torch.cat(packed)
+            self._output = part.new_empty(first.parts * self.packed)
+            inputs.append(part)
+            outputs.append(self._output)
+        return outputs, inputs
+
+    def copy_out(self) -> None:
+        """The gathered rows into the parameters' places."""
+        if self._output is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
+            sizes = [bucket.packed for bucket in self.buckets]
+            columns = self._output.view(-1, self.packed).split(sizes, dim=1)
+        for bucket, held in zip(self.buckets, columns, strict=True):
+            if not bucket.in_place:
+                allocate(bucket.unsharded)
+            if bucket.packed:
+                pairs = bucket.copy_pairs(held, since=bucket.in_place)
+                foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
+
+    def free_gathered(self) -> None:
+        """After ``copy_out``."""
+        self._output = None
+
+    def cast_whole(self) -> None:
+        """Nothing here is whole at rest: what isn't sharded is gathered by itself."""
+
+    def free_unsharded(self) -> None:
+        """Frees what the unsharded parameters live in."""
+        for bucket in self.buckets:
+            bucket.free_unsharded()
+
+
+def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | JointGather]:
+    """What to gather by one call each: buckets joined where they can be, in order of their first."""
+    joined: dict[object, list[Bucket]] = {}
+    for bucket in buckets:
+        alone = (
+            not bucket.joinable
+            or bucket.shard_group is None
+            or bucket.gather_comm is not None
+            or bucket.part is not None
+            or bucket.reads_host
+        )
+        key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
+        joined.setdefault(key, []).append(bucket)
+    return [each[0] if len(each) == 1 else JointGather(each) for each in joined.values()]

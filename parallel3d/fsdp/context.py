@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum, auto
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -20,18 +20,101 @@ from parallel3d._torch.autograd import (
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import StateError
-from parallel3d.fsdp.api import input_dtype
+from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
-from parallel3d.fsdp.group import GroupState, check_registered
-from parallel3d.fsdp.members import class_name, unit_of, units_of
-from parallel3d.fsdp.options.checks import begins_to_communicate, compare_gradients, compare_ranks
-from parallel3d.fsdp.options.precision import follow_mode
-from parallel3d.fsdp.options.replicated import Residents
-from parallel3d.fsdp.schedule import check_inner_schedules
+from parallel3d.fsdp.group import ParamGroup, Retain, ShardedState
+from parallel3d.fsdp.members import UnitLike, check_registered, class_name, unit_of, units_of
+from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.unit import Unit
+
+class ContextUnit(UnitLike, Protocol):
+    """A unit, as far as its context knows it; see ``Unit``."""
+
+    group: ParamGroup
+    context: RunContext | None
+    policy: MixedPrecisionPolicy
+    input_dtype: torch.dtype | None
+    observers: list[Any]
+    forward_prefetch: list[weakref.ref] | None
+    backward_prefetch: list[weakref.ref] | None
+    prefetch: PrefetchSettings | None
+    unshard_in_backward: bool
+    reshard_after_backward: bool
+    keep_between_forwards: bool
+    sync: bool
+    manual_finalization: bool
+    shared_comm: Comm | None
+    post_optim_event: Any
+    device_type: str
+    to_run: set[int]
+    arrived: int
+    backward_begun: bool
+    ended: bool
+    reduced: bool
+    put_off: bool
+
+    @property
+    def reduce_unused(self) -> bool: ...
+
+    @property
+    def is_untouched(self) -> bool: ...
+
+    def name(self, name: str) -> None: ...
+
+    def issue_unshard(self, context: RunContext) -> None: ...
+
+    def take_gradients_put_by_hand(self) -> bool: ...
+
+    def note_put_off(self) -> None: ...
+
+    def leave_backward(self, context: RunContext) -> None: ...
+
+    def reduce(self, comm: Comm) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class RootOption:
+    """Something that a root does beside running its units.
+
+    An option registers, in ``root_options``, what makes one for a context; None where its units have no use
+    for it.
+    """
+
+    def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
+        """A forward of the root begins. Returns those of ``units`` that the context is to prepare."""
+        return units
+
+    def begin_forward(self) -> None:
+        """They are prepared."""
+
+    def end_forward(self, units: Sequence[Any], *, backward_to_come: bool) -> Sequence[Any]:
+        """It ends. Returns those of ``units`` that the context is to bring to rest."""
+        return units
+
+    def before_backward(self) -> None:
+        """A backward begins; nothing has communicated in it."""
+
+    def begin_backward(self) -> None:
+        """The context has entered it."""
+
+    def reduce(self) -> None:
+        """It has brought all its gradients: issues reductions that are not the units' own."""
+
+    def end_backward(self, *, keep: bool) -> None:
+        """After the reductions, or an exception. ``keep``: a forward around this backward goes on."""
+
+    def after_reductions(self) -> None:
+        """The gradients of a backward are complete."""
+
+    def leave(self, unit: Any) -> None:
+        """``unit`` goes over to another root."""
+
+
+root_options: list[Callable[[Any], RootOption | None]] = []
 
 
 # Finalization: of the backwards of one root, where the user says when their gradients are to be
@@ -161,7 +244,7 @@ class Finalization:
         """Waits for the reductions, and puts their results into ``.grad``."""
         self.context.comm.finish()
         self._end()
-        self.context.compare_gradients_once()
+        self.context.gradients_are_complete()
 
     def _enter(self, stage: Stage) -> None:
         self.stage = stage
@@ -175,7 +258,7 @@ class Finalization:
         _unfinished.discard(self)
 
 
-def check_inner_finalization(root: Unit) -> None:
+def check_inner_finalization(root: ContextUnit) -> None:
     """Raises StateError if a unit inside ``root`` was told to be finalized by itself."""
     for module in root.modules:
         for unit in units_of(module, recurse=True):
@@ -234,7 +317,7 @@ def _not_waited(what: str, context: RunContext) -> StateError:
     )
 
 
-# HalfWay: where a unit's backward gathers the unit before it, if it has large gradients.
+# Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
 #
 # The usual place is the backward's beginning. But then the memory at its end is two gathered
 # units, a unit's gradients, and the input of the last reduction, which nothing needs that long.
@@ -243,7 +326,7 @@ def _not_waited(what: str, context: RunContext) -> StateError:
 # Half a backward overlaps the one, half the other.
 
 
-def bucket_to_count(unit: Unit) -> Bucket | None:
+def bucket_to_count(unit: ContextUnit) -> Bucket | None:
     """The bucket whose gradients say when half of the backward is over; None where that is not worth it."""
     if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
         return None
@@ -253,78 +336,62 @@ def bucket_to_count(unit: Unit) -> Bucket | None:
     return None
 
 
-class HalfWay:
-    """A gather that was put off.
+class DeferredPrefetch:
+    """Counts the gradients that a deferred gather waits for.
 
     Attributes:
+        unit: the unit whose backward it is put off in.
         awaited: how much of the large gradients must come before it.
     """
 
-    def __init__(self, bucket: Bucket, unit: Unit, position: int, context: RunContext) -> None:
+    def __init__(self, bucket: Bucket, unit: ContextUnit, context: RunContext) -> None:
         self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
-        self.position = position
         self.context = weakref.ref(context)
         self.awaited = sum(bucket.slot_sizes[: bucket.reduced_in_place]) / 2
-        bucket.half_way = self
+        bucket.on_large_gradient = self.count
 
     def count(self, index: int) -> None:
         """A large gradient has come."""
-        bucket = self.bucket()
+        bucket, context = self.bucket(), self.context()
         assert bucket is not None
         self.awaited -= bucket.slot_sizes[index]
-        if self.awaited <= 0:
-            context = self.context()
-            if context is not None:
-                context.comm.free_inputs()
-                self.issue()
-
-    def issue(self) -> None:
-        """Issues the gather, if that is still to be done."""
-        context, unit = self.context(), self.unit()
-        self.drop()
-        if context is not None and unit is not None:
-            context.gather_before(unit, self.position)
+        if self.awaited <= 0 and context is not None:
+            context.comm.free_inputs()
+            context.issue_deferred()
 
     def drop(self) -> None:
         """Nobody waits for it any more."""
         bucket = self.bucket()
         if bucket is not None:
-            bucket.half_way = None
-        context = self.context()
-        if context is not None and context.half_way is self:
-            context.half_way = None
+            bucket.on_large_gradient = None
 
 
 class RunContext:
     """Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
 
     Attributes:
-        order: units in the order of their forwards, this iteration.
-        last_order: the same of the iteration before, for forward prefetch.
+        schedule: which unit is gathered when; its units are weak references.
+        deferred: what counts gradients for the gather that the schedule has put off.
+        may_defer: whether one may be, in this backward; None before anything has asked.
         in_backward: whether the end-of-backward callback is queued.
         backward_id: the backward that is or was.
         creates_graph: whether it is a backward with ``create_graph=True``.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
-        residents: those of the units that the root shows.
-        schedule: of gathers ahead of their use, if another than the usual; see ``schedule``.
-        half_way: the next gather of the backward, where it was put off.
-        may_put_off: whether one may be, in this backward; None before anything has asked.
-        to_compare: where the ranks will compare what they have: the first "forward" or "backward" that
-            communicates; "" as soon as they have.
+        options: see ``RootOption``.
         on_meta: whether parameters may still be on the meta device.
         inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
-        gradients_compared: whether they have compared which parameters got a gradient.
         finalization: whether and how the user ends backwards.
     """
 
-    def __init__(self, root: Unit, comm: Comm) -> None:
+    def __init__(self, root: ContextUnit, comm: Comm) -> None:
         self._root = root.ref
         self.comm = comm
-        self._units: list[weakref.ref[Unit]] = []
-        self.order: list[weakref.ref[Unit]] = []
-        self.last_order: list[weakref.ref[Unit]] = []
+        self._units: list[weakref.ref] = []
+        self.schedule = GatherSchedule(_Units(), root.prefetch or PrefetchSettings())
+        self.deferred: DeferredPrefetch | None = None
+        self.may_defer: bool | None = None
         self.in_backward = False
         self._thread = get_ident()
         self._callback: Callable[[], Any] = lambda: None
@@ -332,21 +399,16 @@ class RunContext:
         self.creates_graph = False
         self.iteration = 0
         self.running = False
-        self.schedule = root.schedule
-        self.residents = Residents()
-        self.half_way: HalfWay | None = None
-        self.may_put_off: bool | None = None
-        self.to_compare = ""
-        self.gradients_compared = False
+        self.options: list[RootOption] = []
         self.finalization = Finalization(self)
         self.finalization.manual = root.manual_finalization
         self.on_meta = True  # until a forward has found that none are
         self.inputs_on_meta = False
 
     @classmethod
-    def of_root(cls, root: Unit) -> RunContext:
+    def of_root(cls, root: ContextUnit) -> RunContext:
         """That of ``root``, which is the first to run, and of the units inside it."""
-        check_inner_schedules(root)
+        check_inner_prefetch(root)
         check_inner_finalization(root)
         context = cls(root, root.shared_comm or make_comm(root.device_type))
         seen: set[int] = set()
@@ -357,35 +419,39 @@ class RunContext:
                     continue
                 seen.add(id(unit))
                 if unit.context is not None:  # what was issued there is finished there
-                    unit.context.comm.finish()
-                    if unit.group.state is GroupState.GATHERING:
-                        unit.group.unshard(unit.context.comm)
-                    if unit.group.gated:  # whose root shows and hides it no more
-                        unit.group.hide()
-                        unit.group.use_gates(None)
+                    unit.context.release(unit)
                 unit.context = context
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
                 unit.name(name or class_name(root_module))
                 context.add(unit)
-        context.to_compare = begins_to_communicate(context.units)
+        made = (make(context) for make in root_options)
+        context.options = [option for option in made if option is not None]
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
         limits = (bucket.max_inputs for bucket in buckets)
         limit_inputs(context.comm, limits, at_least=context.comm.max_inputs)
         return context
 
+    def release(self, unit: ContextUnit) -> None:
+        """Before ``unit`` goes over to another root."""
+        self.comm.finish()
+        if unit.group.state is ShardedState.GATHERING:
+            unit.group.unshard(self.comm)
+        for option in self.options:
+            option.leave(unit)
+
     @property
-    def root(self) -> Unit:
+    def root(self) -> Any:
         """The outermost unit."""
         root = self._root()
         assert root is not None
         return root
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[Any]:
         """All units, outer before inner, in the order of the modules."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    def add(self, unit: Unit) -> None:
+    def add(self, unit: ContextUnit) -> None:
         """Makes ``unit`` one of these."""
         self._units.append(unit.ref)
 
@@ -396,16 +462,15 @@ class RunContext:
         self.on_meta = any(unit.group.on_meta for unit in self.units)
         self.inputs_on_meta = self.on_meta and any(each.is_meta for each in tensors_in(inputs))
 
-    def begin_forward(self) -> Sequence[Unit]:
+    def begin_forward(self) -> Sequence[Any]:
         """The root's forward begins. Returns the units, to be held while its graph is there."""
         root = self.root
         check_registered(root)
         self.finalization.check_waited()
-        if self.iteration == 0:
-            for unit in self.units:
-                unit.group.take_late_extensions()
-        if self.to_compare == "forward":
-            compare_ranks(self, forward=True)
+        units = self.units
+        rest: Sequence[Any] = units
+        for option in tuple(self.options):  # one may have nothing more to do
+            rest = option.before_forward(rest)
         self.iteration += 1
         self._thread = get_ident()
         issuing.runs += 1
@@ -414,58 +479,42 @@ class RunContext:
         if issuing.on_run is not None:
             issuing.on_run()
         self.running = True
-        if self.schedule is not None:
-            self.schedule.begin_pass()
-        if self.order:
-            self.last_order, self.order = self.order, []
-        units, residents = self.units, self.residents
-        if residents.are_as_before(units):
-            self._prepare(_alive(residents.others))
-        else:
-            self._prepare(units)
-            residents.find(units, self)
-        residents.begin_forward()
+        self.schedule.begin_iteration()
+        self._prepare(rest)
+        for option in self.options:
+            option.begin_forward()
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
         return units
 
-    def _prepare(self, units: Sequence[Unit]) -> None:
+    def _prepare(self, units: Sequence[Any]) -> None:
         for unit in units:
             group = unit.group
-            if group.state is GroupState.GATHERING and not group.kept:
+            if group.state is ShardedState.GATHERING and group.retain is not Retain.USER:
                 group.reshard(self.comm)  # the last forward did not get there
-            if unit.follows_mode:
-                follow_mode(unit, self)
-            if group.hybrids:  # all at once: they overlap the first units' compute
+            for observer in unit.observers:
+                observer.prepare(unit, self)
+            if group.renewed:  # all at once: they overlap the first units' compute
                 group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
 
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Issues the all-gathers of what comes after ``unit``, whose forward begins."""
-        if self.schedule is not None:
-            self.schedule.begin_forward(unit, self)
-            return
-        for following in self.next_in_forward(unit):
-            following.issue_unshard(self)
-
-    def next_in_forward(self, unit: Unit) -> Iterable[Unit]:
-        """The units that the user has named, or the one that came after ``unit`` in the last iteration."""
-        if unit.forward_prefetch is not None:
-            return _alive(unit.forward_prefetch)
-        order, position = self.last_order, unit.position
-        if position + 1 < len(order) and order[position] is self.order[position]:
-            following = order[position + 1]()
-            return () if following is None else (following,)
-        return ()
+    def issue_gathers(self) -> None:
+        """Issues the all-gathers that the schedule asks for."""
+        while (ref := self.schedule.next()) is not None:
+            unit = ref()  # type: ignore[operator]
+            if unit is not None:
+                unit.issue_unshard(self)
 
     def end_forward(self, *, backward_to_come: bool) -> None:
         """At the end of the root's forward all units show their shards; without a backward that is all."""
-        self.residents.end_forward(backward_to_come=backward_to_come)
-        for unit in _alive(self.residents.others):
+        units: Sequence[Any] = self.units
+        for option in self.options:
+            units = option.end_forward(units, backward_to_come=backward_to_come)
+        for unit in units:
             unit.to_run.clear()
-            if unit.group.held:
+            if unit.group.retain is not Retain.NO:
                 continue
-            unit.group.hide()
+            unit.group.register_sharded()
             if not backward_to_come:
                 unit.group.reshard(self.comm)
         if not backward_to_come:
@@ -474,58 +523,58 @@ class RunContext:
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def prefetch_backward(self, unit: Unit, position: int) -> None:
-        """Issues the all-gathers of what comes after ``unit``, which begins the backward of its forward at
-        ``position``."""
-        if self.schedule is not None:
-            self.schedule.begin_backward(unit, position, self)
-            return
-        if self.half_way is not None:
-            self.half_way.drop()  # the unit it would have gathered begins by itself
-        bucket = bucket_to_count(unit) if self._may_put_off() and self.comm.holds_inputs else None
-        if bucket is None:
-            self.gather_before(unit, position)
-        else:
-            self.half_way = HalfWay(bucket, unit, position, self)
+    def begin_unit_backward(self, unit: ContextUnit, position: int) -> None:
+        """``unit`` begins the backward of its forward at ``position``: issues the gathers of that."""
+        self._drop_deferred()
+        bucket = None
+        if self.schedule.settings == _USUAL and self.comm.holds_inputs and self._may_defer():
+            bucket = bucket_to_count(unit)
+        if bucket is not None:
+            self.deferred = DeferredPrefetch(bucket, unit, self)
+        self.schedule.begin_backward(unit.ref, position, defer=bucket is not None)
+        self.issue_gathers()
 
-    def _may_put_off(self) -> bool:
+    def end_unit_backward(self, unit: ContextUnit) -> None:
+        """The backward of ``unit`` is over, its parameters are freed, its reduction is still to be issued."""
+        # Where ranks may use different parameters, backwards end in another order on each.
+        if not unit.reduce_unused:
+            self.schedule.end_backward(unit.ref)
+            self.issue_gathers()
+
+    def issue_deferred(self) -> None:
+        """Issues the gather that was put off, if one was."""
+        self._drop_deferred()
+        self.schedule.issue_deferred()
+        self.issue_gathers()
+
+    def _drop_deferred(self) -> None:
+        if self.deferred is not None:
+            self.deferred.drop()
+            self.deferred = None
+
+    def _may_defer(self) -> bool:
         """Not where ranks may use different parameters: their gradients don't tell the same."""
-        if self.may_put_off is None:
-            self.may_put_off = not any(unit.reduce_unused for unit in self.units)
-        return self.may_put_off
-
-    def gather_before(self, unit: Unit, position: int) -> None:
-        """Issues the all-gathers of what comes after ``unit`` in backward."""
-        for following in self.next_in_backward(unit, position):
-            following.group.issue_unshard(self.comm)
-
-    def next_in_backward(self, unit: Unit, position: int) -> Iterable[Unit]:
-        """The units that the user has named, or the one whose forward came before; if backward reads them."""
-        if unit.backward_prefetch is not None:
-            return [each for each in _alive(unit.backward_prefetch) if each.unshard_in_backward]
-        for ref in reversed(self.order[:position]):
-            before = ref()
-            if before is not None and before.group.buckets and not before.backward_begun:
-                return (before,) if before.unshard_in_backward else ()
-        return ()
+        if self.may_defer is None:
+            self.may_defer = not any(unit.reduce_unused for unit in self.units)
+        return self.may_defer
 
     def enter_backward(self) -> None:
         """Called by every pre-backward hook; queues the callback once."""
         if not self.in_backward:
-            if self.to_compare:
-                compare_ranks(self, forward=False)
+            for option in tuple(self.options):
+                option.before_backward()
             self.finalization.take_over()
             self.in_backward = True
             self.backward_id = backward_id()
-            self.may_put_off = None
-            if self.schedule is not None:
-                self.schedule.begin_pass()
+            self.may_defer = None
+            self.schedule.begin_backwards()
             callback = self.finish_backward
             self._callback = weakref.ref(callback)
             queue_backward_callback(callback)
-            self.residents.begin_backward(self.units, self.comm)
+            for option in self.options:
+                option.begin_backward()
 
-    def reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: ContextUnit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended.
 
         Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
@@ -544,14 +593,11 @@ class RunContext:
     @untraced
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
-        residents = self.residents
-        if residents.are_untouched():
-            units = _alive(residents.others)
-        else:
-            units = [unit for unit in self.units if not unit.is_untouched]
-        residents.reduce()
-        if self.half_way is not None:
-            self.half_way.drop()
+        units = [unit for unit in self.units if not unit.is_untouched]
+        for option in self.options:
+            option.reduce()
+        self._drop_deferred()
+        self.schedule.end_backwards()
         for unit in reversed(units):
             unit.reduce(self.comm)
         manual = self.finalization.manual
@@ -561,16 +607,17 @@ class RunContext:
             self.comm.finish()
         for unit in units:
             unit.end_backward()
-        self.residents.end_backward(keep=self.running)
+        for option in self.options:
+            option.end_backward(keep=self.running)
         self.in_backward = self.creates_graph = False
         if not manual:
-            self.compare_gradients_once()
+            self.gradients_are_complete()
         issuing.unit = ""
 
-    def compare_gradients_once(self) -> None:
-        """After reductions: the ranks compare which parameters have a gradient, the first time."""
-        if not self.gradients_compared and not self.running:
-            self.gradients_compared = compare_gradients(self)
+    def gradients_are_complete(self) -> None:
+        """After reductions: their results are in ``.grad``."""
+        for option in tuple(self.options):
+            option.after_reductions()
 
     def set_manual_finalization(self, enabled: bool) -> None:
         """Whether the user ends backwards.
@@ -586,7 +633,6 @@ class RunContext:
                 "before finalize_backward() has ended the last one; call it before a backward"
             )
         finalization.manual = enabled
-        self.residents.look_again()
 
     # -- after an exception --------------------------------------------------------------------------
 
@@ -607,26 +653,27 @@ class RunContext:
         it was within goes on."""
         self.finalization.spare_others()
         self.comm.abandon()
-        if self.half_way is not None:
-            self.half_way.drop()
+        self._drop_deferred()
+        self.schedule.end_backwards()
         for unit in self.units:
             unit.end_backward()
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
                 for param in bucket.compute_params:
                     param.grad = None  # whose hook was interrupted
-        self.residents.end_backward(keep=self.running)
+        for option in self.options:
+            option.end_backward(keep=self.running)
         self.in_backward = self.creates_graph = False
 
     def reset(self) -> None:
         """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
         self.finalization.spare_others()
         self.comm.abandon()
-        if self.half_way is not None:
-            self.half_way.drop()
+        self._drop_deferred()
         self.running = self.in_backward = self.creates_graph = False
-        self.order.clear()
-        self.residents.end_backward(keep=False)
+        self.schedule.abandon()
+        for option in self.options:
+            option.end_backward(keep=False)
         for unit in self.units:
             unit.reset()
             unit.group.abandon(self.comm)
@@ -637,5 +684,39 @@ class RunContext:
         issuing.unit = ""
 
 
-def _alive(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
-    return [unit for ref in refs if (unit := ref()) is not None]
+_USUAL = PrefetchSettings()
+
+
+class _Units:
+    """What the schedule asks of units that it knows by weak references."""
+
+    def is_gathering(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is not None and found.group.state is ShardedState.GATHERING
+
+    def may_be_next(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is not None and bool(found.group.buckets) and not found.backward_begun
+
+    def is_read_in_backward(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is not None and found.unshard_in_backward
+
+    def named_in_forward(self, unit: Hashable) -> Sequence[Hashable] | None:
+        return unit().forward_prefetch  # type: ignore[operator]
+
+    def named_in_backward(self, unit: Hashable) -> Sequence[Hashable] | None:
+        found = unit()  # type: ignore[operator]
+        return None if found is None else found.backward_prefetch
+
+
+def check_inner_prefetch(root: ContextUnit) -> None:
+    """Raises if a unit inside ``root`` was given prefetch settings, as if it were the outermost one."""
+    for module in root.modules:
+        for unit in units_of(module, recurse=True):
+            if unit.prefetch is not None and unit is not root:
+                raise StateError(
+                    f"{unit.label!r} was given a schedule of gathers (set_backward_prefetch, "
+                    f"set_forward_prefetch or set_limit_all_gathers), but it is inside {root.label!r}; call "
+                    "the methods on the outermost unit"
+                )

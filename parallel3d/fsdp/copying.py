@@ -16,8 +16,9 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.context import Stage
-from parallel3d.fsdp.group import REGISTERED_ATTRIBUTE, GroupState, ParamGroup
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, the_unit
+from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.members import REGISTERED_ATTRIBUTE, UNIT_ATTRIBUTE, the_unit
+from parallel3d.fsdp.options.precision import set_up_precision
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
 from parallel3d.fsdp.unit import Unit
 
@@ -43,14 +44,14 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     unit = the_unit(module)
     unit.come_to_rest()
-    if unit.depth or unit.backward_begun or unit.group.state is GroupState.WHOLE:
+    if unit.depth or unit.backward_begun or unit.group.is_in_other_form:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
     if unit.context is not None and unit.context.finalization.stage is not Stage.COMPLETE:
         raise StateError(
             f"unit {unit.label} has gradients to come; deep-copy it after finalize_backward()"
         )
-    shown = unit.group.shown
-    unit.group.hide()
+    shown = unit.group.is_registered
+    unit.group.register_sharded()
     state = {key: value for key, value in vars(module).items() if key not in _OF_UNIT}
     for name in _HOOKS:
         hooks = copy.copy(state[name])
@@ -73,7 +74,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         copied = dict(done)
         _copy_unit(unit, [copied[each] for each in unit.modules], memo)
     if shown:
-        unit.group.show()
+        unit.group.register_unsharded()
     return new
 
 
@@ -83,6 +84,7 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
     new = Unit(
         modules, ParamGroup(buckets), unit.policy, unit.reshard_after_forward, unit.device_type
     )
+    set_up_precision(new)
     new.take_settings(unit)
     new.label = unit.label
     for bucket in buckets:

@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d._torch.fully_shard import (
     DataParallelMeshDims,
@@ -29,8 +30,8 @@ from parallel3d.fsdp.api import (
     keeps_its_dtype,
     own_policy,
 )
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.group import ParamGroup, note_ignored, watch_assignments
+from parallel3d.fsdp.bucket import Bucket, Offload
+from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.interop import register_state, state_of
 from parallel3d.fsdp.members import (
     check_ignored,
@@ -39,12 +40,16 @@ from parallel3d.fsdp.members import (
     check_reshard,
     managed_modules,
     managed_params,
+    note_ignored,
     units_modules,
+    watch_assignments,
 )
 from parallel3d.fsdp.module import FSDPModule
+from parallel3d.fsdp.options.checks import guard_of
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket, is_extended
 from parallel3d.fsdp.options.hfsdp import HybridBucket, cut_over_replicate
-from parallel3d.fsdp.options.precision import cast_around, kept_in_full
+from parallel3d.fsdp.options.offload import CpuOffload
+from parallel3d.fsdp.options.precision import cast_around, kept_in_full, set_up_precision
 from parallel3d.fsdp.param import ShardedParam, holder_of, mark_taken
 from parallel3d.fsdp.placement import checked_mesh, data_axes
 from parallel3d.fsdp.spmd import ShardPlacementFn, spmd_axes, wishes
@@ -88,7 +93,7 @@ def check_ties(ties: Sequence[Tie], policy: MixedPrecisionPolicy) -> None:
                 f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, so the two units "
                 f"become one; but their policies differ ({policy} and {unit.policy}): give both the same"
             )
-        if unit.guard is not None:
+        if guard_of(unit) is not None:
             raise StateError(
                 f"parameter {tie.name} is tied to {tie.owner.name} of unit {unit.label}, which is updated in "
                 "backward already; apply fully_shard to both before optim.step_in_backward"
@@ -135,7 +140,7 @@ def make_buckets(
     unit: str,
     params: Sequence[ShardedParam],
     policy: MixedPrecisionPolicy,
-    offload: Any = None,
+    offload: Offload | None = None,
 ) -> list[Bucket]:
     """Sorts a unit's parameters into buckets, in order of their first parameter.
 
@@ -254,6 +259,7 @@ def fully_shard(
     ignored = check_ignored(ignored_params)
     policy = own_policy(mp_policy)
     check_offload(offload_policy)
+    offload = CpuOffload(offload_policy) if isinstance(offload_policy, CPUOffloadPolicy) else None
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
     managed = list(managed_params(modules, ignored))
@@ -283,9 +289,10 @@ def fully_shard(
             sharded.keeps_dtype = all(id(holder) in full for holder, _ in each.places) or (
                 keeps_its_dtype(policy, each.name, each.param)
             )
-        buckets = make_buckets(name, params, policy, offload_policy)
+        buckets = make_buckets(name, params, policy, offload)
         _move_buffers(modules, mesh.device_type)
         unit = Unit(modules, ParamGroup(buckets), policy, reshard, mesh.device_type)
+        set_up_precision(unit)
         for each, sharded in zip(found, params, strict=True):
             mark_taken(each.param, sharded)  # the user's object: a tied use in another unit shows
             mark_replaced(each.param, *each.places[0], f"{each.name} of unit {unit.label}")

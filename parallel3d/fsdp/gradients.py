@@ -17,22 +17,58 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import gradient_hooks, has_gradient_hooks, set_grad
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.kernels import chunk_cat
-from parallel3d.fsdp.reduction import Reduction, divisor_before_sum, stages_of
+from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.reduction import Reduced, Reduction, Stage, divisor_before_sum, stages_of
 
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.param import ShardedParam
+
+class GradientBucket(Reduced, Protocol):
+    """A bucket, as far as its gradients go; see ``Bucket``."""
+
+    params: list[ShardedParam]
+    compute_params: list[torch.nn.Parameter]
+    policy: MixedPrecisionPolicy
+    axes: DataAxes
+    parts: int
+    device: torch.device
+    home: torch.device
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sum_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    reduce_unused: bool
+    small_grads: list[bool]
+    packs_as_chunks: bool
+    replicate_groups: list[ProcessGroup]
+    over_replicate: list[Stage]
+    on_result: list[Stage]
+    to_rest: list[Stage]
+    on_large_gradient: Callable[[int], None] | None
+
+    @property
+    def divisor(self) -> float: ...
+
+    @property
+    def reduced_in_place(self) -> int: ...
+
+    def reduce_input(self, since: int) -> torch.Tensor: ...
+
+    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]: ...
 
 
 class GradientSlots:
@@ -43,7 +79,7 @@ class GradientSlots:
         partial: put off by ``set_requires_all_reduce(False)``: sums over shard.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: GradientBucket) -> None:
         self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
         self.whole: HeldSum | None = None
         self.partial: HeldSum | None = None
@@ -253,7 +289,7 @@ class GradientSlots:
     # -- sums that wait, from one micro-batch to the one that reduces them -------------------------
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> GradientBucket:
         """The bucket whose gradients these are."""
         bucket = self._bucket()
         assert bucket is not None
@@ -485,7 +521,7 @@ class ReduceInput:
 
     __slots__ = ("_bucket", "in_place", "kept", "packed", "views", "written")
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: GradientBucket) -> None:
         self._bucket = weakref.ref(bucket)  # whose gradients hold this: no cycle
         self.in_place = bucket.reduced_in_place
         self.kept: dict[int, torch.Tensor] = {}
@@ -494,7 +530,7 @@ class ReduceInput:
         self.written: set[int] = set()
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> GradientBucket:
         """The bucket whose gradients these are."""
         bucket = self._bucket()
         assert bucket is not None
@@ -510,8 +546,8 @@ class ReduceInput:
             if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
                 grad = grad.to(bucket.reduce_dtype)
             self.kept[index] = grad.contiguous()
-            if bucket.half_way is not None:
-                bucket.half_way.count(index)
+            if bucket.on_large_gradient is not None:
+                bucket.on_large_gradient(index)
         elif bucket.small_grads[index]:
             self.kept[index] = grad
         else:
@@ -605,7 +641,7 @@ _place_of = attrgetter(PLACE)
 
 
 def make_gradients(
-    bucket: Bucket, flat: torch.Tensor, parts: Sequence[torch.Tensor]
+    bucket: GradientBucket, flat: torch.Tensor, parts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """What ``.grad`` of the parameters is, of their ``parts`` of ``flat``.
 

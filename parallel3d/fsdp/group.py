@@ -1,36 +1,23 @@
-"""ParamGroup: one unit's parameters through SHARDED -> gathering -> UNSHARDED -> SHARDED."""
+"""ParamGroup: one unit's parameters through SHARDED -> GATHERING -> UNSHARDED -> SHARDED."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from itertools import chain
-from operator import attrgetter, call, is_
-from typing import TYPE_CHECKING, Any
+from operator import call, is_
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.dtensor import get_local_tensor, keep_partial_gradients, make_dtensor
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.bucket import Bucket, JointGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.members import unit_of
-from parallel3d.fsdp.options.gate import Gate
-from parallel3d.fsdp.options.gather_extension import ExtensionBucket, with_late_extensions
-from parallel3d.fsdp.options.hfsdp import HybridBucket
-from parallel3d.fsdp.options.joint_gather import JointGather, plan_gathers
-from parallel3d.fsdp.options.precision import BufferCasts, switch_precision
-from parallel3d.fsdp.param import OwnSetattr, ShardedParam, mark_taken, owner_at, owner_of
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.unit import Unit
-
+from parallel3d.fsdp.param import ShardedParam
 
 # What stands where a unit's Parameter was: whether its values may become the unit's, and its
 # gradient.
@@ -79,83 +66,163 @@ def unit_that_watches(unsharded: torch.Tensor) -> Any:
     return None if unit is None else unit()
 
 
-class GroupState(Enum):
-    """Where a group's unsharded parameters are."""
+class ShardedState(Enum):
+    """Where a group's values are."""
 
     SHARDED = auto()
-    GATHERING = auto()
+    GATHERING = auto()  # an all-gather is under way, or its result was not asked for yet
     UNSHARDED = auto()
-    WHOLE = auto()  # sharded, and other Parameters show: ``full_params``, ``state_dict``
+    SHARDED_POST_FORWARD = (
+        auto()
+    )  # over fewer ranks, from the end of a forward until the next gather
+
+
+class Registered(Enum):
+    """What the modules' attributes are."""
+
+    SHARDED = auto()  # the sharded Parameters, which are there at rest
+    UNSHARDED = auto()
+    OTHER = auto()  # what ``full_params`` shows, or ``state_dict`` while it is made
+
+
+class Retain(Enum):
+    """Why a group stays unsharded when a pass is over."""
+
+    NO = auto()
+    NEXT_FORWARD = auto()  # the next forward, or evaluation, uses it
+    USER = auto()  # ``unshard()``: registered too, until ``reshard()`` or a pass that reshards
+
+
+class Event(Enum):
+    """What happens to a group."""
+
+    ISSUE = auto()  # its all-gathers are issued
+    FINISH = auto()  # what they have brought is ready for use
+    FREE = auto()  # the unsharded parameters' memory is freed
+    FREE_PARTLY = auto()  # the same, but fewer ranks keep them between each other
+    DROP = auto()  # what those have kept is freed
+    REGISTER = auto()  # the unsharded parameters are put into the modules
+    UNREGISTER = auto()  # the sharded ones are put back
+    SHOW_OTHER = auto()  # others are put there, of neither kind
+    HIDE_OTHER = auto()
+
+
+TRANSITIONS: dict[tuple[Any, Event], Any] = {
+    (ShardedState.SHARDED, Event.ISSUE): ShardedState.GATHERING,
+    (ShardedState.SHARDED_POST_FORWARD, Event.ISSUE): ShardedState.GATHERING,
+    (ShardedState.GATHERING, Event.FINISH): ShardedState.UNSHARDED,
+    (ShardedState.UNSHARDED, Event.FREE): ShardedState.SHARDED,
+    (ShardedState.UNSHARDED, Event.FREE_PARTLY): ShardedState.SHARDED_POST_FORWARD,
+    (ShardedState.SHARDED_POST_FORWARD, Event.DROP): ShardedState.SHARDED,
+    (Registered.SHARDED, Event.REGISTER): Registered.UNSHARDED,
+    (Registered.UNSHARDED, Event.UNREGISTER): Registered.SHARDED,
+    (Registered.SHARDED, Event.SHOW_OTHER): Registered.OTHER,
+    (Registered.OTHER, Event.HIDE_OTHER): Registered.SHARDED,
+}
+"""What each event makes of a state; a pair that is not here can't happen. See ``ParamGroup._enter``."""
+
+_OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OTHER}
+_SHARDED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
+
+
+class Beside(Protocol):
+    """What an option puts into the modules together with the unsharded parameters."""
+
+    def register(self, group: ParamGroup) -> None:
+        """After these were put there."""
+
+    def unregister(self) -> None:
+        """After the sharded ones were put back."""
+
+
+Rebuild = Callable[[list[Bucket]], "list[Bucket] | None"]
 
 
 class ParamGroup:
     """The buckets of one unit.
 
     Attributes:
-        state: see ``GroupState``.
-        slots: (holder, name, sharded parameter, unsharded parameter) of each place that holds one.
+        state, registered, retain: see the enums. The first two change by ``_enter`` alone.
+        module_infos: (holder, name, sharded parameter, unsharded parameter) of each place that holds one.
         holders: the same by holder: (holder, the sharded parameters by name, the unsharded ones).
         found: of each place how to look there, its name, and what was there; also where there was none.
         trainable: number of parameters that get a gradient.
-        kept: whether the user's ``unshard()`` gathered the group: shown until ``reshard()``, or until a
-            forward or backward reshards it.
-        held: whether the group was left gathered for the next forward, which the user has asked for.
-        parted: whether the buckets keep parts between forward and backward (reshard to fewer ranks).
         gathers: what the all-gathers under way are of.
         on_meta: whether parameters are still on the meta device.
-        hybrids: the buckets whose shards are cut over replicate too.
+        renewed: the buckets that gather from a copy of their shards, renewed when weights may have changed.
         direct: the buckets that no axis shards, whose unsharded parameters are the weights themselves.
-        full: whether the buckets compute in the parameters' own dtype; see ``eval_precision``.
-        gated: whether forward sees outputs of the buckets' gates; see ``gate``.
-        buffers: the unit's buffers, where they are cast.
-        shown: whether the modules' attributes are the unsharded parameters (they are the sharded ones at
-            rest, also while an unsharded copy is held).
+        own_dtype: whether the buckets compute in the parameters' own dtype, and not in the policy's.
+        stands_in: whether forward sees ``stand_ins`` of the buckets.
+        beside: what is registered with the unsharded parameters.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
-        self.state = GroupState.SHARDED
-        self.shown = False
-        self.full = self.gated = False
-        self.buffers: BufferCasts | None = None
+        self.state = ShardedState.SHARDED
+        self.registered = Registered.SHARDED
+        self.retain = Retain.NO
+        self.own_dtype = self.stands_in = False
+        self.beside: list[Beside] = []
         self.trainable = 0
-        self.kept = False
-        self.held = False
-        self.parted = False
         self.gathers: Sequence[Bucket | JointGather] = []
         self.computing: set[int] = set()
-        self.slots: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
+        self.module_infos: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
         self.found: tuple[list, ...] = ()
         self._unit: weakref.ref | None = None
         self.refresh()
 
+    def _enter(self, event: Event) -> None:
+        """The one place where ``state`` and ``registered`` change."""
+        if event in _OF_MODULES:
+            self.registered = TRANSITIONS[self.registered, event]
+        else:
+            self.state = TRANSITIONS[self.state, event]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered."""
+        return self.state in _SHARDED
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the modules' attributes are the unsharded parameters."""
+        return self.registered is Registered.UNSHARDED
+
+    @property
+    def is_in_other_form(self) -> bool:
+        """Whether other Parameters show: those of ``full_params``, or of a ``state_dict`` that is made."""
+        return self.registered is Registered.OTHER
+
+    # -- what it is made of ----------------------------------------------------------------------------
+
     def refresh(self) -> None:
         """After the buckets were built: the swap list and the gradient hooks."""
         for bucket in self.buckets:
-            if isinstance(
-                bucket, ExtensionBucket
-            ):  # its parameters are there after the first gather
-                bucket.made = weakref.WeakMethod(self.refresh)
-        self.list_slots()
-        self.hybrids = [bucket for bucket in self.buckets if isinstance(bucket, HybridBucket)]
+            bucket.made = weakref.WeakMethod(self.refresh)
+        self.list_places()
+        self.renewed = [bucket for bucket in self.buckets if bucket.gathers_copy]
         self.direct = [bucket for bucket in self.buckets if not bucket.has_own_unsharded]
         if self._unit is not None:
             self.watch_gradients(self._unit)
         self.on_meta = any(bucket.device.type == "meta" for bucket in self.buckets)
         self.count_trainable()
 
-    def take_late_extensions(self) -> None:
-        """Before the first gather: parameters whose local tensors were given an extension by the user."""
-        if self.state is GroupState.SHARDED and not self.shown:
+    def rebuild(self, rebuild: Rebuild) -> None:
+        """Replaces the buckets by what ``rebuild`` makes of them, unless the group is in use.
+
+        Args:
+            rebuild: returns None where they stay.
+        """
+        if self.is_sharded and self.registered is Registered.SHARDED:
             with torch.inference_mode(False), torch.no_grad():
-                buckets = with_late_extensions(self.buckets)
+                buckets = rebuild(self.buckets)
             if buckets is not None:
                 self.buckets = buckets
                 self.refresh()
 
     def renew_buffers(self) -> None:
         """Makes the gather's buffers anew, for who has to see them made."""
-        if self.state is GroupState.SHARDED and not self.shown:
+        if self.is_sharded and self.registered is Registered.SHARDED:
             for bucket in self.buckets:
                 bucket.build_unsharded()
             self.refresh()
@@ -163,13 +230,12 @@ class ParamGroup:
     def extend(self, other: ParamGroup) -> None:
         """Takes the buckets of ``other`` too."""
         self.buckets += other.buckets
-        if self.buffers is not None and other.buffers is not None:
-            self.buffers.extend(other.buffers)
+        self.beside += other.beside
         self.refresh()
 
-    def list_slots(self) -> None:
+    def list_places(self) -> None:
         """Notes where the parameters are put."""
-        self.slots = [
+        self.module_infos = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
             for param, compute in zip(bucket.params, self._seen(bucket), strict=True)
@@ -184,26 +250,23 @@ class ParamGroup:
             [None if holder.get(name) is None else sharded for holder, name, sharded in places],
         )
         by_holder: dict[int, tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
-        for holder, name, sharded, compute in self.slots:
+        for holder, name, sharded, compute in self.module_infos:
             _, at_rest, computing = by_holder.setdefault(id(holder), (holder, {}, {}))
             at_rest[name], computing[name] = sharded, compute
         self.holders = list(by_holder.values())
-        self.computing = {id(compute) for _, _, _, compute in self.slots}
+        self.computing = {id(compute) for _, _, _, compute in self.module_infos}
 
     def _seen(self, bucket: Bucket) -> Sequence[Any]:
-        gate = bucket.gate if self.gated else None
-        return bucket.compute_params if gate is None else gate.outputs
+        stand_ins = bucket.stand_ins if self.stands_in else None
+        return bucket.compute_params if stand_ins is None else stand_ins
 
-    def use_gates(self, unit: weakref.ref | None) -> None:
-        """Lets forward see outputs of gates of ``unit``, or with None no longer.
-
-        Gates that are new are still to be opened.
-        """
-        assert not self.shown
-        self.gated = unit is not None
-        for bucket in self.buckets:
-            bucket.gate = None if unit is None else bucket.gate or Gate(bucket, unit)
-        self.list_slots()
+    def use_stand_ins(self, stand_ins: Sequence[Sequence[torch.Tensor]] | None) -> None:
+        """Lets forward see these, for each bucket one tensor a parameter; None: the unsharded parameters."""
+        assert not self.is_registered
+        self.stands_in = stand_ins is not None
+        for number, bucket in enumerate(self.buckets):
+            bucket.stand_ins = None if stand_ins is None else stand_ins[number]
+        self.list_places()
 
     def watch_gradients(self, unit: weakref.ref) -> None:
         """Calls ``unit().take_gradient(bucket, index, gradient)`` whenever autograd has one."""
@@ -233,8 +296,8 @@ class ParamGroup:
     def count_trainable(self) -> None:
         """Lets the computing parameters follow ``requires_grad`` of the sharded ones."""
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
-        if self.gated and any(bucket.gate is None for bucket in self.buckets):
-            self.use_gates(None)  # of what was trained before, or was elsewhere
+        if self.stands_in and any(bucket.stand_ins is None for bucket in self.buckets):
+            self.use_stand_ins(None)  # they were of what was trained before, or was elsewhere
 
     def adopt(self, *, partly: bool = False) -> None:
         """Takes back Parameters and values that ordinary calls have replaced or moved.
@@ -255,7 +318,7 @@ class ParamGroup:
 
     def adopt_replaced(self) -> None:
         """Takes back Parameters that were put into the modules by other ways than assignment."""
-        assert not self.shown
+        assert not self.is_registered
         getters, names, found = self.found
         if all(map(is_, map(call, getters, names), found)):
             return
@@ -266,7 +329,7 @@ class ParamGroup:
                     if current is not param.sharded and current is not None:
                         self.take(param, current)
                         holder[name] = param.sharded
-        self.list_slots()  # one may have been removed, or be there again
+        self.list_places()  # one may have been removed, or be there again
 
     def take(self, param: ShardedParam, given: nn.Parameter) -> None:
         """Gives ``param`` the values of ``given``, which was put in its place, and its gradient.
@@ -285,33 +348,30 @@ class ParamGroup:
             param.sharded.grad = gradient_for(param, given)
         param.sharded.requires_grad_(given.requires_grad)
 
-    @property
-    def is_in_other_form(self) -> bool:
-        """Whether other Parameters show: those of ``full_params``, or of a ``state_dict`` that is made."""
-        return self.state is GroupState.WHOLE
-
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def issue_unshard(self, comm: Comm) -> None:
-        """Starts the all-gathers if the group is sharded, and not shown by its root (see ``Residents``)."""
-        if self.state is GroupState.SHARDED:
-            if self.gated and self.shown:
-                return
-            if self.on_meta:
-                self.check_has_values()
-            buckets = self.buckets
-            self.note_weights(comm)
-            self.gathers = buckets if len(buckets) < 2 else plan_gathers(buckets)
-            for gather in self.gathers:
-                comm.issue_gather(gather)
-            self.state = GroupState.GATHERING
-        elif self.state is GroupState.WHOLE:
-            unit = self._unit() if self._unit is not None else None
-            name = unit.label if unit is not None else ""
+        """Starts the all-gathers if the group is sharded."""
+        if self.registered is Registered.OTHER:
             raise StateError(
-                f"unit {name} shows its parameters in another form, as in full_params or while a state_dict "
-                "is made; leave that before forward, backward and unshard()"
+                f"unit {self._label} shows its parameters in another form, as in full_params or while a "
+                "state_dict is made; leave that before forward, backward and unshard()"
             )
+        if self.state not in _SHARDED or (self.stands_in and self.is_registered):
+            return  # the latter: there is nothing to gather
+        if self.on_meta:
+            self.check_has_values()
+        buckets = self.buckets
+        self.note_weights(comm)
+        self.gathers = buckets if len(buckets) < 2 else plan_gathers(buckets)
+        for gather in self.gathers:
+            comm.issue_gather(gather)
+        self._enter(Event.ISSUE)
+
+    @property
+    def _label(self) -> str:
+        unit = self._unit() if self._unit is not None else None
+        return "" if unit is None else unit.label
 
     def note_weights(self, comm: Comm) -> None:
         """Which values are used from now on."""
@@ -340,128 +400,122 @@ class ParamGroup:
         )
 
     def renew_copies(self, comm: Comm, *, if_changed: bool = False) -> None:
-        """Where the optimizer's shards are cut over replicate: what is gathered follows the weights.
+        """Of the buckets that gather from a copy of their shards: it follows the weights.
 
         Args:
             if_changed: only those of weights that were seen to change.
         """
-        for hybrid in self.hybrids:
-            if not if_changed or hybrid.is_old:
-                hybrid.renew(comm)
+        for bucket in self.renewed:
+            bucket.renew(comm, if_changed=if_changed)
 
     def unshard(self, comm: Comm) -> None:
         """Makes the unsharded parameters ready for use on the current stream."""
         self.issue_unshard(comm)
-        if self.state is GroupState.GATHERING:
+        if self.state is ShardedState.GATHERING:
             for gather in self.gathers:
                 comm.finish_gather(gather)
             self.gathers = []
-            self.state = GroupState.UNSHARDED
+            self._enter(Event.FINISH)
             for bucket in self.buckets:
                 bucket.versions.set_unsharded()
 
-    def reshard(self, comm: Comm, parts: int | None = None) -> None:
-        """Frees the unsharded parameters; with ``parts`` those many ranks keep them between each other."""
-        self.kept = self.held = False
-        if parts is None:
+    def reshard(self, comm: Comm, ranks: int | None = None) -> None:
+        """Frees the unsharded parameters.
+
+        Args:
+            ranks: so many ranks keep them between each other; None: all that they are sharded over.
+        """
+        self.retain = Retain.NO
+        if ranks is None:
             self.drop_parts()
-        if self.state is GroupState.GATHERING:
+        if self.state is ShardedState.GATHERING:
             self.unshard(comm)  # the collective is under way on the other ranks too
-        if self.state is GroupState.UNSHARDED:
+        if self.state is ShardedState.UNSHARDED:
             for bucket in self.buckets:
-                if parts is not None:
-                    bucket.keep_part(parts)
-                    self.parted = True
+                if ranks is not None:
+                    bucket.keep_part(ranks)
                 bucket.free_unsharded()
                 if bucket.has_own_unsharded:
                     bucket.versions.set_free()
-            self.state = GroupState.SHARDED
+            self._enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
 
     def keep_storage(self, keep: bool) -> None:
         """Whether the unsharded parameters keep their memory while the group is sharded."""
         for bucket in self.buckets:
             bucket.keep_storage = keep
-            if not keep and self.state in (GroupState.SHARDED, GroupState.WHOLE):
+            if not keep and self.is_sharded:
                 bucket.free_unsharded()
                 bucket.free_other_precision()
 
     def drop_parts(self) -> None:
         """Forgets what a reshard to fewer ranks has kept."""
-        if self.parted:
-            self.parted = False
+        if self.state is ShardedState.SHARDED_POST_FORWARD:
             for bucket in self.buckets:
                 bucket.drop_part()
+            self._enter(Event.DROP)
 
-    def show(self) -> None:
+    def register_unsharded(self) -> None:
         """Puts the unsharded parameters into the modules."""
-        if not self.shown:
-            self.shown = True  # first: ``hide`` then undoes what an interruption has left
+        if self.registered is not Registered.UNSHARDED:
+            self._enter(
+                Event.REGISTER
+            )  # first: what undoes it then undoes what an interruption has left
             for holder, _, computing in self.holders:
                 holder.update(computing)
-            if self.buffers is not None and not self.full:
-                self.buffers.show()
+            for each in self.beside:
+                each.register(self)
 
-    def hide(self) -> None:
-        """Puts the sharded Parameters back."""
-        if self.shown:
+    def register_sharded(self) -> None:
+        """Puts the sharded Parameters back, where the unsharded ones are."""
+        if self.registered is Registered.UNSHARDED:
             for holder, at_rest, _ in self.holders:
                 holder.update(at_rest)
-            if self.buffers is not None:
-                self.buffers.hide()
-            self.shown = False
+            for each in self.beside:
+                each.unregister()
+            self._enter(Event.UNREGISTER)
 
-    def use_precision(self, full: bool, comm: Comm) -> None:
-        """Lets the group compute in the parameters' own dtype, or in the policy's again."""
-        if full is self.full:
-            return
-        kept = self.kept
-        self.hide()
-        self.reshard(comm)
-        for bucket in self.buckets:
-            switch_precision(bucket, full)
-        self.full = full
-        self.refresh()
-        if kept:
-            self.keep()
+    def show_other(self) -> None:
+        """The modules' attributes are Parameters of neither kind from now on."""
+        self._enter(Event.SHOW_OTHER)
 
-    # -- staying gathered ----------------------------------------------------------------------------
+    def hide_other(self) -> None:
+        """The sharded Parameters were put back there."""
+        self._enter(Event.HIDE_OTHER)
 
-    def keep(self) -> None:
-        """The user wants the group gathered and shown."""
-        self.kept = self.held = True
+    # -- staying unsharded ---------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Leaves the group gathered for the next forward; shown if the user keeps it so."""
-        if not self.kept:
-            self.hide()
-        self.held = True
+        """Leaves the group unsharded for the next forward; registered if the user wants it so."""
+        if self.retain is not Retain.USER:
+            self.register_sharded()
+            self.retain = Retain.NEXT_FORWARD
 
     def drop_stale(self, comm: Comm) -> None:
         """Before a forward: frees what an earlier one left, unless the user has asked for it and it still
         holds the weights, as far as counters tell."""
         self.drop_parts()
-        if self.state is not GroupState.UNSHARDED:
+        if self.state is not ShardedState.UNSHARDED:
             return
-        if not self.held or self.is_stale:
-            kept = self.kept
-            self.hide()
+        if self.retain is Retain.NO or self.is_stale:
+            retain = self.retain
+            self.register_sharded()
             self.reshard(comm)
-            if kept:
-                self.keep()
+            if retain is Retain.USER:
+                self.retain = retain
 
     def gather_anew(self, comm: Comm) -> None:
-        """Within a forward: what is shown must hold what the shards hold."""
-        self.hide()
+        """Within a forward: what is registered must hold what the shards hold."""
+        self.register_sharded()
         self.reshard(comm)
         self.adopt()
         self.renew_copies(comm)
         self.unshard(comm)
-        self.show()
+        self.register_unsharded()
 
     @property
     def is_stale(self) -> bool:
         """Whether the weights were seen to change since the group was gathered."""
-        return self.state is GroupState.UNSHARDED and any(
+        return self.state is ShardedState.UNSHARDED and any(
             bucket.versions.stamp.is_old() for bucket in self.buckets
         )
 
@@ -482,14 +536,14 @@ class ParamGroup:
 
     def abandon(self, comm: Comm) -> None:
         """After an exception: nothing in flight, nothing gathered."""
-        self.hide()
+        self.register_sharded()
         for gather in self.gathers:
             if gather.gathering is not None:  # the collective is under way on the other ranks too
                 comm.finish_gather(gather)
                 gather.free_unsharded()
         self.gathers = []
-        if self.state is GroupState.GATHERING:
-            self.state = GroupState.UNSHARDED
+        if self.state is ShardedState.GATHERING:
+            self._enter(Event.FINISH)
         self.reshard(comm)
 
 
@@ -509,193 +563,3 @@ class _GradHook:
         if unit is not None and bucket is not None:
             grad, param.grad = param.grad, None
             unit.take_gradient(bucket, self.index, grad)
-
-
-# What is registered in a root's modules: Parameters that are assigned, modules put in after
-# sharding.
-#
-# A Parameter assigned where a unit has one (``module.weight = nn.Parameter(...)``,
-# ``register_parameter``, ``load_state_dict(assign=True)``) gives it its values at once, and the
-# module keeps the unit's own, so that an optimizer made from ``model.parameters()`` afterwards
-# trains what forward computes with.
-#
-# Anything else that is new is looked for when the root's forward begins: what every module has is
-# compared, by identity and within C, with what it had in the last one, and only if that differs
-# are the modules walked. This rests on no event, so that none can be missed. A trainable parameter
-# that no unit has, and nobody has ignored, is an error there: no rank would average its gradient
-# with the others'.
-
-REGISTERED_ATTRIBUTE = "_parallel3d_registered"  # of a root's first module, see ``_Registered``
-_IGNORED = (
-    "_parallel3d_ignored"  # of a module: names of its parameters that a unit was told to ignore
-)
-
-_CONTAINERS = attrgetter("_modules", "_parameters")
-_IS_TRAINABLE = attrgetter("requires_grad")
-
-
-# -- a Parameter is assigned ---------------------------------------------------------------------------
-
-_watching = False
-
-
-def watch_assignments() -> None:
-    """From now on units take Parameters when they are assigned."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_module_parameter_registration_hook(_take_assigned)  # type: ignore[arg-type]
-
-
-def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
-    """Called by torch with every Parameter that is registered in any module; what it returns is put there."""
-    owner = owner_at(module, name)
-    if owner is None or OwnSetattr.is_putting or given is owner.sharded:
-        return None
-    unit = owner.unit() if owner.unit is not None else None
-    if unit is None or unit.group.is_in_other_form or unit.group.owns(given):
-        return None
-    unit.come_to_rest()
-    if unit.group.shown:
-        raise StateError(
-            f"parameter {owner.name} of unit {unit.label} was assigned while the unit's unsharded parameters "
-            "are in its modules; assign it between steps, after reshard() if unshard() was called"
-        )
-    other = owner_of(given)
-    if other is not None and other is not owner:
-        raise Parallel3dError(
-            f"parameter {owner.name} of unit {unit.label} was assigned {_describe(other)}, which would tie "
-            "the two; tie parameters before fully_shard, or copy the values by copy_() under no_grad()"
-        )
-    unit.group.take(owner, given)
-    mark_taken(given, owner)
-    return owner.sharded
-
-
-def _describe(param: ShardedParam) -> str:
-    unit = param.unit() if param.unit is not None else None
-    return f"parameter {param.name}" + ("" if unit is None else f" of unit {unit.label}")
-
-
-# -- what is new in a root's modules ---------------------------------------------------------------------
-
-
-def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
-    """Notes which parameters of ``modules`` are among ``ignored``, by id."""
-    for module in modules if ignored else ():
-        names = {name for name, param in module._parameters.items() if id(param) in ignored}
-        if names:
-            vars(module)[_IGNORED] = names | vars(module).get(_IGNORED, set())
-
-
-def check_registered(root: Unit) -> None:
-    """When a forward of ``root`` begins.
-
-    Raises:
-        Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
-    """
-    modules = root.modules
-    registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
-    if registered is None or not registered.is_of(modules):
-        vars(modules[0]).pop(REGISTERED_ATTRIBUTE, None)
-        assert root.context is not None
-        for unit in root.context.units:  # also those that this forward does not come to
-            if not unit.group.shown and not unit.group.is_in_other_form:
-                unit.group.adopt_replaced()
-        vars(modules[0])[REGISTERED_ATTRIBUTE] = _Registered(root, modules)
-
-
-class _Registered:
-    """What the modules of one root had when they were last found to be in order.
-
-    The root's first module has it: it refers to what is below that module, and to nothing above.
-    """
-
-    def __init__(self, root: Unit, modules: Sequence[nn.Module]) -> None:
-        loose = list(_check(root, modules))
-        tops = set(map(id, modules))
-        inside = {id(each): each for module in modules for each in module.modules()}
-        self._below = [
-            module
-            for key, module in inside.items()
-            if key not in tops and all(isinstance(each, dict) for each in _CONTAINERS(module))
-        ]
-        self._found = list(self._read(modules))
-        # Nobody ignored them; they were frozen.
-        self._frozen = [param for param in loose if not param.requires_grad]
-
-    def _read(self, modules: Iterable[nn.Module]) -> Iterable[Any]:
-        containers = chain.from_iterable(map(_CONTAINERS, chain(modules, self._below)))
-        return chain.from_iterable(map(dict.values, containers))
-
-    def is_of(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether they still have the same, and what was frozen still is."""
-        now = list(self._read(modules))
-        return (
-            len(now) == len(self._found)
-            and all(map(is_, now, self._found))
-            and not any(map(_IS_TRAINABLE, self._frozen))
-        )
-
-
-def _check(root: Unit, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Raises if a parameter should be of a unit; yields those that need not, but for those ignored."""
-    for prefix, module in _walk(modules):
-        for name, param in module._parameters.items():
-            if param is None or owner_at(module, name) is not None:
-                continue
-            if name in vars(module).get(_IGNORED, ()):
-                continue
-            owner = owner_of(param)
-            if param.requires_grad or (owner is not None and param is owner.sharded):
-                raise _error(root, prefix, module, name, owner)
-            yield param
-
-
-def _error(
-    root: Unit, prefix: str, module: nn.Module, name: str, owner: ShardedParam | None
-) -> Parallel3dError:
-    full_name = f"{prefix}.{name}" if prefix else name
-    where = (
-        f"parameter {full_name} of a {type(module).__name__} in unit {_unit_around(root, prefix)}"
-    )
-    if owner is not None:
-        return Parallel3dError(
-            f"{where} is {_describe(owner)} too, but was put there after fully_shard: the unit would not "
-            "gather it there. Tie parameters, and register parametrizations, before fully_shard"
-        )
-    return Parallel3dError(
-        f"{where} is trainable, but no unit has it: it was put there after fully_shard, and its gradient "
-        f"would not be reduced over the ranks. Put it there before fully_shard; or call fully_shard on "
-        f"{prefix or 'its module'} with the same mesh, before the optimizer is made; or on that with "
-        "ignored_params=[...], if each rank is to train its own; or freeze it: requires_grad_(False)"
-    )
-
-
-def _unit_around(root: Unit, prefix: str) -> str:
-    """The label of the innermost unit whose module holds the one that ``prefix`` leads to."""
-    module, label = root.modules[0], root.label
-    for part in filter(None, prefix.split(".")):
-        module = module._modules.get(part)  # type: ignore[assignment]
-        if module is None:  # of a root of several modules: in another than the first
-            return label
-        unit = unit_of(module)
-        label = label if unit is None else unit.label
-    return label
-
-
-def _walk(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules in ``modules``, but for those in units of torch's own engine."""
-    seen: set[int] = set()
-    waiting = [("", module) for module in reversed(modules)]
-    while waiting:
-        prefix, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, TorchFSDPModule) and unit_of(module) is None:
-            continue
-        yield prefix, module
-        for name, child in reversed(module._modules.items()):
-            if child is not None:
-                waiting.append((f"{prefix}.{name}" if prefix else name, child))

@@ -22,7 +22,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import refuse_unfinalized
 from parallel3d.fsdp.gradients import flat_gradient, flat_gradients_of, waits_for_reduction
 from parallel3d.fsdp.members import check_param, class_name, parameters_at_rest, unit_of, units_of
-from parallel3d.fsdp.options.checks import StepGuard
+from parallel3d.fsdp.options.checks import StepGuard, guard_of
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket
 from parallel3d.fsdp.param import ShardedParam, owner_of
 from parallel3d.fsdp.placement import data_axes
@@ -45,6 +45,7 @@ __all__ = [
     "data_axes",
     "flat_gradient",
     "flat_gradients_of",
+    "guard_of",
     "named_params",
     "owner_of",
     "parameters_at_rest",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
@@ -24,7 +26,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.context import Finalization
 from parallel3d.fsdp.copying import copy_module
-from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, state_of
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, parameters_at_rest, the_unit, unit_of, units_of
 from parallel3d.fsdp.options.checks import refuse_accumulation
@@ -49,7 +51,7 @@ from parallel3d.fsdp.options.comm_hooks import (
     set_reduce_scatter,
 )
 from parallel3d.fsdp.reduction import SUMS
-from parallel3d.fsdp.schedule import BackwardPrefetch, GatherSchedule
+from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.fsdp.state_dict.full_params import check_not_shown
 from parallel3d.fsdp.state_dict.model_state_dict import saved_in_form
 from parallel3d.fsdp.unit import Unit
@@ -84,9 +86,9 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Waits until the unsharded parameters are in the module. Further calls do nothing."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.group.state is not GroupState.SHARDED:  # resharded meanwhile
+        if unit is not None and not unit.group.is_sharded:  # resharded meanwhile
             unit.group.unshard(unit.ready_context().comm)
-            unit.group.show()
+            unit.group.register_unsharded()
 
 
 class FSDPModule(TorchFSDPModule):
@@ -132,10 +134,10 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = the_unit(self)
         context = unit.ready_context()
-        if unit.order_check is not None:
-            unit.order_check.at("unshard()", unit)
+        for observer in unit.observers:
+            observer.unshard(unit)
         unit.issue_unshard(context)
-        unit.group.keep()
+        unit.group.retain = Retain.USER
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -146,9 +148,9 @@ class FSDPModule(TorchFSDPModule):
         """Puts this unit's sharded Parameters back and frees the unsharded ones. Not recursive."""
         unit = the_unit(self)
         if unit.is_shown_by_root:  # until the root's forward or backward ends
-            unit.group.kept = False
+            unit.group.retain = Retain.NO
             return
-        unit.group.hide()
+        unit.group.register_sharded()
         unit.group.reshard(unit.ready_context().comm)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -327,7 +329,7 @@ class FSDPModule(TorchFSDPModule):
         unit.come_to_rest()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         inside = unit.context.units if unit.context is not None else units_of(self, recurse=True)
-        if not any(each.group.shown for each in inside):
+        if not any(each.group.is_registered for each in inside):
             return
         seen = self.parameters()  # type: ignore[attr-defined]
         for param in set(parameters_at_rest(self)).difference(seen):  # type: ignore[arg-type]
@@ -373,13 +375,13 @@ class FSDPModule(TorchFSDPModule):
         unit = the_unit(self)
         check_not_shown(unit, "a conversion of the module")
         shown = unit.is_shown_by_root
-        unit.group.hide()
+        unit.group.register_sharded()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         # Of several modules given as a list one is converted after the other.
         unit.group.adopt(partly=len(unit.modules) > 1)
         if shown:
-            unit.group.show()
+            unit.group.register_unsharded()
         return result
 
     # -- communication ----------------------------------------------------------------------------------
@@ -647,10 +649,12 @@ class FSDPModule(TorchFSDPModule):
                 "no prefetch"
             )
 
-        def change(schedule: GatherSchedule) -> None:
-            schedule.backward = prefetch
-
-        _change(self, "set_backward_prefetch", change)
+        when = {
+            BackwardPrefetch.BACKWARD_PRE: Prefetch.BEFORE,
+            BackwardPrefetch.BACKWARD_POST: Prefetch.AFTER,
+            None: Prefetch.NEVER,
+        }
+        _change(self, "set_backward_prefetch", backward=when[prefetch])
 
     def set_forward_prefetch(self, enable: bool) -> None:
         """Whether a unit's forward gathers the next unit in the last iteration's order; True at first.
@@ -663,10 +667,7 @@ class FSDPModule(TorchFSDPModule):
         """
         enable = as_bool("enable", enable)
 
-        def change(schedule: GatherSchedule) -> None:
-            schedule.forward = enable
-
-        _change(self, "set_forward_prefetch", change)
+        _change(self, "set_forward_prefetch", forward=enable)
 
     def set_limit_all_gathers(self, limit: int | None) -> None:
         """How many units may be gathered ahead of their use.
@@ -690,10 +691,7 @@ class FSDPModule(TorchFSDPModule):
                 "prefetch at all: set_forward_prefetch(False), set_backward_prefetch(None)"
             )
 
-        def change(schedule: GatherSchedule) -> None:
-            schedule.limit = limit
-
-        _change(self, "set_limit_all_gathers", change)
+        _change(self, "set_limit_all_gathers", limit=limit)
 
     # -- ending backwards by hand: for the outermost unit -----------------------------------------------
 
@@ -767,19 +765,18 @@ def _outermost(module: object, method: str) -> Unit:
     return unit
 
 
-def _change(module: Any, method: str, change: Callable[[GatherSchedule], None]) -> None:
-    """Changes the schedule of the root ``module``; one that asks for the usual is none."""
+def _change(module: Any, method: str, **settings: Any) -> None:
+    """Changes the prefetch settings of the root ``module``; usual ones are None."""
     unit = the_unit(module)
     context = unit.context
     if context is not None and not unit.is_root:
         raise StateError(
             f"{method} was called on {unit.label!r}; call it on the outermost unit, {context.root.label!r}"
         )
-    schedule = unit.schedule or GatherSchedule()
-    change(schedule)
-    unit.schedule = None if schedule.is_usual else schedule
+    changed = replace(unit.prefetch or PrefetchSettings(), **settings)
+    unit.prefetch = None if changed == PrefetchSettings() else changed
     if context is not None:
-        context.schedule = unit.schedule
+        context.schedule.settings = changed
 
 
 def _refs(direction: str, modules: Sequence[Any]) -> list | None:

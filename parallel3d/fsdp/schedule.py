@@ -1,129 +1,181 @@
-"""GatherSchedule: when units are gathered ahead of their use, where the user wants it otherwise than usual.
+"""GatherSchedule: which unit is gathered when. Forwards and backwards come in, units to gather go out.
 
-As usual each unit's forward issues the next unit's all-gather, in the last iteration's order, and each
-backward that of the unit before. A schedule says whether, when, and of how many at a time. What it decides
-depends on the order of forwards and backwards alone, never on time: ranks issue the same gathers in the
-same order.
+This file imports no torch and knows no clock: the same events give the same gathers, so that all ranks issue
+theirs in one order. The engine runs it, on streams and on asynchronous works; the planner's timeline and the
+pictures of the documentation run it too.
+
+As usual each unit's forward asks for the unit that came after it in the last iteration, and each backward for
+the one whose forward came before.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
 
-from torch.distributed.fsdp import BackwardPrefetch
-
-from parallel3d.errors import StateError
-from parallel3d.fsdp.group import GroupState
-from parallel3d.fsdp.members import units_of
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.context import RunContext
-    from parallel3d.fsdp.unit import Unit
-
-__all__ = ["BackwardPrefetch", "GatherSchedule", "check_inner_schedules"]
+Unit = Hashable
+"""What the caller knows a unit by."""
 
 
-class GatherSchedule:
-    """Of one root; a context without one does the usual.
+class Prefetch(Enum):
+    """When a unit's backward asks for the one before."""
+
+    BEFORE = auto()  # before its own backward computes, so that the two overlap
+    AFTER = auto()  # after it, when its own parameters are freed
+    NEVER = auto()
+
+
+@dataclass
+class PrefetchSettings:
+    """What the user has set for a root.
 
     Attributes:
-        forward: whether forwards gather the next unit in order.
-        backward: when backwards gather the one before: ahead of their own computation, after it, or never.
+        forward: whether forwards ask for the next unit in order.
+        backward: see ``Prefetch``.
         limit: how many units may be gathered ahead of their use; None: all that are asked for.
     """
 
-    def __init__(self) -> None:
-        self.forward = True
-        self.backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-        self.limit: int | None = None
-        self._ahead: list[weakref.ref[Unit]] = []
-        self._put_off: deque[weakref.ref[Unit]] = deque()
+    forward: bool = True
+    backward: Prefetch = Prefetch.BEFORE
+    limit: int | None = None
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether it asks for nothing but the usual."""
-        usual = self.backward is BackwardPrefetch.BACKWARD_PRE
-        return self.forward and usual and self.limit is None
 
-    def copy(self) -> GatherSchedule:
-        """The same for another root."""
-        new = GatherSchedule()
-        new.forward, new.backward, new.limit = self.forward, self.backward, self.limit
-        return new
+class Units(Protocol):
+    """What the schedule asks of the units."""
 
-    # -- what the engine tells -----------------------------------------------------------------------
+    def is_gathering(self, unit: Unit) -> bool:
+        """Whether its all-gather is under way."""
 
-    def begin_pass(self) -> None:
-        """A forward of the root begins, or a backward: what the last one has put off, nobody wants."""
-        self._put_off.clear()
+    def may_be_next(self, unit: Unit) -> bool:
+        """Whether it has parameters, and its backward has not begun."""
 
-    def begin_forward(self, unit: Unit, context: RunContext) -> None:
-        """``unit`` is gathered and begins its forward."""
-        self._use(unit, context)
-        if self.forward or unit.forward_prefetch is not None:
-            for each in context.next_in_forward(unit):
-                self._ask_for(each, context)
+    def is_read_in_backward(self, unit: Unit) -> bool:
+        """Whether its backward reads its parameters."""
 
-    def begin_backward(self, unit: Unit, position: int, context: RunContext) -> None:
-        """``unit`` is gathered and begins the backward of the forward at ``position``."""
-        unit.backward_position = position
-        self._use(unit, context)
-        if self.backward is not BackwardPrefetch.BACKWARD_POST:
-            self._prefetch_in_backward(unit, context)
+    def named_in_forward(self, unit: Unit) -> Sequence[Unit] | None:
+        """What the user has named to be gathered in its forward; None: the usual."""
 
-    def end_backward(self, unit: Unit, context: RunContext) -> None:
-        """The backward of ``unit`` is over, its parameters are freed, its reduction is still to be issued."""
-        # Where ranks may use different parameters, backwards end in another order on each.
-        if self.backward is BackwardPrefetch.BACKWARD_POST and not unit.reduce_unused:
-            self._prefetch_in_backward(unit, context)
+    def named_in_backward(self, unit: Unit) -> Sequence[Unit] | None:
+        """The same in its backward."""
 
-    # -- prefetches ----------------------------------------------------------------------------------
 
-    def _prefetch_in_backward(self, unit: Unit, context: RunContext) -> None:
-        if self.backward is not None or unit.backward_prefetch is not None:
-            for each in context.next_in_backward(unit, unit.backward_position):
-                self._ask_for(each, context)
+class GatherSchedule:
+    """Of one root. After each event the caller gathers what ``next`` returns, until that is None.
 
-    def _ask_for(self, unit: Unit, context: RunContext) -> None:
-        if unit.group.state is GroupState.GATHERING or unit.ref in self._put_off:
-            return
-        self._put_off.append(unit.ref)
-        self._issue(context)
+    Attributes:
+        order: units in the order of their forwards, this iteration.
+        last_order: the same of the iteration before.
+        deferred: (unit, position) of the backward whose gathers were put off.
+    """
 
-    def _use(self, unit: Unit, context: RunContext) -> None:
-        """``unit`` is no longer ahead of its use, and makes room for another."""
-        if unit.ref in self._put_off:
-            self._put_off.remove(unit.ref)
-        self._issue(context)
+    def __init__(self, units: Units, settings: PrefetchSettings) -> None:
+        self.units = units
+        self.settings = settings
+        self.order: list[Unit] = []
+        self.last_order: list[Unit] = []
+        self.deferred: tuple[Unit, int] | None = None
+        self._positions: dict[Unit, int] = {}  # of the forwards whose backwards were begun last
+        self._wanted: deque[Unit] = deque()
+        self._ahead: list[Unit] = []
 
-    def _issue(self, context: RunContext) -> None:
-        """Issues what was put off, in the order it was asked for, as long as there is room."""
-        while self._put_off and self._has_room():
-            unit = self._put_off.popleft()()
-            if unit is None:
-                continue
-            unit.issue_unshard(context)
-            if unit.group.state is GroupState.GATHERING:
-                self._ahead.append(unit.ref)
+    # -- events --------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """A forward of the root begins."""
+        self._wanted.clear()
+        if self.order:
+            self.last_order, self.order = self.order, []
+
+    def begin_forward(self, unit: Unit) -> int:
+        """``unit`` is gathered and begins a forward. Returns its position in the order of forwards."""
+        position = len(self.order)
+        self.order.append(unit)
+        self._use(unit)
+        named = self.units.named_in_forward(unit)
+        if named is not None:
+            self._ask_for(named)
+        elif self.settings.forward:
+            last = self.last_order
+            if position + 1 < len(last) and last[position] == unit:
+                self._ask_for(last[position + 1 : position + 2])
+        return position
+
+    def begin_backwards(self) -> None:
+        """The first unit of a backward is reached: what forwards asked for, nobody wants any more."""
+        self._wanted.clear()
+
+    def begin_backward(self, unit: Unit, position: int, *, defer: bool = False) -> None:
+        """``unit`` is gathered and begins the backward of the forward at ``position``.
+
+        Args:
+            defer: puts the gathers of the unit before off, until ``issue_deferred``.
+        """
+        self.deferred = None  # the unit it would have asked for begins by itself
+        self._use(unit)
+        if defer:
+            self.deferred = unit, position
+        elif self.settings.backward is not Prefetch.AFTER:
+            self._ask_in_backward(unit, position)
+        else:
+            self._positions[unit] = position
+
+    def issue_deferred(self) -> None:
+        """The gathers that were put off are wanted now."""
+        if self.deferred is not None:
+            deferred, self.deferred = self.deferred, None
+            self._ask_in_backward(*deferred)
+
+    def end_backward(self, unit: Unit) -> None:
+        """The backward of ``unit`` is over and its parameters are freed; its reduction comes next."""
+        if self.settings.backward is Prefetch.AFTER:
+            self._ask_in_backward(unit, self._positions.get(unit, 0))
+
+    def end_backwards(self) -> None:
+        """The backward is over, or has failed."""
+        self.deferred = None
+
+    def abandon(self) -> None:
+        """After an exception: the iteration that broke off is not looked back at."""
+        self.order.clear()
+        self.deferred = None
+
+    # -- gathers -------------------------------------------------------------------------------------
+
+    def next(self) -> Unit | None:
+        """The next unit to gather, in the order they were asked for, as long as there is room."""
+        if not self._wanted or not self._has_room():
+            return None
+        unit = self._wanted.popleft()
+        if self.settings.limit is not None:
+            self._ahead.append(unit)
+        return unit
+
+    def _ask_in_backward(self, unit: Unit, position: int) -> None:
+        named = self.units.named_in_backward(unit)
+        if named is not None:
+            self._ask_for([each for each in named if self.units.is_read_in_backward(each)])
+        elif self.settings.backward is not Prefetch.NEVER:
+            for before in reversed(self.order[:position]):
+                if self.units.may_be_next(before):
+                    if self.units.is_read_in_backward(before):
+                        self._ask_for((before,))
+                    return
+
+    def _ask_for(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit not in self._wanted and not self.units.is_gathering(unit):
+                self._wanted.append(unit)
+
+    def _use(self, unit: Unit) -> None:
+        """``unit`` is no longer ahead of its use."""
+        if unit in self._wanted:
+            self._wanted.remove(unit)
 
     def _has_room(self) -> bool:
-        self._ahead = [
-            ref
-            for ref in self._ahead
-            if (unit := ref()) is not None and unit.group.state is GroupState.GATHERING
-        ]
-        return self.limit is None or len(self._ahead) < self.limit
-
-
-def check_inner_schedules(root: Unit) -> None:
-    """Raises if a unit inside ``root`` was given a schedule, as if it were the outermost one."""
-    for module in root.modules:
-        for unit in units_of(module, recurse=True):
-            if unit.schedule is not None and unit is not root:
-                raise StateError(
-                    f"{unit.label!r} was given a schedule of gathers (set_backward_prefetch, "
-                    f"set_forward_prefetch or set_limit_all_gathers), but it is inside {root.label!r}; call "
-                    "the methods on the outermost unit"
-                )
+        if self.settings.limit is None:
+            return True
+        self._ahead = [unit for unit in self._ahead if self.units.is_gathering(unit)]
+        return len(self._ahead) < self.settings.limit

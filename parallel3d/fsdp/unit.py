@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,23 +25,60 @@ from parallel3d.fsdp.backward_calls import watch_backwards
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
-from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import Members, class_name, unit_around
-from parallel3d.fsdp.options.checks import StepGuard
-from parallel3d.fsdp.options.precision import (
-    BufferCasts,
-    cast_inputs,
-    follow_mode,
-    go_back_to,
-    outside_full,
-)
-from parallel3d.fsdp.options.replicated import hook_outputs
 from parallel3d.fsdp.outputs import tensors_of
+from parallel3d.fsdp.schedule import PrefetchSettings
 
-if TYPE_CHECKING:
-    from parallel3d.fsdp.options.checks import OrderCheck
-    from parallel3d.fsdp.schedule import GatherSchedule
-    from parallel3d.fsdp.state_dict.state_dict_type import Form
+
+class Observer:
+    """What an option is told of one unit, or of several. Units have those that options have given them."""
+
+    def prepare(self, unit: Unit, context: RunContext) -> None:
+        """A forward comes that is no recomputation: before the unit's parameters are gathered for it."""
+
+    def begin_call(self, unit: Unit) -> None:
+        """Before a forward of one of its modules."""
+
+    def note_call(self, call: Call) -> None:
+        """That forward is one that a backward may follow."""
+
+    def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
+        """A forward of the unit begins: with ``begins`` the root's, ``within`` one of that, or alone."""
+
+    def unshard(self, unit: Unit) -> None:
+        """The user calls ``unshard()``."""
+
+    def reach_call(self, call: Call, context: RunContext) -> None:
+        """A gradient has reached ``call``."""
+
+    def begin_backward(self, unit: Unit) -> None:
+        """It is the first to reach the unit in this backward."""
+
+    def take_gradient(self, unit: Unit) -> None:
+        """A gradient of a parameter has arrived."""
+
+    def begin_reduction(self, unit: Unit) -> None:
+        """A reduction of its gradients comes."""
+
+    def end_backward(self, unit: Unit) -> None:
+        """The root's backward is over, its reductions too."""
+
+    def abandon(self, unit: Unit) -> None:
+        """After an exception."""
+
+
+class Stand(Protocol):
+    """An option that registers a unit's parameters for the whole of the root's passes; see ``replicated``."""
+
+    def shows(self, unit: Unit) -> bool:
+        """Whether they are registered by it now, so that there is nothing to do for the unit itself."""
+
+    def begin_unit(self, unit: Unit) -> None:
+        """Before such a forward of the unit."""
+
+    def end_unit(self, unit: Unit, output: Any) -> None:
+        """After it."""
 
 
 class Unit:
@@ -54,28 +92,27 @@ class Unit:
         reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
-        schedule: of the root: when units are gathered ahead of their use; None: as usual.
+        prefetch: of the root: when units are gathered ahead of their use; None: as usual.
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
-        order_check: what ``check_execution_order`` has set.
         manual_finalization: of the root: whether the user ends backwards; see ``Finalization``.
         form: of its state dicts, see ``state_dict_type``; None: sharded.
 
     Attributes:
         group: its parameters.
         members: its modules, and the hooks on them.
+        observers: what options want to be told.
+        shown_by: the option that registers its parameters for the whole of the root's passes, if one does.
         to_run: ids of those of several modules that have not run since the unit was gathered.
         depth: forwards of the unit's modules under way, one inside the other.
         call: the forward call under way.
         begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
         computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
-        follows_mode: whether the unit computes in its parameters' own dtype in eval mode.
         reached: whether a backward has come through that was not reduced yet.
         ended, reduced: whether this backward is over here, and its reduction issued.
         put_off: whether the last one was not to be reduced, or not over all axes.
-        guard: where the parameters are updated within the backward: see ``StepGuard``.
         tracked: whether torch's memory tracker has put itself around hooks and methods of the unit.
         is_new_to_tracker: whether it does not know the unit's buffers yet.
     """
@@ -96,27 +133,25 @@ class Unit:
         self.unshard_in_backward = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.schedule: GatherSchedule | None = None
+        self.prefetch: PrefetchSettings | None = None
         self.sync = True
         self.all_reduce = True
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
-        self.order_check: OrderCheck | None = None
+        self.observers: list[Observer] = []
+        self.shown_by: Stand | None = None
         self.manual_finalization = False
-        self.form: Form | None = None
+        self.form: Any = None
         self.ref = weakref.ref(self)
         self.group = group
         self.policy = policy
         self.input_dtype = input_dtype(policy, is_root=False)
-        self.follows_mode = policy.full_precision_in_eval
-        if policy.buffer_dtype is not None:
-            group.buffers = BufferCasts(outside_full(modules, policy), policy.buffer_dtype)
         self.device_type = device_type
         self.label = class_name(modules[0])
         self.context: RunContext | None = None
         self.to_run: set[int] = set()
         self.depth = 0
-        self.position = self.backward_position = 0
+        self.position = 0
         self.begun: set[int] = set()
         self.gathered_in = -1  # the iteration whose forward gathered the group
         self.call: Call | None = None
@@ -126,7 +161,6 @@ class Unit:
         self.reached = False
         self.ended = False
         self.reduced = self.put_off = False
-        self.guard: StepGuard | None = None
         self.members = Members()
         watch_backwards()
         group.watch_gradients(self.ref)
@@ -173,15 +207,13 @@ class Unit:
         self, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """Hook before each module's forward."""
-        if self.is_shown_by_root:
+        if self.shown_by is not None and self.shown_by.shows(self):
             issuing.unit = self.label
-            changed = self.context.residents.changed if self.context is not None else ()
-            if changed and self.group in changed:
-                raise self._changed()
+            self.shown_by.begin_unit(self)
             return None
         context = self.ready_context()
-        if self.guard is not None:
-            self.guard.begin_forward()
+        for observer in self.observers:
+            observer.begin_call(self)
         self.depth += 1
         others: Sequence[Unit] = ()
         if self.depth > 1 and self.group.is_stale:
@@ -200,8 +232,8 @@ class Unit:
                 self.to_run = set(self.members.tops)
         if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
             call = self.call = Call(self, self.position, others)
-            if self.guard is not None:
-                self.guard.note(call)
+            for observer in self.observers:
+                observer.note_call(call)
             args = call.alias(args)
             if kwargs:
                 kwargs = {key: call.alias(value) for key, value in kwargs.items()}
@@ -211,7 +243,7 @@ class Unit:
 
     def _is_fresh(self, module: nn.Module) -> bool:
         """Whether a forward of the unit begins with ``module``, and does not go on with it."""
-        if not self.to_run or not self.group.shown:
+        if not self.to_run or not self.group.is_registered:
             return True
         return self.is_root and id(module) not in self.to_run
 
@@ -220,23 +252,22 @@ class Unit:
         self.come_to_rest()
         self.depth = 1
         begins = self.is_root and not context.in_backward
-        if self.order_check is not None:
-            self.order_check.forward(
+        for observer in self.observers:
+            observer.begin_forward(
                 self, begins=begins, within=context.running, recomputes=context.in_backward
             )
         if begins:
             others = context.begin_forward()
-        if self.follows_mode:
-            follow_mode(self, context)
+        for observer in self.observers:
+            observer.prepare(self, context)
         self.issue_unshard(context)
         self.group.unshard(context.comm)
         self._check_recomputed(context)
-        self.group.show()
+        self.group.register_unsharded()
         self.position = 0
         if context.running and not context.in_backward:
-            self.position = len(context.order)
-            context.order.append(self.ref)
-            context.prefetch_forward(self)
+            self.position = context.schedule.begin_forward(self.ref)
+            context.issue_gathers()
         return others
 
     def _check_recomputed(self, context: RunContext) -> None:
@@ -247,29 +278,32 @@ class Unit:
         if not context.in_backward:
             self.computed_with = weights
         elif self.computed_with not in (None, weights):
-            raise self._changed()
+            raise self.weights_changed()
 
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
         if not context.in_backward:
-            if self.follows_mode and not (self.depth or self.to_run):
-                follow_mode(self, context)
+            if not (self.depth or self.to_run):
+                for observer in self.observers:
+                    observer.prepare(self, context)
             current = context.running and self.gathered_in == context.iteration
             if not current:
                 # Left over from another forward: the weights may have changed since, and no version
                 # counter tells (fused and foreach optimizers don't touch a DTensor's).
                 group.drop_stale(context.comm)
             self.gathered_in = context.iteration
-            if group.state is not GroupState.SHARDED:
+            if group.is_in_other_form or not group.is_sharded:
                 pass
-            elif group.gated and group.shown:  # its backward may come when it no longer is
+            elif (
+                group.stands_in and group.is_registered
+            ):  # its backward may come when it no longer is
                 group.note_weights(context.comm)
             else:
-                group.hide()  # what its root has shown, if it was converted within this forward
+                group.register_sharded()  # an option's doing, if it was converted within this forward
                 group.adopt()
                 group.count_trainable()
-                if group.hybrids:  # a forward of the root has renewed them
+                if group.renewed:  # a forward of the root has renewed them
                     keep = context.running or self.keep_between_forwards
                     group.renew_copies(context.comm, if_changed=keep)
         group.issue_unshard(context.comm)
@@ -279,9 +313,8 @@ class Unit:
         """Hook after each module's forward."""
         context = self.context
         assert context is not None
-        if self.is_shown_by_root:
-            if torch.is_grad_enabled() and not context.in_backward:
-                hook_outputs(self, output)
+        if self.shown_by is not None and self.shown_by.shows(self):
+            self.shown_by.end_unit(self, output)
             return output
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
@@ -326,13 +359,13 @@ class Unit:
 
     def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self.reshards()
-        if not self.group.kept or reshard:
-            self.group.hide()
-            self.group.held = False
+        if reshard or self.group.retain is not Retain.USER:
+            self.group.register_sharded()
+            self.group.retain = Retain.NO
         if not backward_to_come:
             if self.keep_between_forwards and not reshard:
                 self.group.hold()
-            elif reshard or not self.group.kept:
+            elif self.group.retain is Retain.NO:
                 self.group.reshard(context.comm)
         elif reshard:
             self.group.reshard(context.comm, None if reshard is True else reshard)
@@ -344,48 +377,40 @@ class Unit:
         context = self.context
         assert context is not None
         context.enter_backward()
-        if self.guard is not None:
-            self.guard.begin_backward(call)
-        if self.follows_mode and call.full is not self.group.full:
-            go_back_to(self, call, context)
+        for observer in self.observers:
+            observer.reach_call(call, context)
         if self.backward_begun:
             return
         if torch.is_grad_enabled():
             context.creates_graph = True
         self.backward_begun = self.reached = True
-        if self.order_check is not None:
-            self.order_check.at("backward", self)
+        for observer in self.observers:
+            observer.begin_backward(self)
         if self.unshard_in_backward:
             self.group.unshard(context.comm)
             if self.group.direct:
                 self.group.note_changes()
             if call.weights != self.group.weights:
-                raise self._changed()
-        self.group.show()
-        context.prefetch_backward(self, call.position)
+                raise self.weights_changed()
+        self.group.register_unsharded()
+        context.begin_unit_backward(self, call.position)
         issuing.unit = self.label
 
-    def _changed(self) -> StateError:
+    def weights_changed(self) -> StateError:
+        """The error of a backward that comes to other weights than its forward had."""
         return StateError(
             f"unit {self.label}: its parameters were changed (an optimizer step, an in-place change) between "
             "this forward and its backward, and what the forward has computed with is freed; call backward "
             "before the weights change, or give the unit reshard_after_forward=False, which keeps that"
         )
 
-    @untraced
-    def begin_backward(self, _: torch.Tensor) -> None:
-        """Hook on outputs of a unit that its root shows."""
-        assert self.context is not None
-        self.context.enter_backward()
-        issuing.unit = self.label
-
     def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Takes what a backward has brought for parameter ``index`` of ``bucket``."""
         context = self.context
         if context is not None and not context.in_backward:
             context.enter_backward()  # the parameter was used outside a forward of ours
-        if self.guard is not None:
-            self.guard.take_gradient()
+        for observer in self.observers:
+            observer.take_gradient(self)
         if grad.requires_grad:
             raise StateError(
                 f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
@@ -427,11 +452,10 @@ class Unit:
 
     def finish_backward(self, context: RunContext) -> None:
         """Reshards the group and issues its reduction."""
-        if context.half_way is not None and context.half_way.unit is self.ref:
-            context.half_way.issue()
+        if context.deferred is not None and context.deferred.unit is self.ref:
+            context.issue_deferred()
         self.leave_backward(context)
-        if context.schedule is not None:
-            context.schedule.end_backward(self, context)
+        context.end_unit_backward(self)
         context.reduce(self)
         self.arrived = 0
         self.backward_begun = False
@@ -440,12 +464,12 @@ class Unit:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
         if self.depth:  # a forward around this backward goes on
             return
-        if self.group.gated:
-            return  # to the root
+        if self.group.stands_in:
+            return  # to the option that has made it so
         # What the user keeps gathered may be differentiated again by what a graph was made for.
-        wanted = context.creates_graph and self.group.kept
+        wanted = context.creates_graph and self.group.retain is Retain.USER
         if self.reshard_after_backward and not wanted:
-            self.group.hide()
+            self.group.register_sharded()
             self.group.reshard(context.comm)
         else:
             self.group.hold()
@@ -457,8 +481,8 @@ class Unit:
             if not due and bucket.reduce_unused and self.sync and not self.reduced:
                 due = any(p.requires_grad for p in bucket.compute_params)
             if due:
-                if self.order_check is not None:
-                    self.order_check.at("reduction", self)
+                for observer in self.observers:
+                    observer.begin_reduction(self)
                 comm.reduce(bucket, all_reduce=self.all_reduce)
         self.reduced = True
         self.reached = self.reached and not self.sync
@@ -467,8 +491,9 @@ class Unit:
         """After the reductions: back to rest."""
         context = self.context
         assert context is not None
-        if self.order_check is not None and self.is_root:
-            self.order_check.at("end of the backward", self)
+        if self.is_root:
+            for observer in self.observers:
+                observer.end_backward(self)
         self.to_run.clear()
         self.leave_backward(context)
         for bucket in self.group.buckets:
@@ -482,23 +507,18 @@ class Unit:
         """Whether a backward that ends now leaves sums that wait, on this rank or on others."""
         self.put_off = not (self.sync and self.all_reduce)
 
-    # -- at rest, and while the root shows the unit ----------------------------------------------------
+    # -- at rest -------------------------------------------------------------------------------------
 
     @property
     def is_shown_by_root(self) -> bool:
-        """Whether there is nothing to do for the unit itself now; see ``Residents``."""
-        group, context = self.group, self.context
-        if not (group.gated and group.shown) or self.depth or self.to_run or context is None:
-            return False
-        if context.backward_has_failed:
-            return False
-        return context.residents.shown
+        """Whether an option has registered its parameters, so that there is nothing to do for it now."""
+        return self.shown_by is not None and self.shown_by.shows(self)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether a backward has brought nothing but to the gates."""
+        """Whether a backward has brought nothing to it but what an option has taken."""
         begun = self.backward_begun or self.begun or self.arrived or self.reduced
-        if begun or not self.group.gated:
+        if begun or not self.group.stands_in:
             return False
         return not any(
             bucket.grads.is_busy or bucket.reduce_unused for bucket in self.group.buckets
@@ -507,8 +527,8 @@ class Unit:
     def reset(self) -> None:
         """After an exception, what ``reset_iter_state`` promises."""
         self.call = None
-        if self.order_check is not None:
-            self.order_check.abandon()
+        for observer in self.observers:
+            observer.abandon(self)
         self.to_run.clear()
         self.begun.clear()
         self.depth = self.arrived = 0
@@ -518,8 +538,8 @@ class Unit:
         """The sharded parameters for whoever saves or loads, unless a forward is using the others."""
         self.come_to_rest()
         busy = self.depth or self.backward_begun or self.is_shown_by_root
-        if self.group.shown and not busy:
-            self.group.hide()
+        if self.group.is_registered and not busy:
+            self.group.register_sharded()
             self.group.reshard(self.ready_context().comm)
 
     def come_to_rest(self) -> None:
@@ -531,13 +551,13 @@ class Unit:
     @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
-        if not self.group.shown and self.group.state is not GroupState.WHOLE:
+        if self.group.registered is Registered.SHARDED:
             self.group.adopt(partly=len(self.modules) > 1)
 
     def take_settings(self, other: Unit) -> None:
         """Those of ``other``, of which this is a copy, but for what refers to units and streams."""
-        if other.schedule is not None:
-            self.schedule = other.schedule.copy()
+        if other.prefetch is not None:
+            self.prefetch = replace(other.prefetch)
         for name in (
             "keep_between_forwards",
             "reshard_after_backward",
@@ -547,6 +567,27 @@ class Unit:
             "manual_finalization",
         ):
             setattr(self, name, getattr(other, name))
+
+
+def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """(args, kwargs) as the forward of ``module``, one of a unit that casts its inputs, is to see them."""
+    lower = unit.input_dtype
+    assert lower is not None
+    if isinstance(module, unit.policy.full_precision_modules):
+        return inputs  # it casts them itself, to its own dtype
+    if not unit.group.own_dtype:
+        args, kwargs = inputs
+        if (
+            len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
+        ):  # most blocks' only input
+            if args[0].dtype == lower or not args[0].is_floating_point():
+                return inputs
+            return (args[0].to(lower),), kwargs
+        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
+    own = unit.group.dtype
+    if own is None or own == lower:
+        return inputs
+    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)
 
 
 # Call: one forward call of a unit, and when its backward is over.
@@ -564,21 +605,17 @@ class Call:
     Attributes:
         position: place in the order of forwards.
         others: where the unit is a root, all units: those that it shows have no calls of their own.
-        full: whether the unit computed in its parameters' own dtype.
         weights: the numbers of the weights' values that it computed with.
         inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
         remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = (
-        *("__weakref__", "full", "inputs", "others", "position", "remaining", "unit", "weights"),
-    )
+    __slots__ = (*("__weakref__", "inputs", "others", "position", "remaining", "unit", "weights"),)
 
     def __init__(self, unit: Unit, position: int, others: Sequence[Unit] = ()) -> None:
         self.unit = unit
         self.others = others
         self.position = position
-        self.full = unit.group.full
         self.weights = unit.group.weights
         self.inputs = self.remaining = 0
 
@@ -651,7 +688,8 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
     Raises:
         Parallel3dError: an output is a parameter, whose memory is freed now.
     """
-    frees = bool(unit.reshards()) or (call is None and not unit.group.kept)
+    retained = unit.group.retain is Retain.USER
+    frees = bool(unit.reshards()) or (call is None and not retained)
     for tensor in tensors_of(output):
         if unit.group.owns(tensor if tensor._base is None else tensor._base):
             if frees:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,10 +28,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from parallel3d._torch.autograd import set_versions, torch_function_off, untraced
 from parallel3d._torch.dtensor import local_tensor_of
 from parallel3d._torch.simulated import inner_tensors
-from parallel3d.fsdp.param import owner_of
+from parallel3d.fsdp.param import ShardedParam, owner_of
 
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
+
+class Gathered(Protocol):
+    """A bucket, as far as it is looked at here; see ``Bucket``."""
+
+    unit: str
+    params: list[ShardedParam]
+    compute_params: list[torch.nn.Parameter]
+    stand_ins: Sequence[torch.Tensor] | None
 
 
 # WeightsStamp: whether the weights at rest have changed since, as far as counters tell.
@@ -108,7 +114,7 @@ class WeightsStamp:
         number: of the values seen so far; another one after each change.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Gathered]) -> None:
         params = [param for bucket in buckets for param in bucket.params]
         self._sharded = [param.sharded for param in params]
         self._counted = [*self._sharded, *(param.local for param in params)]
@@ -123,6 +129,13 @@ class WeightsStamp:
             self.number += 1
         self._steps, self._versions = steps, versions
         return self.number
+
+    def take_if_old(self) -> bool:
+        """Takes it if the weights have changed since. Whether they had."""
+        old = self.is_old()
+        if old:
+            self.take()
+        return old
 
     def is_old(self) -> bool:
         """Whether the weights have changed since it was taken."""
@@ -148,7 +161,7 @@ _FREE = 1 << 31
 _NUMBER, _VALUES, _CHANGES = 11, 12, 8  # bits of each part; they are all but the highest
 
 _numbers = count(1)
-_buckets: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
+_buckets: weakref.WeakValueDictionary[int, Gathered] = weakref.WeakValueDictionary()
 
 
 class Versions:
@@ -158,7 +171,7 @@ class Versions:
         stamp: of the weights that were gathered last.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Gathered) -> None:
         self.number = next(_numbers)
         self.stamp = WeightsStamp([bucket])
         self._bucket = weakref.ref(bucket)
@@ -168,11 +181,11 @@ class Versions:
         _buckets[self.number] = bucket
 
     def set_unsharded(self) -> None:
-        """The parameters hold the values of ``stamp``; what forward sees of a gate does too."""
+        """The parameters hold the values of ``stamp``; what stands in for them does too."""
         bucket = self._bucket()
         tensors = self._tensors()
-        if bucket is not None and bucket.gate is not None:
-            tensors += tuple(bucket.gate.outputs)
+        if bucket is not None and bucket.stand_ins is not None:
+            tensors += tuple(bucket.stand_ins)
         place = self.number % (1 << _NUMBER) << _VALUES | self.stamp.number % (1 << _VALUES)
         set_versions(tensors, (place << _CHANGES,) * len(tensors))
 
@@ -222,7 +235,7 @@ def explain(error: BaseException) -> str | None:
     )
 
 
-def _free_at(offset: int) -> list[Bucket]:
+def _free_at(offset: int) -> list[Gathered]:
     """The free buckets with a parameter at ``offset``."""
     return [
         bucket
@@ -235,7 +248,7 @@ def _offset_of(param: torch.Tensor) -> int:
     return int(next(inner_tensors(param)).storage_offset())
 
 
-def _read_while_free(buckets: Iterable[Bucket]) -> str | None:
+def _read_while_free(buckets: Iterable[Gathered]) -> str | None:
     names = _names(buckets)
     return read_while_free(names) if names else None
 
@@ -251,5 +264,5 @@ def read_while_free(names: str) -> str:
     )
 
 
-def _names(buckets: Iterable[Bucket]) -> str:
+def _names(buckets: Iterable[Gathered]) -> str:
     return " or ".join(sorted({bucket.unit for bucket in buckets}))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.autograd import backward_id
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.inspect import Bucket, StepGuard, Unit, units_of
+from parallel3d.fsdp.inspect import Bucket, StepGuard, Unit, guard_of, units_of
 from parallel3d.optim.grad_scaler import is_scaled
 
 __all__ = ["StepInBackward", "refuse_stepped", "step_in_backward"]
@@ -90,10 +90,11 @@ class StepInBackward(Optimizer):
         self._units = [unit.ref for unit in units]
         self._groups = _by_bucket(optimizer, units)
         for unit in units:
-            unit.guard = StepGuard(unit, self._update)
+            guard = StepGuard(unit, self._update)
+            unit.observers.append(guard)
             for bucket in unit.group.buckets:
                 if id(bucket) in self._groups:
-                    bucket.on_reduced = unit.guard.update
+                    bucket.on_reduced = guard.update
         for group in self.param_groups:
             for param in group["params"]:
                 _by_parameter[id(param)] = self
@@ -199,8 +200,8 @@ class StepInBackward(Optimizer):
         units, self._units = self._units, []
         for ref in units:
             unit = ref()
-            if unit is not None and unit.guard is not None:
-                unit.guard = None
+            if unit is not None and (guard := guard_of(unit)) is not None:
+                unit.observers.remove(guard)
                 for bucket in unit.group.buckets:
                     bucket.on_reduced = None
         for group in self.param_groups:
@@ -247,7 +248,7 @@ def _checked_units(model: nn.Module) -> list[Unit]:
             f"step_in_backward: {type(model).__name__} is not parallel; call parallel3d.parallelize first"
         )
     for unit in units:
-        if unit.guard is not None:
+        if guard_of(unit) is not None:
             raise StateError(
                 f"step_in_backward: unit {unit.label} is updated in backward already; give all parameters to "
                 "one call (params= takes groups), or remove() the other first"

@@ -1,5 +1,6 @@
 """What train.py's runs say where files are not what they need."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ def test_the_step_logs_folder_is_made(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_leaves_the_step_log_alone(tmp_path: Path) -> None:
-    with fake_world(0, 2), running(None):
+    with fake_world(0, 2), running(None, nullcontext):
         log = StepLog(tmp_path / "steps.jsonl", p3d.MeshLayout(1, 2, 1), torch.device("cpu"))
         log.start(0, 0)
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout, build_mesh, fully_shard, optim
-from parallel3d.fsdp import bucket as bucket_module
 from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world
 
 
@@ -24,7 +24,7 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) ->
     if offload:
         cpu = torch.device("cpu")
         monkeypatch.setattr(
-            bucket_module, "places_of", lambda *_: (torch.device("cpu", 0), cpu, False)
+            offload_module, "places_of", lambda *_: (torch.device("cpu", 0), cpu, False)
         )
         options["offload_policy"] = CPUOffloadPolicy()
     with fake_world(0, 4):

@@ -66,7 +66,7 @@ class TestAtRest:
         with fake_world(0, 2):
             model, _ = build()
             lm_loss(model, tokens(0)).backward()
-            order = unit_of(model).context.order
+            order = unit_of(model).context.schedule.order
             before = len(order)
             for _ in range(5):
                 model.layers[0](torch.randn(2, 12)).sum().backward()

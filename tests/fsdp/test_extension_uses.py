@@ -9,6 +9,7 @@ from _support.extended import Bf16, Int8, Wrapped, extend, mlp, plain_twin
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import at_rest, held_bytes
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh
@@ -270,9 +271,15 @@ def test_streams(monkeypatch) -> None:
 def test_offload(monkeypatch, shard) -> None:
     """The shard is taken to the device, which is the CPU under another name, before its method is called."""
     home, device = torch.device("cpu"), torch.device("cpu", 0)
-    monkeypatch.setattr("parallel3d.fsdp.bucket.places_of", lambda *_: (device, home, False))
+    monkeypatch.setattr(
+        "parallel3d.fsdp.options.offload.places_of", lambda *_: (device, home, False)
+    )
     with local_world(2) as world:
-        model = fully_shard(extend(mlp(8), Int8), mesh=mesh_of(2 // shard, shard, 1))
+        model = fully_shard(
+            extend(mlp(8), Int8),
+            mesh=mesh_of(2 // shard, shard, 1),
+            offload_policy=CPUOffloadPolicy(pin_memory=False),
+        )
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))
         assert bucket.reads_host
         step(model)

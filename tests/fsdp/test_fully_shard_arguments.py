@@ -118,7 +118,7 @@ class TestPolicies:
             parallelize(Lm(), build_mesh(MeshLayout(shard=2), device_type="cpu"), mp_policy=policy)
             offload = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
             model = fully_shard(Block(), mesh=data_mesh(), offload_policy=offload)
-            assert [b.offload for b in unit_of(model).group.buckets] == [offload]
+            assert [b.offload.policy for b in unit_of(model).group.buckets] == [offload]
 
     @pytest.mark.parity("argument: torch's own policy objects")
     def test_ours_are_torchs(self) -> None:

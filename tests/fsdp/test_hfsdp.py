@@ -130,7 +130,7 @@ class TestLayout:
         with fake_world(0, 2):
             model, _ = made(MeshLayout(1, 2, 1))
             assert all(p.placements[0] == Replicate() for p in model.parameters())
-            assert not any(the_unit(model.layers[0]).group.hybrids)
+            assert not any(the_unit(model.layers[0]).group.renewed)
 
 
 class TestCollectives:

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d.errors import StateError
-from parallel3d.fsdp import bucket as bucket_module
 from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity
@@ -33,7 +33,7 @@ class TestNotTheLastBackward:
         if offload:
             cpu = torch.device("cpu")
             places = (torch.device("cpu", 0), cpu, False)
-            monkeypatch.setattr(bucket_module, "places_of", lambda *_: places)
+            monkeypatch.setattr(offload_module, "places_of", lambda *_: places)
         with local_world(4) as world:
             trial = Trial(
                 world,

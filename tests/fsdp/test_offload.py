@@ -16,6 +16,7 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import bucket as bucket_module
 from parallel3d.fsdp.members import the_unit
 from parallel3d.fsdp.options import offload
+from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
@@ -27,7 +28,7 @@ HSDP = MeshLayout(2, 2, 1)
 def elsewhere(monkeypatch):
     """Buckets with an offload policy live on ``cpu`` and compute on ``cpu:0``."""
     monkeypatch.setattr(
-        bucket_module, "places_of", lambda given, mesh, policy: (ELSEWHERE, CPU, False)
+        offload_module, "places_of", lambda given, mesh, policy: (ELSEWHERE, CPU, False)
     )
 
 
@@ -214,7 +215,7 @@ class TestStreams:
 
         monkeypatch.setattr(torch.Tensor, "copy_", noted_copy)
         monkeypatch.setattr(
-            bucket_module, "places_of", lambda given, mesh, policy: (ELSEWHERE, CPU, True)
+            offload_module, "places_of", lambda given, mesh, policy: (ELSEWHERE, CPU, True)
         )
         _, model = self.step(device)
         flats = [bucket.flat for bucket in buckets(model)]
@@ -236,7 +237,7 @@ def test_conversions_stay_at_home(elsewhere):
 def test_meta_parameters_come_home_when_they_are_made(elsewhere, monkeypatch):
     """``to_empty(device="cuda")`` of a meta model would be the same: the policy decides."""
     monkeypatch.setattr(
-        bucket_module,
+        offload_module,
         "places_of",
         lambda given, mesh, policy: (
             (given, given, False) if given.type == "meta" else (ELSEWHERE, CPU, False)

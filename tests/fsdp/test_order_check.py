@@ -107,7 +107,7 @@ class TestIterations:
                 lm_loss(model, tokens(0)).backward()
                 for _ in range(3):
                     model.layers[1](torch.ones(2, 3, 12)).sum().backward()
-                assert len(the_unit(model).order_check.order) == 6
+                assert len(the_unit(model).observers[0].order) == 6
 
     def test_one_that_broke_off_is_not_compared_with(self) -> None:
         with fake_world(0, 4):

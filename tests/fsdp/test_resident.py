@@ -69,7 +69,7 @@ def check(model: nn.Module, expected: nn.Module) -> None:
 
 
 def is_lean(model: nn.Module) -> bool:
-    return all(the_unit(block).group.gated for block in model.blocks)
+    return all(the_unit(block).group.stands_in for block in model.blocks)
 
 
 USES = {
@@ -90,7 +90,7 @@ def test_gradients(use: str) -> None:
             for each in (expected, model):
                 USES[use](each, batch(again)).backward()
                 names = {type(p).__name__ for p in model.parameters()}
-                assert names == {"DTensor"} and not the_unit(model).group.shown
+                assert names == {"DTensor"} and not the_unit(model).group.is_registered
             check(model, expected)
             if again != 1:  # then it adds to what is there
                 expected.zero_grad()
@@ -161,7 +161,7 @@ def test_after_exceptions() -> None:
         with pytest.raises(ValueError, match="here"):
             model(batch())
         handle.remove()
-        assert not the_unit(model.blocks[0]).group.shown
+        assert not the_unit(model.blocks[0]).group.is_registered
         loss = model(batch())
         model.blocks[1].seen.register_hook(fail)
         with pytest.raises(ValueError, match="here"):

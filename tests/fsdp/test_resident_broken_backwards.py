@@ -1,6 +1,5 @@
 """Backwards that an exception has ended, and what comes after them without ``reset_iter_state``."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +10,6 @@ from test_resident_hooks import pair
 from torch import nn
 
 from parallel3d.fsdp.members import the_unit
-from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.testing import fake_world
 
 
@@ -49,14 +47,12 @@ def test_the_step_after_it(make: Callable[[], tuple[Model, Model]], use: str) ->
                 break_a_backward(each)
                 optimizer.zero_grad()
                 USES[use](each).backward()
-        assert not the_unit(model).group.shown
+        assert not the_unit(model).group.is_registered
         check(model, expected)
 
 
-@pytest.mark.parametrize("hooks", [False, True], ids=["hooks off", "hooks on"])
-def test_one_within_a_forward(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_within_a_forward() -> None:
     """The forward goes on, and its backward brings all gradients."""
-    monkeypatch.setattr(HooksOff, "fewest_calls", -1 if hooks else sys.maxsize)
 
     def swallow(model: Model, params: list[nn.Parameter]) -> None:
         x = batch().requires_grad_() * 1

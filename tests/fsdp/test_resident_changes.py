@@ -1,4 +1,4 @@
-"""What the user changes between steps of a model whose units the root shows; see ``Snapshot``."""
+"""What the user changes between steps of a model whose units the root shows."""
 
 from collections.abc import Callable
 
@@ -7,35 +7,14 @@ import torch
 from test_resident import WIDTH, Model, batch, check, plain, wrapped
 from torch import nn
 
+from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.members import the_unit
-from parallel3d.fsdp.options.replicated import Residents
 from parallel3d.testing import fake_world
-
-
-def _times_looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    times: list[int] = []
-    find = Residents.find
-    monkeypatch.setattr(
-        Residents, "find", lambda self, *args: (times.append(1), find(self, *args))[1]
-    )
-    return times
 
 
 def step(model: Model, index: int) -> None:
     model.zero_grad()
     model(batch(index)).sum().backward()
-
-
-def test_where_nothing_changes_units_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = _times_looked(monkeypatch)
-    with fake_world(0, 1):
-        model = wrapped(1)
-        for index in range(4):
-            step(model, index)
-        with torch.no_grad():
-            model(batch())
-        step(model, 4)
-        assert len(times) == 1
 
 
 def _replace(model: Model) -> None:
@@ -98,14 +77,13 @@ SETTINGS: dict[str, tuple[Callable[[Model], object], dict[int, float]]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("after_forward", [False, True])
-def test_settings(setting: str, after_forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings(setting: str, after_forward: bool) -> None:
     change, factors = SETTINGS[setting]
     with fake_world(0, 1):
         expected, model = plain(), wrapped(1)
         for each in (expected, model):
             step(each, 0)
             each.zero_grad()
-        times = _times_looked(monkeypatch)
         step(expected, 1)
         if not after_forward:
             change(model)
@@ -113,11 +91,10 @@ def test_settings(setting: str, after_forward: bool, monkeypatch: pytest.MonkeyP
         if after_forward:
             change(model)
         loss.backward()
-        assert len(times) == (0 if after_forward else 1)
         for index, block in enumerate(expected.blocks):
             for param in block.parameters():
                 param.grad.mul_(factors.get(index, 1.0))
-        if the_unit(model.blocks[1]).group.kept:
+        if the_unit(model.blocks[1]).group.retain is Retain.USER:
             model.blocks[1].reshard()
         check(model, expected)
 

@@ -1,8 +1,4 @@
-"""Units whose root shows them: their hooks are off within its forward; see ``HooksOff``."""
-
-import subprocess
-import sys
-from collections.abc import Iterator
+"""Units whose root registers their parameters, and forward hooks: nobody's are taken off."""
 
 import pytest
 import torch
@@ -10,9 +6,7 @@ from test_resident import USES, WIDTH, Model, batch, check, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d._torch import checkpointed
 from parallel3d.fsdp.members import the_unit
-from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.testing import fake_world
 
 
@@ -56,7 +50,7 @@ def hooks_within(model: Model) -> list[int]:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_gradients_without_them(use: str) -> None:
+def test_gradients(use: str) -> None:
     with fake_world(0, 1):
         expected, model = pair()
         for again in range(4):
@@ -64,8 +58,8 @@ def test_gradients_without_them(use: str) -> None:
                 each.zero_grad()
                 USES[use](each, batch(again)).backward()
             check(model, expected)
-            assert not the_unit(model.blocks[0]).group.shown
-        assert hooks_within(model) == [2 if use == "a block alone" else 0]
+            assert not the_unit(model.blocks[0]).group.is_registered
+        assert hooks_within(model) == [2]
         assert [len(block._forward_hooks) for block in model.blocks] == [1, 1, 1]
 
 
@@ -77,7 +71,7 @@ def test_hooks_of_others_stay() -> None:
         handle = model.blocks[1].register_forward_hook(lambda *_: seen.append("before"))
         assert hooks_within(model) == [3] and seen == ["before"]
         handle.remove()
-        assert hooks_within(model) == [0] and seen == ["before"]
+        assert hooks_within(model) == [2] and seen == ["before"]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -103,11 +97,11 @@ def test_a_hook_that_comes_within_the_forward(before: bool) -> None:
             each.zero_grad()
             each(batch(3)).sum().backward()
         check(model, expected)
-        assert seen == [1, 1] and hooks_within(model) == [0]
+        assert seen == [1, 1] and hooks_within(model) == [2]
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_they_are_back_after_an_exception(kind: type[BaseException]) -> None:
+def test_after_an_exception(kind: type[BaseException]) -> None:
     def explode() -> None:
         raise kind
 
@@ -130,7 +124,7 @@ def test_they_are_back_after_an_exception(kind: type[BaseException]) -> None:
         check(model, expected)
 
 
-def test_checkpoint_brings_them_back() -> None:
+def test_checkpoint() -> None:
     with fake_world(0, 1):
         expected, model = pair()
         for each in (expected, model):
@@ -142,76 +136,4 @@ def test_checkpoint_brings_them_back() -> None:
             each(batch(2))
             each.blocks[1].seen.sum().backward()  # nothing reaches the root's outputs
         check(model, expected)
-        assert hooks_within(model) == [2]
-
-
-def test_what_has_no_checkpoint_counts_none() -> None:
-    with fake_world(0, 1):
-        _, model = pair()
-        model(batch()).sum().backward()
-        hooks_off = the_unit(model).context.residents._hooks_off
-        assert hooks_off.may is True
-        linear, x = nn.Linear(2, 2), torch.randn(2, requires_grad=True)
-        held = [checkpoint(linear, x, use_reentrant=reentrant) for reentrant in (True, False)]
-        model(batch())
-        assert hooks_off.may is False and len(held) == 2
-        assert HooksOff.fewest_calls > 0
-
-
-@pytest.fixture
-def tried_anew() -> Iterator[None]:
-    checkpointed._is_seen.cache_clear()
-    yield
-    checkpointed._is_seen.cache_clear()
-
-
-@pytest.mark.parametrize("with_calls", [False, True])
-def test_calls_of_checkpoint_are_counted_here(with_calls: bool, tried_anew: None) -> None:
-    """Also when first asked within modes and hooks of the user's."""
-
-    def never(_: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("an outer checkpoint must not see a trial of ours")
-
-    with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(never, never):
-        assert checkpointed._is_seen(with_calls=with_calls)
-
-
-def test_the_trial_does_not_import_the_compiler() -> None:
-    code = (
-        "import sys; from parallel3d._torch.checkpointed import sees_checkpointed_calls as sees; "
-    )
-    subprocess.run(
-        [sys.executable, "-c", code + "assert sees() and 'torch._dynamo' not in sys.modules"],
-        check=True,
-    )
-
-
-BREAKS = {
-    "a count that stays": lambda patch: patch.setattr(checkpointed, "getrefcount", lambda _: 7),
-    "no such class": lambda patch: patch.setattr(checkpointed, "_kinds", lambda: (int.no,)),
-    "another class": lambda patch: patch.setattr(checkpointed, "_kinds", lambda: (Model, Simple)),
-}
-
-
-@pytest.mark.parametrize("broken", BREAKS)
-def test_hooks_stay_on_where_calls_of_checkpoint_are_not_seen(
-    broken: str, tried_anew: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another torch, or a Python whose classes are not counted, must cost time and not gradients."""
-    BREAKS[broken](monkeypatch)
-    with fake_world(0, 1):
-        expected, model = pair()
-        for each in (*expected.blocks, *model.blocks):
-            each.recomputes = True
-        expected(batch()).sum().backward()
-        with pytest.warns(UserWarning, match="checkpoint can't be counted"):
-            model(batch()).sum().backward()
-        for step in range(2):
-            for each in (expected, model):
-                each.zero_grad()
-                each(batch(step))
-                each.blocks[1].seen.sum().backward()
-            check(model, expected)
-        for each in model.blocks:
-            each.recomputes = False
         assert hooks_within(model) == [2]

@@ -8,10 +8,8 @@ import torch
 from test_resident import WIDTH, Model, batch, check
 from test_resident_hooks import pair
 
-from parallel3d._torch.checkpointed import checkpointed_calls
 from parallel3d.fsdp import FSDPModule
 from parallel3d.fsdp.members import the_unit
-from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.testing import fake_world
 
 
@@ -36,14 +34,8 @@ ACTS: dict[str, Callable[[Model], object]] = {
 }
 
 
-@pytest.mark.parametrize("hooks_off", [True, False])
 @pytest.mark.parametrize("act", ACTS)
-def test_to_a_unit_that_runs_later(
-    act: str, hooks_off: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``hooks_off``: whether units' hooks may be off, as they are where nothing is recomputed."""
-    fewest = checkpointed_calls() if hooks_off else -1
-    monkeypatch.setattr(HooksOff, "fewest_calls", fewest)
+def test_to_a_unit_that_runs_later(act: str) -> None:
     with fake_world(0, 1):
         expected, model = pair()
         for each in (expected, model):
@@ -53,7 +45,7 @@ def test_to_a_unit_that_runs_later(
                 each(batch(index)).sum().backward()
             each.blocks[0].first = lambda: None
             each(batch(2)).sum().backward()
-        assert not the_unit(model.blocks[2]).group.shown
+        assert not the_unit(model.blocks[2]).group.is_registered
         check(model, expected)
 
 

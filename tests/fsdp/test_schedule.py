@@ -17,6 +17,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import BackwardPrefetch
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -265,11 +266,12 @@ def test_the_usual_costs_nothing():
         model.set_backward_prefetch(None)
         model(tokens(0))
         context = the_unit(model).context
-        assert context.schedule is not None
+        assert context.schedule.settings == PrefetchSettings(True, Prefetch.NEVER, 2)
         model.set_limit_all_gathers(None)
         model.set_forward_prefetch(True)
         model.set_backward_prefetch(TorchBackwardPrefetch.BACKWARD_PRE)
-        assert the_unit(model).schedule is context.schedule is None
+        assert the_unit(model).prefetch is None
+        assert context.schedule.settings == PrefetchSettings()
 
 
 def test_what_is_refused():
@@ -298,6 +300,6 @@ def test_copies_have_a_schedule_of_their_own():
         model.set_limit_all_gathers(2)
         other = copy.deepcopy(model)
         model.set_limit_all_gathers(3)
-        assert the_unit(other).schedule.limit == 2
+        assert the_unit(other).prefetch.limit == 2
         other(tokens(0))
         assert torch.is_tensor(other.head.weight)

@@ -87,7 +87,7 @@ def test_memory_between_forward_and_backward_is_the_part():
             assert held_bytes(bucket.part) == 4 * 2 * bucket.numel * 2  # ranks, rows, bf16
         loss.backward()
         for bucket in buckets:
-            assert bucket.part is None and held_bytes(bucket.small.buffer) == 0
+            assert bucket.part is None and held_bytes(bucket.post_forward.buffer) == 0
 
 
 def test_scalars_are_not_sharded_and_keep_nothing():
@@ -125,7 +125,7 @@ def test_one_small_mesh_for_all_units():
         mesh = build_mesh(MeshLayout(2, 4, 1), device_type="cpu")
         model = wrap_over(2)(Net(), mesh)
         model(torch.randn(2, 6)).sum()
-        groups = {id(b.small.group) for b in buckets_of(model) if b.small is not None}
+        groups = {id(b.post_forward.group) for b in buckets_of(model) if b.post_forward is not None}
         assert len(groups) == 1
 
 
@@ -135,7 +135,7 @@ def test_mesh_without_names(rank):
         mesh = torch.distributed.init_device_mesh("cpu", (8,))
         model = wrap_over(4)(Net(), mesh)
         model(torch.randn(2, 6)).sum()
-        small = next(b.small for b in buckets_of(model) if b.small is not None)
+        small = next(b.post_forward for b in buckets_of(model) if b.post_forward is not None)
         assert (small.group.size(), small.rank) == (4, rank % 4)
 
 

@@ -122,16 +122,16 @@ def test_post_optim_event_is_what_the_first_gather_waits_for():
 
 @parity("argument: reshard_after_forward=int")
 def test_part_is_there_before_it_is_gathered_and_read_before_it_is_freed(device, monkeypatch):
-    from parallel3d.fsdp.options.post_forward_group import SmallWorld
+    from parallel3d.fsdp.bucket import PostForwardGroup
 
     for name in ("keep", "drop"):
-        original = getattr(SmallWorld, name)
+        original = getattr(PostForwardGroup, name)
 
         def noted(self, name=name, original=original):
             device.now.put(name)
             return original(self)
 
-        monkeypatch.setattr(SmallWorld, name, noted)
+        monkeypatch.setattr(PostForwardGroup, name, noted)
 
     def wrap(model, mesh):
         for layer in model.layers:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.group import ShardedState
 from parallel3d.fsdp.members import the_unit, unit_of
 from parallel3d.testing import local_world, record_collectives
 
@@ -137,7 +137,7 @@ class TestPrefetchLists:
 
             def look(where):
                 states = [unit_of(m).group.state for m in (first, second)]
-                seen.append((where, *(s is not GroupState.SHARDED for s in states)))
+                seen.append((where, *(s is not ShardedState.SHARDED for s in states)))
 
             model.set_modules_to_forward_prefetch([first, second])
             second.set_modules_to_backward_prefetch([first])

@@ -25,7 +25,7 @@ from parallel3d.fsdp import (
     model_state_dict,
     optim_state_dict,
 )
-from parallel3d.fsdp import bucket as bucket_module
+from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 FULL = StateDictType.FULL_STATE_DICT
@@ -179,7 +179,7 @@ def test_cpu_offload(monkeypatch) -> None:
     """Gathered where the model computes, written back to shards and gradients in the CPU's memory."""
     elsewhere, home = torch.device("cpu", 0), torch.device("cpu")  # two names for two devices
     monkeypatch.setattr(
-        bucket_module, "places_of", lambda given, mesh, policy: (elsewhere, home, False)
+        offload_module, "places_of", lambda given, mesh, policy: (elsewhere, home, False)
     )
     torch.manual_seed(0)
     plain = Lm(layers=1).double()

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -21,18 +21,15 @@ from torch.autograd.graph import get_gradient_edge
 from parallel3d._torch.autograd import backward_id, node_is_in_backward
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import AgreementError, Parallel3dError, StateError
-from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.group import ShardedState
 from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.guards.rendezvous import compare_digests
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
 from parallel3d.mesh.store import others
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.context import RunContext
-    from parallel3d.fsdp.param import ShardedParam
-    from parallel3d.fsdp.unit import Call, Unit
-
 
 # What the ranks of a model compare before it communicates for the first time.
 #
@@ -58,16 +55,64 @@ def begins_to_communicate(units: Iterable[Unit]) -> str:
     return "backward"
 
 
-def compare_ranks(context: RunContext, *, forward: bool) -> None:
-    """Before the first communication, in a forward or backward. A forward that gathers nothing puts it off.
+class RanksAgree(RootOption):
+    """What the ranks of one root compare, each once: their models, and which parameters got a gradient.
+
+    Attributes:
+        before: the first "forward" or "backward" that communicates; "" as soon as the models were compared.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+        self.before = begins_to_communicate(context.units)
+
+    @property
+    def context(self) -> RunContext:
+        """The root's."""
+        context = self._context()
+        assert context is not None
+        return context
+
+    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Compares the models, where this forward may gather."""
+        if self.before == "forward" and may_communicate(self.context.units):
+            self._compare_models()
+        return units
+
+    def before_backward(self) -> None:
+        """Compares the models, if no forward has."""
+        if self.before:
+            self._compare_models()
+
+    def _compare_models(self) -> None:
+        self.before = ""
+        compare_ranks(self.context)
+
+    def after_reductions(self) -> None:
+        """Compares which parameters have a gradient, after the first backward that reduces all."""
+        context = self.context
+        if not context.running and compare_gradients(context):
+            context.options.remove(self)
+
+
+root_options.append(RanksAgree)
+
+
+def may_communicate(units: Sequence[Unit]) -> bool:
+    """Whether a forward may.
+
+    Not one without gradients of units that ``unshard()`` has gathered: one rank may look at its model alone.
+    """
+    return torch.is_grad_enabled() or not _are_gathered(units)
+
+
+def compare_ranks(context: RunContext) -> None:
+    """Before the first communication.
 
     Raises:
         AgreementError: the ranks have other units or parameters; the same error on all of them.
     """
     units = context.units
-    if forward and not torch.is_grad_enabled() and _are_gathered(units):
-        return  # by ``unshard()``: one rank may look at its model alone
-    context.to_compare = ""
     if others() is None:
         return
     by_ranks: dict[tuple[int, ...], list[tuple[Unit, ShardedParam]]] = {}
@@ -90,7 +135,7 @@ def compare_gradients(context: RunContext) -> bool:
         AgreementError: other parameters have one on another rank; the same error on all of them.
     """
     units = context.units
-    if any(not (unit.sync and unit.all_reduce) or unit.guard is not None for unit in units):
+    if any(not (unit.sync and unit.all_reduce) or guard_of(unit) is not None for unit in units):
         return False
     if others() is None or any(unit.reduce_unused for unit in units):
         return True
@@ -114,7 +159,7 @@ _GRADIENTS = (
 
 def _are_gathered(units: Iterable[Unit]) -> bool:
     groups = [unit.group for unit in units if unit.group.buckets]
-    return all(group.state is GroupState.UNSHARDED for group in groups)
+    return all(group.state is ShardedState.UNSHARDED for group in groups)
 
 
 def _params(unit: Unit) -> Iterator[ShardedParam]:
@@ -204,12 +249,14 @@ def check_execution_order(
             f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or "
             "parallelize first"
         )
-    check = OrderCheck(ranks_of(units), timeout) if enabled else None
+    check = OrderCheck(ranks_of(units), timeout)
     for unit in units:
-        unit.order_check = check
+        unit.observers = [each for each in unit.observers if not isinstance(each, OrderCheck)]
+        if enabled:
+            unit.observers.append(check)
 
 
-class OrderCheck:
+class OrderCheck(Observer):
     """Where this rank is, told to the others and compared with the iteration before.
 
     Attributes:
@@ -237,8 +284,24 @@ class OrderCheck:
                 "rank: look for branches that depend on the rank or its data"
             ) from error
 
-    def forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
-        """A forward of ``unit`` begins: with ``begins`` the root's, ``within`` one of that, or alone."""
+    def unshard(self, unit: Unit) -> None:
+        """See ``Observer``."""
+        self.at("unshard()", unit)
+
+    def begin_backward(self, unit: Unit) -> None:
+        """See ``Observer``."""
+        self.at("backward", unit)
+
+    def begin_reduction(self, unit: Unit) -> None:
+        """See ``Observer``."""
+        self.at("reduction", unit)
+
+    def end_backward(self, unit: Unit) -> None:
+        """See ``Observer``."""
+        self.at("end of the backward", unit)
+
+    def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
+        """See ``Observer``."""
         self.at("recomputation" if recomputes else "forward", unit)
         if recomputes or not (begins or within):
             return
@@ -253,7 +316,7 @@ class OrderCheck:
             was = "nothing more" if before is None else _label(before)
             self._warn(f"unit {unit.label} runs at place {place}, where {was} was before")
 
-    def abandon(self) -> None:
+    def abandon(self, unit: Unit) -> None:
         """After an exception: the iteration that broke off is not compared with."""
         self.order = []
 
@@ -294,11 +357,11 @@ def _label(ref: weakref.ref[Unit]) -> str:
 
 _NONE = -1  # what ``backward_id`` is outside a backward
 
-Update = Callable[["Bucket"], None]
+Update = Callable[[Bucket], None]
 """Updates the parameters of a bucket that have a gradient, and frees it."""
 
 
-class StepGuard:
+class StepGuard(Observer):
     """Of one unit; its buckets have it too.
 
     Attributes:
@@ -324,7 +387,7 @@ class StepGuard:
 
     # -- what the unit tells -------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_call(self, unit: Unit) -> None:
         """Before each forward."""
         if backward_id() != _NONE and backward_id() == self.updated_in:
             raise self._error(
@@ -333,11 +396,11 @@ class StepGuard:
                 "keep the unit out of that checkpointed region",
             )
 
-    def note(self, call: Call) -> None:
+    def note_call(self, call: Call) -> None:
         """A forward call that a backward may follow."""
         self._calls[call] = (self.updates, backward_id())
 
-    def begin_backward(self, call: Call) -> None:
+    def reach_call(self, call: Call, context: RunContext) -> None:
         """A gradient has reached ``call``."""
         updates, made_in = self._calls.get(call, (0, _NONE))
         if updates != self.updates:
@@ -349,9 +412,8 @@ class StepGuard:
             self._raise_reentrant()
         self._check_sync()
 
-    def take_gradient(self) -> None:
+    def take_gradient(self, unit: Unit) -> None:
         """A gradient has arrived."""
-        unit = self.unit
         if unit.context is not None and unit.context.backward_id != backward_id():
             self._raise_reentrant()
         self._check_sync()
@@ -414,10 +476,15 @@ _ACCUMULATION_HINT = (
 )
 
 
+def guard_of(unit: Unit) -> StepGuard | None:
+    """The guard of ``unit``; None: it is not updated in backward."""
+    return next((each for each in unit.observers if isinstance(each, StepGuard)), None)
+
+
 def refuse_accumulation(units: Iterable[Unit], what: str) -> None:
     """Raises StateError if any of ``units`` is updated in backward."""
     for unit in units:
-        if unit.guard is not None:
+        if guard_of(unit) is not None:
             raise StateError(
                 f"{what}: the parameters of unit {unit.label} are updated in backward; "
                 f"{_ACCUMULATION_HINT}, or use an ordinary optimizer"

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from parallel3d._torch.autograd import functorch_left, set_backward_order
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.options.replicated import JointReduce
-    from parallel3d.fsdp.unit import Unit
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.unit import Unit
 
 __all__ = ["Arrivals", "Gate", "open_gates"]
 
@@ -49,7 +46,7 @@ class Arrivals:
         self.bucket = weakref.ref(bucket)
         self.unit = unit
         self.indices = [i for i, p in enumerate(bucket.compute_params) if p.requires_grad]
-        self.joint: tuple[weakref.ref[JointReduce], int] | None = None
+        self.joint: tuple[weakref.ref, int] | None = None
 
 
 class Gate:

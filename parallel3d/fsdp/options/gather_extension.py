@@ -8,7 +8,8 @@ and to its own memory, without a copy. Gradients are ordinary: they share one re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +24,10 @@ from parallel3d._torch.simulated import LocalTensor, inner_tensors, ranks_are_si
 from parallel3d._util.storage import allocate, own_copy, release
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.bucket import Bucket, count_in_place, is_small
+from parallel3d.fsdp.bucket import Bucket, count_in_place, is_small, post_forward_mesh
 from parallel3d.fsdp.collectives import all_gather
+from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.options.post_forward_group import small_mesh
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, chunk_length
 from parallel3d.fsdp.versions import Versions
@@ -281,7 +282,6 @@ class ExtensionBucket(Bucket):
         flat: the first shard, for its dtype and device.
         gathered: (n * S,) bytes.
         rows: for each gather input its output's bytes, (n, bytes).
-        made: returns what to call when the unsharded parameters have been made.
     """
 
     joinable = False  # it gathers bytes of its own making
@@ -299,7 +299,6 @@ class ExtensionBucket(Bucket):
         "rows",
         "in_place",
     )
-    made: Callable[[], Callable[[], None] | None] | None = None
 
     # -- storage -----------------------------------------------------------------------------------
 
@@ -551,7 +550,7 @@ class ExtensionBucket(Bucket):
         """Keeps the gathered bytes of n / ``ranks`` ranks, as a Bucket does its parameters'."""
         if self.shard_group is None or ranks >= self.parts:
             return
-        mesh = small_mesh(self.axes, ranks)
+        mesh = post_forward_mesh(self.axes, ranks)
         self.gather_group, self.rank_in_small = mesh.get_group(1), mesh.get_local_rank(1)
         count = self.parts // ranks
         start = self.rank_in_small * count
@@ -611,6 +610,25 @@ _SETTINGS = (
     "on_reduced",
     "keep_storage",
 )
+
+
+class LateExtensions(RootOption):
+    """Before a root runs for the first time: looks for extensions on local tensors."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+
+    def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
+        """Looks for them."""
+        context = self._context()
+        assert context is not None
+        context.options.remove(self)
+        for unit in context.units:
+            unit.group.rebuild(with_late_extensions)
+        return units
+
+
+root_options.append(LateExtensions)
 
 
 def with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:

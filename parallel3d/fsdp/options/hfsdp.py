@@ -152,6 +152,7 @@ class HybridBucket(Bucket):
     """
 
     joinable = False
+    gathers_copy = True
     packs_all = True  # the R parts of a parameter are not neighbours in ``copy``
 
     def _find_groups(self) -> None:
@@ -207,8 +208,10 @@ class HybridBucket(Bucket):
         if self.is_new:
             self.renew(comm)
 
-    def renew(self, comm: Comm) -> None:
+    def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
         """Starts the all-gather over replicate that the copy is made by."""
+        if if_changed and not self.is_old:
+            return
         self.finish_renewal()
         parts: list[torch.Tensor] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,20 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d.fsdp.reduction import Reduction, Stage
+
+
+class CpuOffload:
+    """What ``CPUOffloadPolicy`` asks of a bucket; see ``bucket.Offload``."""
+
+    def __init__(self, policy: CPUOffloadPolicy) -> None:
+        self.policy = policy
+        self.stages: Sequence[Stage] = [CopyHome()]
+
+    def places(
+        self, given: torch.device, mesh: DeviceMesh
+    ) -> tuple[torch.device, torch.device, bool]:
+        """See ``bucket.Offload``."""
+        return places_of(given, mesh, self.policy)
 
 
 def places_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +19,20 @@ from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors
 from parallel3d.errors import StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.members import units_modules
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.context import RunContext
-    from parallel3d.fsdp.unit import Call, Unit
+from parallel3d.fsdp.unit import Call, Observer, Unit
 
 
 def switch_precision(bucket: Bucket, full: bool) -> None:
     """Lets ``bucket``, which is sharded, compute in its parameters' own dtype, or in the policy's again."""
-    if bucket.full is full:
+    if bucket.own_dtype is full:
         return
     bucket.leave_precision()
-    bucket.full = full
+    bucket.own_dtype = full
     before = {name: getattr(bucket, name) for name in bucket.by_precision}
     # Also during inference: tensors made in inference mode could not be trained with later.
     with torch.inference_mode(False), torch.no_grad():
@@ -42,20 +42,67 @@ def switch_precision(bucket: Bucket, full: bool) -> None:
         else:
             bucket.set_dtypes()
             if bucket.compute_dtype != before["compute_dtype"]:
-                bucket.small = None
+                bucket.post_forward = None
                 bucket.build_unsharded()
     bucket.other_precision = before
 
 
-def follow_mode(unit: Unit, context: RunContext) -> None:
-    """Before a forward of ``unit``: full precision if its modules are in eval mode."""
-    # What is recomputed within the unit's own backward is in the precision that this has.
-    if not unit.backward_begun:
-        full = not any(module.training for module in unit.modules)
-        unit.group.use_precision(full, context.comm)
+def use_precision(group: ParamGroup, own: bool, comm: Comm) -> None:
+    """Lets ``group`` compute in the parameters' own dtype, or in the policy's again."""
+    if own is group.own_dtype:
+        return
+    retain = group.retain
+    group.register_sharded()
+    group.reshard(comm)
+    for bucket in group.buckets:
+        switch_precision(bucket, own)
+    group.own_dtype = own
+    group.refresh()
+    if retain is Retain.USER:
+        group.retain = retain
 
 
-def go_back_to(unit: Unit, call: Call, context: RunContext) -> None:
+class FollowMode(Observer):
+    """A unit in eval mode computes in its parameters' own dtype."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakKeyDictionary[Call, bool] = weakref.WeakKeyDictionary()
+
+    def prepare(self, unit: Unit, context: RunContext) -> None:
+        """Full precision if the unit's modules are in eval mode."""
+        # What is recomputed within the unit's own backward is in the precision that this has.
+        if not unit.backward_begun:
+            own = not any(module.training for module in unit.modules)
+            use_precision(unit.group, own, context.comm)
+
+    def note_call(self, call: Call) -> None:
+        """Notes which precision it has."""
+        self._calls[call] = call.unit.group.own_dtype
+
+    def reach_call(self, call: Call, context: RunContext) -> None:
+        """Its backward is in the same."""
+        own = self._calls[call]
+        if own is not call.unit.group.own_dtype:
+            go_back_to(call.unit, call, own, context)
+
+
+def follows_mode(unit: Unit) -> bool:
+    """Whether the unit computes in its parameters' own dtype in eval mode."""
+    return any(isinstance(each, FollowMode) for each in unit.observers)
+
+
+def set_up_precision(unit: Unit) -> None:
+    """What the policy of ``unit``, which is new, asks for beside its buckets' dtypes."""
+    policy = unit.policy
+    if policy.full_precision_in_eval:
+        unit.observers.append(FollowMode())
+    if policy.buffer_dtype is not None:
+        unit.group.beside.append(
+            BufferCasts(outside_full(unit.modules, policy), policy.buffer_dtype)
+        )
+
+
+def go_back_to(unit: Unit, call: Call, own: bool, context: RunContext) -> None:
     """Before the backward of a ``call`` in another precision than that of the unit's last forward.
 
     Where one backward comes to both, it comes to the later call first, and is through with it when all
@@ -72,7 +119,7 @@ def go_back_to(unit: Unit, call: Call, context: RunContext) -> None:
             f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train mode "
             "and to one in eval mode before either was over; call backward for each on its own"
         )
-    unit.group.use_precision(call.full, context.comm)
+    use_precision(unit.group, own, context.comm)
 
 
 # Modules that keep their own precision within a unit of a lower one: ``full_precision_modules``.
@@ -141,27 +188,6 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
         if tensor.is_floating_point():
             return tensor.dtype
     return None
-
-
-def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
-    """(args, kwargs) as the forward of ``module``, one of a unit that casts its inputs, is to see them."""
-    lower = unit.input_dtype
-    assert lower is not None
-    if isinstance(module, unit.policy.full_precision_modules):
-        return inputs  # it casts them itself, to its own dtype
-    if not unit.group.full:
-        args, kwargs = inputs
-        if (
-            len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
-        ):  # most blocks' only input
-            if args[0].dtype == lower or not args[0].is_floating_point():
-                return inputs
-            return (args[0].to(lower),), kwargs
-        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
-    own = unit.group.dtype
-    if own is None or own == lower:
-        return inputs
-    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)
 
 
 # BufferCasts: a unit's floating-point buffers in another dtype during its forwards and backwards.
@@ -238,13 +264,9 @@ class BufferCasts:
         self._dtype = dtype
         self._shown: list[tuple[weakref.ref[nn.Module], str, _Place]] = []
 
-    def extend(self, other: BufferCasts) -> None:
-        """Takes on the modules of ``other``."""
-        self._modules += other._modules
-
-    def show(self) -> None:
-        """Puts the copies into the modules."""
-        for ref in self._modules:
+    def register(self, group: ParamGroup) -> None:
+        """Puts the copies into the modules, unless the group computes in its own dtype."""
+        for ref in () if group.own_dtype else self._modules:
             module = ref()
             if module is None or not module._buffers:
                 continue
@@ -262,7 +284,7 @@ class BufferCasts:
     def _concerns(self, buffer: torch.Tensor) -> bool:
         return buffer.is_floating_point() and buffer.dtype != self._dtype
 
-    def hide(self) -> None:
+    def unregister(self) -> None:
         """Puts the buffers back, with what was written into the copies."""
         shown, self._shown = self._shown, []
         for ref, name, place in shown:

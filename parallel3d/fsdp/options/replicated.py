@@ -1,12 +1,13 @@
-"""Residents: units whose unsharded parameters are the shards themselves, as on a replicate axis alone.
+"""Replicated units: their unsharded parameters are the shards themselves, as on a replicate axis alone.
 
 Nothing of theirs is gathered or freed, so that no unit has anything to do before its forward or backward: the
-root shows all of them when its forward begins and hides them when it ends, and again around the backward
-(for what is recomputed there). Their gradients arrive at a ``Gate``, one call for several buckets, and are
-reduced by few calls, see ``JointReduce``. A unit's own hooks only look whether that is so.
+root registers the parameters of all of them when its forward begins and puts the sharded ones back when it
+ends, and again around the backward (for what is recomputed there). Their gradients arrive at a gradient sink,
+see ``gate``, one call for several buckets, and are reduced by few calls, see ``JointReduce``. A unit's own
+hooks only look whether that is so.
 
-A unit that is called by itself goes the general way, as does one with a setting that asks for more; that is
-decided anew whenever the root's forward begins.
+Which units these are is decided whenever the root's forward begins. A unit that is called by itself goes the
+general way, as does one with a setting that asks for more.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain, compress, islice, repeat
-from operator import attrgetter, call, is_, is_not
-from typing import TYPE_CHECKING, Any
+from itertools import compress, islice, repeat
+from operator import attrgetter, is_, is_not
+from typing import Any
 
 import torch
 
@@ -28,174 +29,18 @@ from parallel3d._torch.autograd import (
     torch_function_off,
     untraced,
 )
-from parallel3d._torch.dtensor import local_tensor_of
 from parallel3d._torch.kernels import foreach_copy_
+from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import make_gradients
-from parallel3d.fsdp.group import GroupState, ParamGroup
+from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.options.gate import Arrivals, Gate, Gradients, open_gates
-from parallel3d.fsdp.options.hooks_off import HooksOff
 from parallel3d.fsdp.param import OwnSetattr
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Reduction, divisor_before_sum, stages_of
-from parallel3d.fsdp.versions import WeightsStamp
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-    from parallel3d.fsdp.comm import Comm
-    from parallel3d.fsdp.context import RunContext
-    from parallel3d.fsdp.group import ParamGroup
-    from parallel3d.fsdp.options.gate import Gradients
-    from parallel3d.fsdp.unit import Unit
-
-
-# Swap: puts the parameters of many groups into their modules and back, in one pass.
-
-_HOLDERS = attrgetter("holders")
-_SHOWN = attrgetter("shown")
-_KEPT = attrgetter("kept")
-
-
-class Swap:
-    """Does what ``show`` and ``hide`` of each of ``groups`` do, which cast no buffers."""
-
-    def __init__(self, groups: Sequence[ParamGroup] = ()) -> None:
-        self.groups = groups
-        self._note()
-
-    def _note(self) -> None:
-        self._holders = [group.holders for group in self.groups]
-        places = [place for holders in self._holders for place in holders]
-        self._updates = [holder.update for holder, _, _ in places]
-        self._at_rest = [at_rest for _, at_rest, _ in places]
-        self._computing = [computing for _, _, computing in places]
-
-    def show(self) -> None:
-        """Puts the unsharded parameters into the modules."""
-        if any(map(_SHOWN, self.groups)):
-            for group in self.groups:
-                group.show()
-        else:
-            self._put(self._computing, shown=True)
-
-    def hide(self) -> None:
-        """Puts the sharded ones back, but for what ``unshard()`` shows."""
-        if not all(map(_SHOWN, self.groups)) or any(map(_KEPT, self.groups)):
-            for group in self.groups:
-                if not group.kept:
-                    group.hide()
-        else:
-            self._put(self._at_rest, shown=False)
-
-    def _put(self, values: list[dict[str, Any]], *, shown: bool) -> None:
-        if not all(map(is_, map(_HOLDERS, self.groups), self._holders)):
-            at_rest = values is self._at_rest
-            self._note()  # the groups have listed theirs anew
-            values = self._at_rest if at_rest else self._computing
-        if shown:  # first: hiding then undoes what an interruption has left
-            _exhaust(map(setattr, self.groups, repeat("shown"), repeat(True)))
-        _exhaust(map(call, self._updates, values))
-        if not shown:
-            _exhaust(map(setattr, self.groups, repeat("shown"), repeat(False)))
-
-
-def _exhaust(iterator: Any) -> None:
-    deque(iterator, maxlen=0)
-
-
-# Snapshot: whether anything that ``Residents`` rest on is another than it was.
-#
-# What they show and reduce stays the same from step to step, unless the user changes a setting, a
-# parameter or a module. Looking for that one unit after the other costs more than all else they
-# do, so everything is read in a few passes that stay within C, and compared by identity: a False
-# for a False, a list for the same list. What is equal and not the same only costs a look at the
-# units themselves.
-
-_OF_UNIT = attrgetter(
-    "sync",
-    "all_reduce",
-    "order_check",
-    "guard",
-    "tracked",
-    "input_dtype",
-    "policy",
-    "follows_mode",
-    "group",
-)
-_CONTEXT = attrgetter("context")
-_OF_GROUP = attrgetter("state", "kept", "gated", "buffers")
-_OF_BUCKET = attrgetter(
-    "gate", "policy", "reducer", "on_result", "reduce_unused", "divide_factor", "grads"
-)
-_OF_GRADS = attrgetter("whole", "partial")
-_IS_TRAINABLE = attrgetter("requires_grad")
-_LISTED = attrgetter("holders", "shown")
-
-
-class Snapshot:
-    """Of the ``units`` of one root, some of which are ``resident``, as they are now, at rest."""
-
-    def __init__(self, units: Sequence[Unit], resident: Sequence[ParamGroup]) -> None:
-        buckets = [bucket for group in resident for bucket in group.buckets]
-        self._resident = resident
-        self._groups = [unit.group for unit in units]
-        self._buckets = [bucket for group in self._groups for bucket in group.buckets]
-        self._grads = [bucket.grads for bucket in self._buckets]
-        self._sharded = [param.sharded for bucket in buckets for param in bucket.params]
-        self._views = [view for bucket in buckets for view in bucket.local_views]
-        self._contexts = _contexts_of(units)
-        self._settings = list(self._read_settings(units))
-        self._trainable = self._read_trainable()
-        self._listed = list(self._read_lists())
-        self._dicts = [holder for group in resident for holder, _, _ in group.holders]
-        self._names = list(chain.from_iterable(self._dicts))
-        self._found = list(self._read_modules())
-
-    def _read_settings(self, units: Iterable[Unit]) -> Iterable[Any]:
-        return chain(
-            chain.from_iterable(map(_OF_UNIT, units)),
-            chain.from_iterable(map(_OF_GROUP, self._groups)),
-            chain.from_iterable(map(_OF_BUCKET, self._buckets)),
-            chain.from_iterable(map(_OF_GRADS, self._grads)),
-        )
-
-    def _read_lists(self) -> Iterable[Any]:
-        return chain.from_iterable(map(_LISTED, self._resident))
-
-    def _read_modules(self) -> Iterable[Any]:
-        return chain.from_iterable(map(dict.values, self._dicts))
-
-    def has_settings_of(self, units: Sequence[Unit]) -> bool:
-        """Whether what has been set is the same, but for ``requires_grad``; and no other root has run."""
-        return _contexts_of(units) == self._contexts and _are_same(
-            self._read_settings(units), self._settings
-        )
-
-    def _read_trainable(self) -> list[bool]:
-        with torch_function_off():  # takes a third of the time
-            return list(map(_IS_TRAINABLE, self._sharded))
-
-    def is_of(self, units: Sequence[Unit]) -> bool:
-        """Whether parameters and modules are too, and everything is at rest."""
-        return (
-            self.has_settings_of(units)
-            and _are_same(self._read_lists(), self._listed)
-            and self._read_trainable() == self._trainable
-            and _are_same(map(local_tensor_of, self._sharded), self._views)
-            and _are_same(chain.from_iterable(self._dicts), self._names)
-            and _are_same(self._read_modules(), self._found)
-        )
-
-
-def _contexts_of(units: Iterable[Unit]) -> list[int]:
-    """Their ids: the contexts have the snapshots. A unit holds its own, so that another has another id."""
-    return list(map(id, map(_CONTEXT, units)))
-
-
-def _are_same(values: Iterable[Any], before: list[Any]) -> bool:
-    now = list(values)
-    return len(now) == len(before) and all(map(is_, now, before))
-
+from parallel3d.fsdp.unit import Unit
 
 # JointReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
 #
@@ -236,12 +81,12 @@ def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
 
 
 class JointReduce:
-    """See the module's docstring. Shapes: S, the slots of all parameters of all buckets.
+    """See above. Shapes: S, the slots of all parameters of all buckets.
 
     Attributes:
         arrived: (S,), the gradients that have arrived in this backward; None before the first.
         comm: what reduces them in the backward under way; None at rest.
-        accepts_all: whether ``accept_all`` may be asked: nothing was changed since the forward.
+        accepts_all: whether ``accept_all`` may be asked: all its units are replicated units still.
         used: by bucket the indices of the parameters that got one; None before the bucket's have arrived.
         launched: whether this backward's reduction is under way.
     """
@@ -508,44 +353,36 @@ class JointReduce:
         return [param.sharded for bucket in self.buckets for param in bucket.params]
 
 
-_BEGUN = attrgetter("backward_begun", "begun", "arrived", "reduced")
-_BUSY = attrgetter("grads.arrived", "grads.input", "grads.whole", "grads.partial", "reduce_unused")
+# Which units they are.
 
 
-def is_resident(unit: Unit) -> bool:
-    """Whether nothing that the user has set asks for more than ``Residents`` do."""
+def is_replicated(unit: Unit) -> bool:
+    """Whether nothing that the user has set asks for more than ``ReplicatedUnits`` do."""
     group = unit.group
     return (
         unit.sync
         and unit.all_reduce
-        and unit.order_check is None
-        and unit.guard is None
+        and not unit.observers
         and not (unit.context is not None and unit.context.finalization.manual)
         and not unit.tracked
         and unit.input_dtype is None
         and unit.policy.output_dtype is None
-        and not unit.follows_mode
-        and group.buffers is None
-        and not group.kept
-        and group.state is not GroupState.WHOLE
+        and not group.beside
+        and group.retain is not Retain.USER
+        and not group.is_in_other_form
         and all(map(_is_plain, group.buckets))
     )
 
 
 def _is_plain(bucket: Bucket) -> bool:
     return (
-        (bucket.gate is not None or _can_have_gate(bucket))
+        (bucket.stand_ins is not None or _can_have_gate(bucket))
         and not bucket.reducer.averages
         and not bucket.on_result
         and not bucket.reduce_unused
         and bucket.grads.whole is None
         and bucket.grads.partial is None
     )
-
-
-def _has_no_tp(bucket: Bucket) -> bool:
-    """Whether the unit's name need not be noted for collectives in its forward."""
-    return all(param.tp_size == 1 for param in bucket.params)
 
 
 def _can_have_gate(bucket: Bucket) -> bool:
@@ -566,115 +403,117 @@ def _can_have_gate(bucket: Bucket) -> bool:
     )
 
 
-class Residents:
+def replicated_units(context: RunContext) -> ReplicatedUnits | None:
+    """What runs the replicated units of a root; None if none of its units can be one."""
+    return next((each for each in context.options if isinstance(each, ReplicatedUnits)), None)
+
+
+class ReplicatedUnits(RootOption):
     """Those of one root.
 
     Attributes:
-        groups: theirs.
-        others: the other units, weakly.
-        shown: whether they are: within the root's forward, and in backward.
+        units: these, weakly.
+        registers: whether their unsharded parameters are in the modules: within the root's forward, and in
+            backward.
         joints: the reductions of their gradients, in the order of the units' backwards.
-        changed: those whose weights have changed between the last forward and the backward under way.
+        changed: the groups whose weights have changed between the last forward and the backward under way.
     """
 
-    def __init__(self) -> None:
-        self.groups: list[ParamGroup] = []
-        self.others: list[weakref.ref[Unit]] = []
-        self.shown = False
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+        self.units: list[weakref.ref[Unit]] = []
+        self.registers = False
         self.joints: list[JointReduce] = []
-        self._units: list[weakref.ref[Unit]] = []
-        self._swap = Swap()
-        self._hooks_off = HooksOff()
-        self._planned: list[tuple[Gate, float | None]] = []
-        self._before: Snapshot | None = None
-        self._stamp: WeightsStamp | None = None  # of all weights together: one look at most times
         self.changed: list[ParamGroup] = []
+        self._gates: dict[Bucket, Gate] = {}
+        self._planned: list[tuple[Gate, float | None]] = []
+
+    @property
+    def context(self) -> RunContext:
+        """The root's."""
+        context = self._context()
+        assert context is not None
+        return context
+
+    def _alive(self) -> list[Unit]:
+        return [unit for ref in self.units if (unit := ref()) is not None]
 
     # -- forward -------------------------------------------------------------------------------------
 
-    def are_as_before(self, units: Sequence[Unit]) -> bool:
-        """Whether the root's forward that begins finds everything as the last one has left it."""
-        return self._before is not None and self._before.is_of(units)
-
-    def find(self, units: Sequence[Unit], context: RunContext) -> None:
-        """Which of ``units`` they are now, with what the user has changed."""
-        self._hooks_off.end(backward_to_come=False)  # where an exception has left them off
-        resident = [unit for unit in units if self._prepare(unit, context)]
-        ids = set(map(id, resident))
-        self.groups = [unit.group for unit in resident]
-        self._units = [unit.ref for unit in resident]
-        self.others = [unit.ref for unit in units if id(unit) not in ids]
-        gates = [
-            (bucket.gate, bucket.divide_factor)
-            for group in reversed(self.groups)
-            for bucket in reversed(group.buckets)
-            if bucket.gate is not None and bucket.gate.arrivals.indices
+    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Finds out which of ``units`` they are now, with what the user has changed."""
+        mine: list[Unit] = []
+        others: list[Unit] = []
+        for unit in units:
+            (mine if self._prepare(unit) else others).append(unit)
+        self.units = [unit.ref for unit in mine]
+        planned = [
+            (self._gates[bucket], bucket.divide_factor)
+            for unit in reversed(mine)
+            for bucket in reversed(unit.group.buckets)
+            if self._gates[bucket].arrivals.indices
         ]
-        if gates != self._planned:
-            self._plan(gates)
-        self._swap = Swap(self.groups)
-        self._hooks_off.modules = [
-            weakref.ref(module)
-            for unit in resident
-            if not unit.is_root and all(map(_has_no_tp, unit.group.buckets))
-            for module in unit.modules
-        ]
-        # On meta every forward is looked at anew: the next one's inputs may have values.
-        fixed = self.groups and not any(group.on_meta for group in self.groups)
-        self._before = Snapshot(units, self.groups) if fixed else None
-        buckets = [bucket for group in self.groups for bucket in group.buckets]
-        for bucket in buckets:
-            bucket.versions.stamp.take()
-            bucket.versions.set_unsharded()
-        self._stamp = WeightsStamp(buckets) if buckets else None
-        self._note_changes()
-
-    def _note_changes(self) -> list[ParamGroup]:
-        """Those whose weights have changed since the last look; autograd is told of it."""
-        if self._stamp is None or not self._stamp.is_old():
-            return []
-        self._stamp.take()
-        return [group for group in self.groups if group.note_changes()]
-
-    def look_again(self) -> None:
-        """Something else has changed that makes units residents."""
-        self._before = None
+        if planned != self._planned:
+            self._plan(planned, mine)
+        return others
 
     def begin_forward(self) -> None:
-        """Shows them."""
-        self._note_changes()
-        self.show()
-        self._hooks_off.begin()
+        """Registers their unsharded parameters."""
+        units = self._alive()
+        for unit in units:
+            for bucket in unit.group.buckets:
+                if bucket.versions.stamp.take_if_old():
+                    bucket.versions.set_unsharded()
+        self._register(units)
 
-    def end_forward(self, *, backward_to_come: bool) -> None:
+    def end_forward(self, units: Sequence[Unit], *, backward_to_come: bool) -> Sequence[Unit]:
         """At rest again."""
-        self._hooks_off.end(backward_to_come=backward_to_come)
-        self.hide()
+        mine = self._alive()
+        self._unregister(mine)
+        ids = set(map(id, mine))
+        return [unit for unit in units if id(unit) not in ids]
 
-    def _prepare(self, unit: Unit, context: RunContext) -> bool:
-        group = unit.group
+    def leave(self, unit: Unit) -> None:
+        """See ``RootOption``."""
+        self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.shown_by is self:
+            unit.shown_by = None
+            unit.group.register_sharded()
+            unit.group.use_stand_ins(None)
+
+    def _prepare(self, unit: Unit) -> bool:
+        group, context = unit.group, self.context
         if unit.context is not context:  # also inside another root, which has run since
             return False
-        if not is_resident(unit):
-            if group.gated:
-                group.hide()
-                group.use_gates(None)
+        if not is_replicated(unit):
+            self._release(unit)
             return False
-        group.hide()
-        if group.state is not GroupState.SHARDED:  # held since an evaluation, say
+        group.register_sharded()
+        if not group.is_sharded:  # held since an evaluation, say
             group.reshard(context.comm)
         group.adopt()
-        group.check_has_values()
+        if group.on_meta:
+            group.check_has_values()
         group.count_trainable()
-        if not group.gated:
-            group.use_gates(unit.ref)
+        unit.shown_by = self
+        if not group.stands_in:
+            gates = [Gate(bucket, unit.ref) for bucket in group.buckets]
+            self._gates.update(zip(group.buckets, gates, strict=True))
+            group.use_stand_ins([gate.outputs for gate in gates])
+            for bucket in group.buckets:
+                bucket.versions.stamp.take()
+                bucket.versions.set_unsharded()
         return True
 
-    def _plan(self, gates: list[tuple[Gate, float | None]]) -> None:
-        self._planned = gates
-        for gate, _ in gates:
+    def _plan(self, planned: list[tuple[Gate, float | None]], units: list[Unit]) -> None:
+        self._planned = planned
+        used = {bucket for unit in units for bucket in unit.group.buckets}
+        self._gates = {bucket: gate for bucket, gate in self._gates.items() if bucket in used}
+        for gate, _ in planned:
             gate.renew()
-        by_bucket = {gate.arrivals.bucket(): gate for gate, _ in gates}
+        by_bucket = {gate.arrivals.bucket(): gate for gate, _ in planned}
         self.joints = plan_reductions(bucket for bucket in by_bucket if bucket is not None)
         for joint in self.joints:
             for place, bucket in enumerate(joint.buckets):
@@ -682,37 +521,67 @@ class Residents:
             for node in joint.share_nodes():
                 sources = [bucket.compute_params for bucket in node]
                 open_gates([by_bucket[bucket] for bucket in node], sources, _arrive)
-        for group in self.groups:
-            group.list_slots()
+        for unit in units:
+            unit.group.list_places()
+            for bucket in unit.group.buckets:
+                bucket.versions.set_unsharded()
 
-    def show(self) -> None:
-        """Puts their unsharded parameters into the modules."""
-        self.shown = True
-        self._swap.show()
+    def _register(self, units: Iterable[Unit]) -> None:
+        self.registers = True
+        for unit in units:
+            unit.group.register_unsharded()
 
-    def hide(self) -> None:
-        """Puts the sharded ones back, but for what ``unshard()`` shows."""
-        self.shown = False
-        self._swap.hide()
+    def _unregister(self, units: Iterable[Unit]) -> None:
+        self.registers = False
+        for unit in units:
+            if unit.group.retain is not Retain.USER:
+                unit.group.register_sharded()
+
+    # -- what units ask, see ``Stand`` -----------------------------------------------------------------
+
+    def shows(self, unit: Unit) -> bool:
+        """See ``Stand``."""
+        group = unit.group
+        return (
+            self.registers
+            and group.stands_in
+            and group.is_registered
+            and not (unit.depth or unit.to_run)
+            and not self.context.backward_has_failed
+        )
+
+    def begin_unit(self, unit: Unit) -> None:
+        """See ``Stand``."""
+        if self.changed and unit.group in self.changed:
+            raise unit.weights_changed()
+
+    def end_unit(self, unit: Unit, output: Any) -> None:
+        """Lets the first gradient that reaches one of ``output`` begin the backward."""
+        context = self.context
+        if not torch.is_grad_enabled() or context.in_backward:
+            return
+        if (
+            functorch_is_active()
+        ):  # hooks are of one level of its transforms; gradients arrive alike
+            return
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            # A parameter that is passed on outlives the graph.
+            if tensor.requires_grad and not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
+                hook_gradient(tensor, _BeginBackward(unit))
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def begin_backward(self, units: Sequence[Unit], comm: Comm) -> None:
-        """Shows them to what is recomputed."""
-        same = self._before is not None and self._before.has_settings_of(units)
+    def begin_backward(self) -> None:
+        """Registers them for what is recomputed."""
+        units, context = self._alive(), self.context
+        same = all(map(is_replicated, units)) and all(
+            bucket.divisor == joint.divisor for joint in self.joints for bucket in joint.buckets
+        )
         for joint in self.joints:
-            joint.begin(comm, accepts_all=same)
-        self.changed = self._note_changes()
-        if not self.shown:
-            self.show()
-
-    def are_untouched(self) -> bool:
-        """Whether a backward has brought something to the gates only; False if there are none."""
-        if self._before is None:
-            return False
-        begun = map(_BEGUN, (unit for ref in self._units if (unit := ref()) is not None))
-        busy = chain.from_iterable(map(_BUSY, group.buckets) for group in self.groups)
-        return not any(chain.from_iterable(chain(begun, busy)))
+            joint.begin(context.comm, accepts_all=same)
+        self.changed = [unit.group for unit in units if unit.group.note_changes()]
+        if not self.registers:
+            self._register(units)
 
     def reduce(self) -> None:
         """At the end of a backward: issues what has waited for gradients that did not come."""
@@ -720,13 +589,38 @@ class Residents:
             joint.launch()
 
     def end_backward(self, *, keep: bool) -> None:
-        """After the reductions. ``keep``: a forward around this backward goes on."""
+        """See ``RootOption``."""
         for joint in self.joints:
             joint.end()
         self.changed = []
         if not keep:
-            self._hooks_off.end(backward_to_come=False)
-            self.hide()
+            self._unregister(self._alive())
+
+
+def _of_context(context: RunContext) -> ReplicatedUnits | None:
+    some = any(
+        unit.group.buckets and all(map(_can_have_gate, unit.group.buckets))
+        for unit in context.units
+    )
+    return ReplicatedUnits(context) if some else None
+
+
+root_options.append(_of_context)
+
+
+class _BeginBackward:
+    """Hook on outputs: the first gradient of a backward. Graphs hold it, and it the unit."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @untraced
+    def __call__(self, _: torch.Tensor) -> None:
+        assert self.unit.context is not None
+        self.unit.context.enter_backward()
+        issuing.unit = self.unit.label
 
 
 @untraced
@@ -770,7 +664,7 @@ def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> JointReduce |
         if not indices:
             return None
     given = [grad for grad in grads if grad is not None]
-    if arrivals.joint is not None and not torch.is_grad_enabled() and is_resident(unit):
+    if arrivals.joint is not None and not torch.is_grad_enabled() and is_replicated(unit):
         joint, place = arrivals.joint[0](), arrivals.joint[1]
         fits = joint is not None and joint.comm is not None and joint.divisor == bucket.divisor
         if joint is not None and fits and joint.accept(place, indices, given):
@@ -778,13 +672,3 @@ def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> JointReduce |
     for index, grad in zip(indices, given, strict=True):
         unit.take_gradient(bucket, index, grad)
     return None
-
-
-def hook_outputs(unit: Unit, output: Any) -> None:
-    """Lets the first gradient that reaches one of ``output`` begin the backward."""
-    if functorch_is_active():  # hooks are of one level of its transforms; gradients arrive alike
-        return
-    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-        # A parameter that is passed on outlives the graph.
-        if tensor.requires_grad and not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
-            hook_gradient(tensor, unit.begin_backward)

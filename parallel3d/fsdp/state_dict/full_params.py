@@ -21,7 +21,7 @@ from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import waits_for_reduction
-from parallel3d.fsdp.group import GroupState
+from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.members import check_module, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import of
@@ -349,7 +349,7 @@ Chosen = list[tuple["Bucket", list[int]]]
 
 def check_not_shown(unit: Unit, what: str) -> None:
     """Raises StateError while the unit shows other Parameters than its own."""
-    if unit.group.state is GroupState.WHOLE:
+    if unit.group.is_in_other_form:
         raise StateError(
             f"{what}: unit {unit.label} shows its parameters in another form already; leave that "
             "full_params (or state_dict) first"
@@ -373,7 +373,7 @@ def to_rest(unit: Unit) -> None:
     """Brings the shards back into the modules, nothing gathered, with what ordinary calls have put there."""
     group = unit.group
     if unit.context is not None:
-        group.hide()
+        group.register_sharded()
         group.reshard(unit.context.comm)
     group.adopt()
     for bucket in group.buckets:
@@ -418,8 +418,7 @@ def shown_instead(
 ) -> Iterator[None]:
     """The modules have ``shown(param)`` instead of the sharded Parameters; None leaves one as it is."""
     slots: list[tuple[Any, str, nn.Parameter]] = []
-    before = unit.group.state
-    unit.group.state = GroupState.WHOLE
+    unit.group.show_other()
     try:
         for bucket, indices in chosen:
             for index in indices:
@@ -433,7 +432,7 @@ def shown_instead(
                         holder[name] = other
         yield
     finally:
-        unit.group.state = before
+        unit.group.hide_other()
         for holder, name, sharded in slots:
             holder[name] = sharded
 
@@ -512,7 +511,7 @@ def full_params(
         if with_grads:
             _check_reduced(unit)
     keep = not rank0_only or is_first(meshes_of(units))
-    kept = [unit for unit in units if unit.group.kept and unit.group.shown]
+    kept = [unit for unit in units if unit.group.is_registered and unit.group.retain is Retain.USER]
     views: list[_View] = []
     with ExitStack() as stack:
         for unit in units:
@@ -528,9 +527,9 @@ def full_params(
     for unit in kept:  # by the user's ``unshard()``
         context = unit.ready_context()
         unit.issue_unshard(context)
-        unit.group.keep()
+        unit.group.retain = Retain.USER
         unit.group.unshard(context.comm)
-        unit.group.show()
+        unit.group.register_unsharded()
 
 
 def _check_options(**options: bool) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.group import GroupState
 from parallel3d.fsdp.members import the_unit, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import owner_of
@@ -220,7 +219,7 @@ def saved_in_form(
     settings = unit.form.settings
     before = set(destination or ())
     kind = settings.state_dict_type
-    if kind is StateDictType.SHARDED_STATE_DICT or unit.group.state is GroupState.WHOLE:
+    if kind is StateDictType.SHARDED_STATE_DICT or unit.group.is_in_other_form:
         return _kept(save(), before, settings, keep=True)
     check_at_rest(unit, "state_dict")
     to_rest(unit)

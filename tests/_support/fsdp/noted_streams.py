@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from parallel3d.fsdp import bucket, comm, reduction
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.options import hfsdp, joint_gather, offload
+from parallel3d.fsdp.options import hfsdp, offload
 
 __all__ = ["Device", "Event", "Stream", "find", "happens_before", "note"]
 
@@ -93,7 +93,7 @@ def note(device: Device, monkeypatch) -> None:
 
     for name in ("gather_buffers", "copy_out", "free_gathered"):
         noting(Bucket, name, name)
-    for module in (bucket, hfsdp, joint_gather):
+    for module in (bucket, hfsdp):
         noting(module, "all_gather", "all_gather")
     for name in ("reduce_scatter", "all_reduce"):
         noting(reduction.Reducer, name, name)

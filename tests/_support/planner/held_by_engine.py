@@ -124,7 +124,8 @@ class Held(TorchDispatchMode):
 
     def sample(self) -> None:
         """Takes note of what there is."""
-        joints = self.units[0].ready_context().residents.joints
+        units = replicated.replicated_units(self.units[0].ready_context())
+        joints = [] if units is None else units.joints
         sums = [joint.arrived for joint in joints]
         grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
         results = [local_of(t) for t in (*sums, *grads) if t is not None]
