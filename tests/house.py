@@ -11,6 +11,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,10 +29,10 @@ LAYERS: list[set[str]] = [
 """Of the package's entries: each imports its own layer and those before it."""
 
 FSDP_LAYERS: list[set[str]] = [
-    {"api", "layout", "schedule", "placement", "spmd", "strategy", "param", "collectives"},
-    {"bucket", "gradients", "reduction", "comm", "versions"},
-    {"group"},
-    {"unit", "context", "members", "outputs", "backward_calls"},
+    {"api", "layout", "schedule", "placement", "spmd", "param", "collectives"},
+    {"bucket", "gradients", "reduction", "comm", "versions", "outputs"},
+    {"group", "members"},
+    {"unit", "context"},
     {"options"},
     {"fully_shard", "state_dict", "module", "interop", "copying", "inspect"},
 ]
@@ -64,8 +65,20 @@ def imported(name: str, path: Path, known: Iterable[str]) -> Iterator[tuple[str,
             module = module.removeprefix("parallel3d").removeprefix(".")
             inner = f"{module}.{member}".removeprefix(".")
             target = inner if member is not None and inner in known else module
+            if target == inner and member in public(module):
+                target = module  # a name that the package gives out, as well as a module
             if target != name:
                 yield target, node.lineno
+
+
+@lru_cache
+def public(package: str) -> frozenset[str]:
+    """``__all__`` of a package."""
+    path = PACKAGE.joinpath(*filter(None, package.split("."))) / "__init__.py"
+    for node in ast.parse(path.read_text()).body if path.exists() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
 
 
 def graph() -> dict[str, dict[str, int]]:

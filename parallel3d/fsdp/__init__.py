@@ -11,7 +11,10 @@ if TYPE_CHECKING:
         DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        ShardingStrategy,
         ShardPlacementResult,
+        strategy_layout,
+        strategy_options,
     )
     from parallel3d.fsdp.fully_shard import fully_shard
     from parallel3d.fsdp.interop import register_fsdp_forward_method, share_comm_ctx
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
         state_dict_type,
     )
     from parallel3d.fsdp.state_dict.transforms import chunk, gather
-    from parallel3d.fsdp.strategy import ShardingStrategy, strategy_layout, strategy_options
 
 __all__ = [
     "BackwardPrefetch",
@@ -89,7 +91,7 @@ export_lazily(
     __name__,
     {
         "fsdp.api": "BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy "
-        "OffloadPolicy ShardPlacementResult",
+        "OffloadPolicy ShardPlacementResult ShardingStrategy strategy_layout strategy_options",
         "fsdp.fully_shard": "fully_shard",
         "fsdp.interop": "register_fsdp_forward_method share_comm_ctx",
         "fsdp.module": "FSDPModule GradientReductionHandle UnshardHandle",
@@ -104,6 +106,5 @@ export_lazily(
         "ShardedStateDictConfig StateDictSettings StateDictType get_state_dict_type "
         "set_state_dict_type state_dict_type",
         "fsdp.state_dict.transforms": "chunk gather",
-        "fsdp.strategy": "ShardingStrategy strategy_layout strategy_options",
     },
 )

@@ -35,6 +35,7 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import GradientSlots
+from parallel3d.fsdp.layout import ACCELERATOR_BYTES, CPU_BYTES, can_travel_in_place
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, kept_with
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
@@ -539,12 +540,6 @@ class Bucket:
 # be reduced from where autograd has put it: no copy, and no buffer beside. Each such tensor is a
 # member more of the bucket's call, which costs time of its own, so small parameters are packed.
 
-# From how many unsharded bytes on. gloo runs a member as a call of its own, which takes about as long as
-# copying 1 MiB there and back.
-CPU_BYTES = 2**20
-# NCCL groups members into one launch, but lays each out on the host: seven take 260 us where one takes 44.
-ACCELERATOR_BYTES = 16 * 2**20
-
 
 def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
     """In the order of a bucket: in place, packed, and last those whose gradient is partial over tp.
@@ -584,8 +579,13 @@ def count_in_place(params: Sequence[ShardedParam], device_type: str) -> int:
 
 
 def _is_possible(param: ShardedParam) -> bool:
-    by_rank = param.parts > 1 and param.dim == 0 and param.even
-    return by_rank and param.slot_numel > 0 and not any(_is_last(param))
+    return can_travel_in_place(
+        parts=param.parts,
+        dim=param.dim,
+        even=param.even,
+        slot_numel=param.slot_numel,
+        partial=any(_is_last(param)),
+    )
 
 
 def _is_large(param: ShardedParam, device_type: str) -> bool:

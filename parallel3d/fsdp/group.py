@@ -18,6 +18,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket, JointGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.versions import WATCHED_BY
 
 # What stands where a unit's Parameter was: whether its values may become the unit's, and its
 # gradient.
@@ -55,15 +56,6 @@ def check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
             f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
             f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
         )
-
-
-_WATCHED = "_parallel3d_watched_by"  # on an unsharded parameter: the unit its gradient hook calls
-
-
-def unit_that_watches(unsharded: torch.Tensor) -> Any:
-    """The unit that has ``unsharded`` as one of its unsharded parameters; None: it is another tensor."""
-    unit = getattr(unsharded, _WATCHED, None)
-    return None if unit is None else unit()
 
 
 class ShardedState(Enum):
@@ -273,10 +265,10 @@ class ParamGroup:
         self._unit = unit
         for bucket in self.buckets:
             for index, compute in enumerate(bucket.compute_params):
-                if getattr(compute, _WATCHED, None) is unit:
+                if getattr(compute, WATCHED_BY, None) is unit:
                     continue  # its bucket was not built anew
                 if compute.dtype.is_floating_point or compute.dtype.is_complex:
-                    setattr(compute, _WATCHED, unit)
+                    setattr(compute, WATCHED_BY, unit)
                     was = compute.requires_grad
                     compute.requires_grad_(True)  # the hook can be set on no other parameter
                     keep_partial_gradients(compute)

@@ -17,7 +17,7 @@ test sees to it. What is not here may change without a word.
   ``strategy_options``.
 """
 
-from parallel3d.fsdp.api import check_policy
+from parallel3d.fsdp.api import check_policy, strategy_options
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import refuse_unfinalized
 from parallel3d.fsdp.gradients import flat_gradient, flat_gradients_of, waits_for_reduction
@@ -28,7 +28,6 @@ from parallel3d.fsdp.param import ShardedParam, owner_of
 from parallel3d.fsdp.placement import data_axes
 from parallel3d.fsdp.state_dict.full_params import check_at_rest, to_rest
 from parallel3d.fsdp.state_dict.optim_state_dict import check_optimizer, named_params, state_keys
-from parallel3d.fsdp.strategy import strategy_options
 from parallel3d.fsdp.unit import Unit
 
 __all__ = [

@@ -21,7 +21,6 @@ from parallel3d._util.trace import issuing
 from parallel3d._util.trees import cast_floats, map_tensors, tensors_in, to_device
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
-from parallel3d.fsdp.backward_calls import watch_backwards
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
@@ -29,6 +28,7 @@ from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import Members, class_name, unit_around
 from parallel3d.fsdp.outputs import tensors_of
 from parallel3d.fsdp.schedule import PrefetchSettings
+from parallel3d.fsdp.versions import watch_backwards
 
 
 class Observer:

@@ -1,7 +1,7 @@
-"""What the engine holds during a backward, event by event: gathers, gradients, reductions.
+"""What the engine holds during a backward, event by event: gathers, gradients, reductions. Bytes.
 
-The order of events is that of ``fsdp/unit.py``, ``running/context.py``, ``running/half_way.py``, the comms
-and ``buckets/reduce_input.py``, in a step whose predecessors have taught the engine its order. Bytes.
+Which unit is gathered when is the engine's own ``fsdp/schedule.py``, fed with the events of a step whose
+predecessors have taught it its order; how parameters lie in buckets follows ``fsdp/layout.py``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import Any
 
-from parallel3d.fsdp.layout import ceil_div, is_exact
+from parallel3d.fsdp.layout import (
+    FIRST_BYTES,
+    MOST_BYTES,
+    NODE_BYTES,
+    can_travel_in_place,
+    ceil_div,
+    is_exact,
+)
+from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 from parallel3d.planner.model_spec import Parameter, Unit
 
 # How the engine lays out a unit's parameters: slots, buckets, which of them travel in place.
 #
 # The same arithmetic as ``fsdp/param.py``, ``fsdp/bucket.py`` and ``make_buckets.py``,
 # from shapes and without torch; ``tests/planner/test_state_exact.py`` compares the two.
-
-# Unsharded bytes from which a parameter travels in place: those of ``fsdp/bucket.py``.
-ACCELERATOR_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,12 @@ class _Slot:
     @property
     def possible(self) -> bool:
         """Whether it can travel in place."""
-        return (
-            self.parts > 1 and self.dim == 0 and self.even and self.numel > 0 and not self.partial
+        return can_travel_in_place(
+            parts=self.parts,
+            dim=self.dim,
+            even=self.even,
+            slot_numel=self.numel,
+            partial=self.partial,
         )
 
     def small(self, itemsize: int, large: int) -> bool:
@@ -234,11 +244,6 @@ def _rows(parameter: Parameter, size: int, tp: int) -> tuple[int, bool, bool]:
 # Units whose shards are their unsharded parameters, and whose gradients come together.
 #
 # See ``fsdp/options/replicated.py`` and ``fsdp/options/replicated.py``.
-
-# Of shards that wait for each other's gradients: those of ``fsdp/options/replicated.py``.
-FIRST_BYTES = 2**20
-MOST_BYTES = 25 * 2**20
-NODE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +408,7 @@ class _Timeline:
         self.holds = False  # whether the engine believes so
         self.half: tuple[_Unit, int, float] | None = None  # the unit, its bucket, elements to come
         self.order: list[_Unit] = []
+        self.schedule = GatherSchedule(self, PrefetchSettings())  # its units: places in ``order``
 
     def note(self) -> None:
         total = self.unsharded + self.buffers
@@ -411,6 +417,9 @@ class _Timeline:
 
     def run(self, order: list[_Unit], *, freed_between: bool) -> None:
         self.order = order
+        for place in range(len(order)):
+            self.schedule.begin_forward(place)
+        self.schedule.begin_backwards()
         nodes = node_gradients([unit.layout for unit in order], self.widths)
         late: list[_Unit] = []
         for unit in order:
@@ -455,24 +464,42 @@ class _Timeline:
         if unit.gathers_in_backward:
             self.issue(unit)
             self.finish(unit)
-        self.half = None
         counting = next((i for i, b in enumerate(unit.layout.buckets) if b.counts), None)
         if counting is not None and not unit.layout.buckets[counting].trainable:
             counting = None
-        if self.holds and counting is not None:
-            bucket = unit.layout.buckets[counting]
-            self.half = unit, counting, _in_place(bucket) / 2
-        else:
-            self.gather_before(unit)
+        defer = self.holds and counting is not None
+        self.half = None
+        if defer and counting is not None:
+            self.half = unit, counting, _in_place(unit.layout.buckets[counting]) / 2
+        place = self.order.index(unit)
+        self.schedule.begin_backward(place, place, defer=defer)
+        self.issue_gathers()
 
-    def gather_before(self, unit: _Unit) -> None:
-        for before in reversed(self.order[: self.order.index(unit)]):
-            if not before.begun and not before.resident:
-                if before.gathers_in_backward:
-                    self.issue(before)
-                return
-            if not before.begun:
-                return
+    def issue_gathers(self) -> None:
+        while (place := self.schedule.next()) is not None:
+            self.issue(self.order[place])  # type: ignore[call-overload]
+
+    def issue_deferred(self) -> None:
+        self.half = None
+        self.schedule.issue_deferred()
+        self.issue_gathers()
+
+    # -- what the schedule asks, of units by their place in the order ----------------------------------
+
+    def is_gathering(self, unit: Any) -> bool:
+        return self.order[unit].gathering is not None
+
+    def may_be_next(self, unit: Any) -> bool:
+        return not self.order[unit].begun
+
+    def is_read_in_backward(self, unit: Any) -> bool:
+        return self.order[unit].gathers_in_backward
+
+    def named_in_forward(self, unit: Any) -> None:
+        return None
+
+    def named_in_backward(self, unit: Any) -> None:
+        return None
 
     def issue(self, unit: _Unit) -> None:
         if unit.gathered or unit.gathering is not None:
@@ -555,15 +582,13 @@ class _Timeline:
             self.free_inputs()
             if self.streams:
                 self.holds = False
-            self.half = None
-            self.gather_before(unit)
+            self.issue_deferred()
 
     # -- reductions --------------------------------------------------------------------------------
 
     def end(self, unit: _Unit) -> None:
         if self.half is not None and self.half[0] is unit:
-            self.half = None
-            self.gather_before(unit)
+            self.issue_deferred()
         self.unsharded -= unit.whole
         unit.gathered = False
         self.reduce(unit)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
+from parallel3d.fsdp.layout import ACCELERATOR_BYTES
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, constant
 from parallel3d.planner.engine import (
-    ACCELERATOR_BYTES,
     UnitLayout,
     Widths,
     run_backward,

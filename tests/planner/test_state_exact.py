@@ -8,8 +8,6 @@ from _support.planner.state_models import Case, Net, random_case, spec_of
 from parallel3d import build_mesh, optim, parallelize
 from parallel3d.fsdp import bucket
 from parallel3d.fsdp.members import units_of
-from parallel3d.fsdp.options import replicated
-from parallel3d.planner import engine
 from parallel3d.planner.memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
 
@@ -135,9 +133,3 @@ def test_gradients_that_are_added_to(seed, monkeypatch):
             held.begin_backward()
             loss.backward()
     assert held.most_reduced == wanted.gradients + wanted.results_again
-
-
-def test_limits_are_the_engines():
-    assert engine.ACCELERATOR_BYTES == bucket.ACCELERATOR_BYTES
-    for name in ("FIRST_BYTES", "MOST_BYTES", "NODE_BYTES"):
-        assert getattr(engine, name) == getattr(replicated, name)

@@ -2,9 +2,9 @@
 
 Nothing of theirs is gathered or freed, so that no unit has anything to do before its forward or backward: the
 root registers the parameters of all of them when its forward begins and puts the sharded ones back when it
-ends, and again around the backward (for what is recomputed there). Their gradients arrive at a gradient sink,
-see ``gate``, one call for several buckets, and are reduced by few calls, see ``JointReduce``. A unit's own
-hooks only look whether that is so.
+ends, and again around the backward (for what is recomputed there). Their gradients arrive at a
+``GradientSink``, one call for several buckets, and are reduced by few calls, see ``JointReduce``. A unit's
+own hooks only look whether that is so.
 
 Which units these are is decided whenever the root's forward begins. A unit that is called by itself goes the
 general way, as does one with a setting that asks for more.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -24,8 +24,10 @@ import torch
 
 from parallel3d._torch.autograd import (
     functorch_is_active,
+    functorch_left,
     has_gradient_hooks,
     hook_gradient,
+    set_backward_order,
     torch_function_off,
     untraced,
 )
@@ -37,10 +39,124 @@ from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import make_gradients
 from parallel3d.fsdp.group import ParamGroup, Retain
-from parallel3d.fsdp.options.gate import Arrivals, Gate, Gradients, open_gates
+from parallel3d.fsdp.layout import FIRST_BYTES, MOST_BYTES, NODE_BYTES
 from parallel3d.fsdp.param import OwnSetattr
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Reduction, divisor_before_sum, stages_of
 from parallel3d.fsdp.unit import Unit
+
+# GradientSink: where the gradients of a bucket's parameters arrive together, at one node of autograd's
+# graph.
+#
+# Where the unsharded parameters are the shards themselves, nothing comes and goes, and the tensors
+# that forward sees can be made once: outputs of one function, each the memory of a parameter.
+# Autograd counts their uses. When all that a backward has are in, it calls the function's backward
+# once, with a gradient for each parameter that was used: a call where a hook on leaves is one for
+# each parameter, and no node that accumulates. The function saves nothing, so that every step's
+# graph can end in the same one. Small buckets share a node: their gradients wait for each other, as
+# they do in a reduction that they share.
+
+# Of all nodes that can run, backward runs the one of the highest number first; so do those of leaves.
+_AT_ONCE = 2**64 - 1
+
+Gradients = tuple[torch.Tensor | None, ...]
+Take = Callable[[list["Arrivals"], Gradients], None]
+
+
+class Arrivals:
+    """The side of a sink that graphs hold, also those from before it was opened anew.
+
+    Attributes:
+        bucket: the bucket, weakly.
+        unit: its unit, weakly.
+        indices: the parameters that get a gradient.
+        joint: the reduction its gradients go to, weakly, and its place there; where it is gone or None, they
+            go the general way.
+    """
+
+    __slots__ = ("bucket", "indices", "joint", "unit")
+
+    def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
+        self.bucket = weakref.ref(bucket)
+        self.unit = unit
+        self.indices = [i for i, p in enumerate(bucket.compute_params) if p.requires_grad]
+        self.joint: tuple[weakref.ref, int] | None = None
+
+
+class GradientSink:
+    """Of one bucket, which has it.
+
+    Attributes:
+        arrivals: what graphs hold of it, those that are made from now on.
+        outputs: what forward sees, for every parameter of the bucket.
+    """
+
+    def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
+        self.arrivals = Arrivals(bucket, unit)
+        self.outputs: list[torch.Tensor] = list(bucket.compute_params)
+
+    def renew(self) -> None:
+        """Before it is opened again: gradients of earlier graphs go the general way, not where they went."""
+        bucket = self.arrivals.bucket()
+        assert bucket is not None
+        self.arrivals = Arrivals(bucket, self.arrivals.unit)
+
+
+def open_sinks(
+    sinks: Sequence[GradientSink], sources: Sequence[Sequence[torch.Tensor]], take: Take
+) -> None:
+    """Makes the outputs of ``sinks``, which share a node, neighbours in one reduction.
+
+    Args:
+        sources: the parameters that they are of.
+        take: what is called with the gradients of one backward: all ``indices`` of all ``sinks``, in their
+            order; None for those without one.
+    """
+    arrivals = [sink.arrivals for sink in sinks]
+    inputs = [each[i] for a, each in zip(arrivals, sources, strict=True) for i in a.indices]
+    # Outside of a transform of torch.func too, where the first forward may be: they serve all later ones.
+    with functorch_left(), torch.inference_mode(False), torch.enable_grad():
+        anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
+        outputs = _Arrival.apply(anchor, arrivals, inputs, take)
+    set_backward_order(outputs[0].grad_fn, _AT_ONCE)
+    made = iter(outputs)
+    for sink in sinks:
+        for index in sink.arrivals.indices:
+            sink.outputs[index] = output = next(made)
+            output._is_param = True  # for isinstance(..., nn.Parameter)
+            output.__deepcopy__ = _CopyOf(output)
+
+
+class _CopyOf:
+    """How ``copy.deepcopy`` copies an output: as the Parameter that it stands for."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = weakref.ref(output)  # which holds this
+
+    def __call__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        output = self.output()
+        assert output is not None
+        memo[id(output)] = copy = torch.nn.Parameter(output.detach().clone())
+        return copy
+
+
+class _Arrival(torch.autograd.Function):
+    """Outputs of the same memory as ``sources``, each with a version counter of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _: torch.Tensor, sinks: Any, sources: list[torch.Tensor], take: Take
+    ) -> Any:
+        ctx.sinks, ctx.take = sinks, take
+        ctx.set_materialize_grads(False)
+        return tuple(source.data for source in sources)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.take(ctx.sinks, grads)
+        return None, None, None, None
+
 
 # JointReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
 #
@@ -51,12 +167,8 @@ from parallel3d.fsdp.unit import Unit
 # on every rank. It has the side of a ``Bucket`` that a comm's reduction deals with.
 
 _GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
-FIRST_BYTES = 2**20
-MOST_BYTES = 25 * 2**20
 LARGE = 2**14
 """Elements of a gradient, on average, from which a call for each costs less than a pass over all."""
-NODE_BYTES = 2**20
-"""Buckets whose gradients may wait for each other before they are copied together."""
 
 
 def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
@@ -157,7 +269,7 @@ class JointReduce:
             bucket.grads.in_flight = None
 
     def share_nodes(self) -> list[list[Bucket]]:
-        """Which of the buckets have a node of the graph together; see ``gate``."""
+        """Which of the buckets have a node of the graph together; see ``GradientSink``."""
         nodes: list[list[Bucket]] = []
         size = 0
         for bucket in self.buckets:
@@ -376,7 +488,7 @@ def is_replicated(unit: Unit) -> bool:
 
 def _is_plain(bucket: Bucket) -> bool:
     return (
-        (bucket.stand_ins is not None or _can_have_gate(bucket))
+        (bucket.stand_ins is not None or _can_have_sink(bucket))
         and not bucket.reducer.averages
         and not bucket.on_result
         and not bucket.reduce_unused
@@ -385,7 +497,7 @@ def _is_plain(bucket: Bucket) -> bool:
     )
 
 
-def _can_have_gate(bucket: Bucket) -> bool:
+def _can_have_sink(bucket: Bucket) -> bool:
     dtypes = {bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.grad_dtype}
     return (
         type(bucket) is Bucket
@@ -425,8 +537,8 @@ class ReplicatedUnits(RootOption):
         self.registers = False
         self.joints: list[JointReduce] = []
         self.changed: list[ParamGroup] = []
-        self._gates: dict[Bucket, Gate] = {}
-        self._planned: list[tuple[Gate, float | None]] = []
+        self._sinks: dict[Bucket, GradientSink] = {}
+        self._planned: list[tuple[GradientSink, float | None]] = []
 
     @property
     def context(self) -> RunContext:
@@ -448,10 +560,10 @@ class ReplicatedUnits(RootOption):
             (mine if self._prepare(unit) else others).append(unit)
         self.units = [unit.ref for unit in mine]
         planned = [
-            (self._gates[bucket], bucket.divide_factor)
+            (self._sinks[bucket], bucket.divide_factor)
             for unit in reversed(mine)
             for bucket in reversed(unit.group.buckets)
-            if self._gates[bucket].arrivals.indices
+            if self._sinks[bucket].arrivals.indices
         ]
         if planned != self._planned:
             self._plan(planned, mine)
@@ -499,28 +611,28 @@ class ReplicatedUnits(RootOption):
         group.count_trainable()
         unit.shown_by = self
         if not group.stands_in:
-            gates = [Gate(bucket, unit.ref) for bucket in group.buckets]
-            self._gates.update(zip(group.buckets, gates, strict=True))
-            group.use_stand_ins([gate.outputs for gate in gates])
+            sinks = [GradientSink(bucket, unit.ref) for bucket in group.buckets]
+            self._sinks.update(zip(group.buckets, sinks, strict=True))
+            group.use_stand_ins([sink.outputs for sink in sinks])
             for bucket in group.buckets:
                 bucket.versions.stamp.take()
                 bucket.versions.set_unsharded()
         return True
 
-    def _plan(self, planned: list[tuple[Gate, float | None]], units: list[Unit]) -> None:
+    def _plan(self, planned: list[tuple[GradientSink, float | None]], units: list[Unit]) -> None:
         self._planned = planned
         used = {bucket for unit in units for bucket in unit.group.buckets}
-        self._gates = {bucket: gate for bucket, gate in self._gates.items() if bucket in used}
-        for gate, _ in planned:
-            gate.renew()
-        by_bucket = {gate.arrivals.bucket(): gate for gate, _ in planned}
+        self._sinks = {bucket: sink for bucket, sink in self._sinks.items() if bucket in used}
+        for sink, _ in planned:
+            sink.renew()
+        by_bucket = {sink.arrivals.bucket(): sink for sink, _ in planned}
         self.joints = plan_reductions(bucket for bucket in by_bucket if bucket is not None)
         for joint in self.joints:
             for place, bucket in enumerate(joint.buckets):
                 by_bucket[bucket].arrivals.joint = weakref.ref(joint), place
             for node in joint.share_nodes():
                 sources = [bucket.compute_params for bucket in node]
-                open_gates([by_bucket[bucket] for bucket in node], sources, _arrive)
+                open_sinks([by_bucket[bucket] for bucket in node], sources, _arrive)
         for unit in units:
             unit.group.list_places()
             for bucket in unit.group.buckets:
@@ -599,7 +711,7 @@ class ReplicatedUnits(RootOption):
 
 def _of_context(context: RunContext) -> ReplicatedUnits | None:
     some = any(
-        unit.group.buckets and all(map(_can_have_gate, unit.group.buckets))
+        unit.group.buckets and all(map(_can_have_sink, unit.group.buckets))
         for unit in context.units
     )
     return ReplicatedUnits(context) if some else None
