@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
+from _support.tp.largest import Largest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -234,8 +235,6 @@ def test_chunked_in_evaluation_is_split():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_chunked_never_holds_the_logits_of_a_training_step(tp):
-    from test_tp_loss import Largest
-
     ids = torch.randint(0, 500, (4, 256))
     most = {}
     for mode in (False, "chunked"):

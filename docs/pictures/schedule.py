@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[1]
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
 import torch
-from _support.models import local_parameters
+from models import local_parameters
 from picture import COLORS, MemoryOverTime
 from svg import Drawing
 from torch import nn

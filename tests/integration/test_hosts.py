@@ -15,7 +15,7 @@ from kill_verify import Record, different_end, different_steps
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-PROGRAM = Path(__file__).parents[1] / "on_hosts.py"
+PROGRAM = Path(__file__).parents[1] / "_support" / "on_hosts.py"
 TEXT = PROGRAM.parent  # to train on
 STEPS, SAVE_EVERY = 6, 2
 SILENCE = 5  # seconds

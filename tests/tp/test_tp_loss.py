@@ -6,12 +6,12 @@ vocabulary that tp doesn't divide lets the loss diverge; Megatron-Bridge #1331, 
 
 import pytest
 import torch
+from _support.tp.largest import Largest
 from _support.tp.tp_world import chunks, same, tp_mesh
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.testing import record_collectives
 from parallel3d.testing.worlds import fake_world, local_world
@@ -243,21 +243,6 @@ def test_two_small_all_reduces_and_none_in_the_backward(smoothing, sums):
             assert [(r.op, r.bytes) for r in recorder.calls] == forward
             loss.backward()  # the gradient of what all ranks read is summed, as with any such layer
             assert [(r.op, r.bytes) for r in recorder.calls[2:]] == [("all_reduce", 40 * 6 * 8)]
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that an operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(t, Tensor):
-                self.numel = max(self.numel, t.numel())
-        return result
 
 
 def test_the_chunked_form_never_holds_the_logits():

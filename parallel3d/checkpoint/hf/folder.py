@@ -221,7 +221,7 @@ def bring_to_rest(model: nn.Module, what: str) -> None:
     for unit in units:
         group = unit.group
         if unit.context is not None:
-            group.hide()
+            group.register_sharded()
             group.reshard(unit.context.comm)
         group.adopt()
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.planner.constants import constant
@@ -159,7 +158,7 @@ def not_played(models: Iterable[nn.Module]) -> Iterator[DryRunWarning]:
     """On what the models ask for and a dry run does not do, seen when the program is over."""
     units = [unit for model in models for unit in units_of(model, recurse=True)]
     buckets = [bucket for unit in units for bucket in unit.group.buckets]
-    if any(isinstance(bucket.offload, CPUOffloadPolicy) for bucket in buckets):
+    if any(bucket.offload is not None for bucket in buckets):
         yield DryRunWarning(
             "offload not played",
             "the model offloads to the CPU, and a dry run has only one memory: the shards, their gradients "
