@@ -243,7 +243,7 @@ def _rows(parameter: Parameter, size: int, tp: int) -> tuple[int, bool, bool]:
 
 # Units whose shards are their unsharded parameters, and whose gradients come together.
 #
-# See ``fsdp/options/replicated.py`` and ``fsdp/options/replicated.py``.
+# See ``fsdp/options/replicated.py``.
 
 
 @dataclass(frozen=True, slots=True)
