@@ -5,7 +5,7 @@ Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots)
 - ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors share its memory, so
   the all-gather needs no packing and a cast is one kernel.
 - ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
-  and no cast it is ``flat`` itself. Those that travel in place (see ``in_place``), which come first, are
+  and no cast it is ``flat`` itself. Those that travel in place (see ``zero_copy``), which come first, are
   gathered right into it.
 - ``gathered`` (n * P; P = slots of the others): where those are gathered, one row of P per rank. Alive
   during the gather.
@@ -35,7 +35,7 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.layout import ACCELERATOR_BYTES, CPU_BYTES, can_travel_in_place
+from parallel3d.fsdp.layout import ACCELERATOR_BYTES, CPU_BYTES, can_be_zero_copy
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, kept_with
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
@@ -67,7 +67,7 @@ class Bucket:
     Attributes:
         policy: dtypes, as they are now.
         own_dtype: whether the bucket computes in its parameters' own dtype; see ``options/precision``.
-        in_place: how many parameters, the first ones, travel in place.
+        zero_copy: how many parameters, the first ones, travel in place.
         packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
         small_grads: by parameter, whether its gradient may wait to be packed with others.
         shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
@@ -79,7 +79,7 @@ class Bucket:
         grads: what the parameters' ``.grad`` hold and how reduced values get there.
         versions: what the unsharded parameters hold, told to autograd.
         device: where the bucket computes.
-        home: device of ``flat`` and of gradients at rest; another one under CPU offload.
+        storage_device: device of ``flat`` and of gradients at rest; another one under CPU offload.
         pin: whether what is at home is in pinned memory.
         part: what this rank keeps between forward and backward where the unit reshards to fewer ranks.
         divide_factor: what sums over ranks are divided by; None: their number.
@@ -142,11 +142,11 @@ class Bucket:
         self.own_dtype = False
         self.offload = offload
         self._set_options()
-        self.parts = self.params[0].parts
+        self.num_shards = self.params[0].num_shards
         self._find_groups()
-        self.in_place = 0
+        self.zero_copy = 0
         if self.shard_group is not None and not self.packs_all:
-            self.in_place = count_in_place(self.params, axes.mesh.device_type)
+            self.zero_copy = count_zero_copy(self.params, axes.mesh.device_type)
         self.small_grads = [is_small(p, axes.mesh.device_type) for p in self.params]
         self.gathering: Any = None  # an all-gather under way: what to wait for, and its input
         self.build(self._device())
@@ -172,7 +172,7 @@ class Bucket:
         for axis in (axes.shard, axes.replicate):
             if axis is None or axes.size(axis) == 1 or empty:
                 continue
-            if axis == axes.shard and self.parts > 1:
+            if axis == axes.shard and self.num_shards > 1:
                 self.shard_group = axes.group(axis)
             else:
                 self.replicate_groups.append(axes.group(axis))
@@ -203,7 +203,9 @@ class Bucket:
         params = self.params
         self._describe(device)
         # Zeros: padding must stay finite, norms and casts run over whole buffers.
-        self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=self.pin)
+        self.flat = torch.zeros(
+            self.numel, dtype=self.dtype, device=self.storage_device, pin_memory=self.pin
+        )
         self.local_views = [with_own_storage(v) for v in self.local_parts(self.flat)]
         for param, view in zip(params, self.local_views, strict=True):
             if param.initial is not None:
@@ -216,10 +218,10 @@ class Bucket:
     def _describe(self, device: torch.device) -> None:
         """Places, dtypes and sizes, and what depends on them alone."""
         params = self.params
-        self.device, self.home, self.pin = device, device, False
+        self.device, self.storage_device, self.pin = device, device, False
         if self.offload is not None:
-            self.device, self.home, self.pin = self.offload.places(device, self.axes.mesh)
-        self.reads_host = self.home != self.device
+            self.device, self.storage_device, self.pin = self.offload.places(device, self.axes.mesh)
+        self.reads_host = self.storage_device != self.device
         if self.offload is not None and self.reads_host:
             self.to_rest = list(self.offload.stages)
         self.dtype = params[0].dtype
@@ -228,10 +230,10 @@ class Bucket:
         self.slot_sizes = [p.slot_numel for p in params]
         self.even_shapes = [p.chunk_shape for p in params] if all(p.even for p in params) else None
         self.numel = sum(self.slot_sizes)
-        self.packed = sum(self.slot_sizes[self.in_place :])
-        self.packs_as_chunks = all(map(packs_as_chunks, params[self.in_place :]))
-        self.member_sizes = self.slot_sizes[: self.in_place]
-        if self.packed or not self.in_place:
+        self.packed = sum(self.slot_sizes[self.zero_copy :])
+        self.packs_as_chunks = all(map(packs_as_chunks, params[self.zero_copy :]))
+        self.member_sizes = self.slot_sizes[: self.zero_copy]
+        if self.packed or not self.zero_copy:
             self.member_sizes = [*self.member_sizes, self.packed]
         self.partial_start = sum(p.slot_numel for p in params if p.layout.tp_grad != "partial")
         self.grads = GradientSlots(self)
@@ -271,7 +273,7 @@ class Bucket:
 
     def build_unsharded(self) -> None:
         """Makes the gather's buffers and the parameters that forward sees, in the present dtypes."""
-        params, n = self.params, self.parts
+        params, n = self.params, self.num_shards
         self.stand_ins = None
         self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.reads_host
         if self.has_own_unsharded:
@@ -284,10 +286,10 @@ class Bucket:
         self.gathered = self.unsharded
         if n > 1:
             self.gathered = self.unsharded.new_empty(n * self.packed)
-        pairs = self.copy_pairs(self.gathered.view(n, self.packed), since=self.in_place)
+        pairs = self.copy_pairs(self.gathered.view(n, self.packed), since=self.zero_copy)
         self.region_views = [region for region, _ in pairs]
         self.gathered_views = [held for _, held in pairs]
-        self.gather_outputs = [*regions[: self.in_place], self.gathered][: len(self.member_sizes)]
+        self.gather_outputs = [*regions[: self.zero_copy], self.gathered][: len(self.member_sizes)]
         self.compute_params = [
             # .data: a version counter of its own, so that gathering again in backward is not taken
             # for an in-place change of a saved tensor.
@@ -302,7 +304,7 @@ class Bucket:
     def note_weights(self, comm: Comm) -> None:
         """Before an all-gather: which values it is of; a part that was kept is of those from before."""
         if self.part is None:
-            self.versions.stamp.take()
+            self.versions.weights.take()
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
         """Makes the copy that is gathered from of the shards as they are now, where there is one.
@@ -326,7 +328,7 @@ class Bucket:
     def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]:
         """The parameters from index ``since`` on in a buffer of one row of slots per shard rank, shaped as
         ``ShardedParam.by_rank`` does."""
-        columns = packed.view(self.parts, -1).split(self.slot_sizes[since:], dim=1)
+        columns = packed.view(self.num_shards, -1).split(self.slot_sizes[since:], dim=1)
         return [p.slots_by_rank(c) for p, c in zip(self.params[since:], columns, strict=True)]
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -389,16 +391,16 @@ class Bucket:
         return self.axes.data_size if self.divide_factor is None else self.divide_factor
 
     @property
-    def reduced_in_place(self) -> int:
+    def reduced_zero_copy(self) -> int:
         """How many gradients, the first ones, are reduced from where they are.
 
         0 where the user reduces, who is given one row of S per rank.
         """
-        return 0 if self.reducer.by_row else self.in_place
+        return 0 if self.reducer.by_row else self.zero_copy
 
     def reduce_input(self, since: int) -> torch.Tensor:
         """Memory for one row per shard rank of the gradients from index ``since`` on, in reduce dtype."""
-        size = self.parts * sum(self.slot_sizes[since:])
+        size = self.num_shards * sum(self.slot_sizes[since:])
         reducer = SUMS if self.shard_group is None else self.reducer
         return reducer.allocate(size, self.reduce_dtype, self.device)
 
@@ -414,7 +416,7 @@ class Bucket:
         """
         with torch.inference_mode(False), torch.no_grad():  # no views of ours in inference mode
             columns = rows.split(self.slot_sizes[since:], dim=1)
-            regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+            regions = self.unsharded.split([self.num_shards * size for size in self.slot_sizes])
             return [
                 pair
                 for param, region, column in zip(
@@ -433,8 +435,8 @@ class Bucket:
         self, members: list[torch.Tensor], first: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As ``copy_pairs``, of ``members`` of some ranks."""
-        k, pairs = self.in_place, []
-        regions = self.unsharded.split([self.parts * size for size in self.slot_sizes])
+        k, pairs = self.zero_copy, []
+        regions = self.unsharded.split([self.num_shards * size for size in self.slot_sizes])
         for param, region, member in zip(self.params[:k], regions, members, strict=False):
             pairs += param.copy_pairs(region, member.view(-1, param.slot_numel), first)
         for packed in members[k:]:
@@ -451,7 +453,7 @@ class Bucket:
         if in_rows and self.shard_group is not None:
             return self._row_buffers()
         self.custom_gathered = None
-        if self.in_place:
+        if self.zero_copy:
             allocate(self.unsharded)
         allocate(self.gathered)
         return self.gather_outputs, self.members(self.gather_input())
@@ -473,7 +475,7 @@ class Bucket:
         """For a custom all-gather, of one row of S per rank: its memory, and the input in its place there."""
         source = self.gather_input()
         make = torch.empty if self.gather_comm is None else self.gather_comm.allocate
-        size = (self.parts * self.numel,)
+        size = (self.num_shards * self.numel,)
         output = make(size, dtype=self.compute_dtype, device=self.device)
         rank = self.axes.coordinate(self.axes.shard)
         if self.part is not None and self.post_forward is not None:
@@ -487,11 +489,11 @@ class Bucket:
         """After the all-gather: the gathered rows into the parameters' places."""
         if self.custom_gathered is not None:
             allocate(self.unsharded)
-            pairs = self.copy_pairs(self.custom_gathered.view(self.parts, -1))
+            pairs = self.copy_pairs(self.custom_gathered.view(self.num_shards, -1))
             foreach_copy_([region for region, _ in pairs], [held for _, held in pairs])
             self.custom_gathered = None
         elif self.region_views and self.gathered is not self.unsharded:
-            if not self.in_place:
+            if not self.zero_copy:
                 allocate(self.unsharded)
             foreach_copy_(self.region_views, self.gathered_views)
 
@@ -571,7 +573,7 @@ def _is_last(param: ShardedParam) -> tuple[bool, bool]:
     return param.layout.tp_grad == "partial", param.may_be_partial
 
 
-def count_in_place(params: Sequence[ShardedParam], device_type: str) -> int:
+def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
     """How many of ``params``, which are in the order of a bucket, travel in place."""
     count = sum(_is_large(p, device_type) for p in params)
     # A lone one is no member more.
@@ -579,8 +581,8 @@ def count_in_place(params: Sequence[ShardedParam], device_type: str) -> int:
 
 
 def _is_possible(param: ShardedParam) -> bool:
-    return can_travel_in_place(
-        parts=param.parts,
+    return can_be_zero_copy(
+        parts=param.num_shards,
         dim=param.dim,
         even=param.even,
         slot_numel=param.slot_numel,
@@ -596,12 +598,12 @@ def is_small(param: ShardedParam, device_type: str) -> bool:
     """Whether a copy of it is worth less than a call."""
     on_cpu = device_type == "cpu" and dry_run.accelerator() is None
     least = CPU_BYTES if on_cpu else ACCELERATOR_BYTES
-    return param.parts * param.slot_numel * param.dtype.itemsize < least
+    return param.num_shards * param.slot_numel * param.dtype.itemsize < least
 
 
 def packs_as_chunks(param: ShardedParam) -> bool:
     """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
-    cut = param.dim == 0 or (param.parts == 1 and len(param.compute_shape) > 0)
+    cut = param.dim == 0 or (param.num_shards == 1 and len(param.compute_shape) > 0)
     return cut and param.fills_slot and param.slot_numel > 0
 
 
@@ -655,7 +657,7 @@ class PostForwardGroup:
         self.in_rows = in_rows
         self.group = mesh.get_group(_WITHIN)
         self.rank = mesh.get_local_rank(_WITHIN)
-        rows = bucket.parts // ranks
+        rows = bucket.num_shards // ranks
         self.buffer = torch.empty(
             rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
         )
@@ -678,12 +680,12 @@ class PostForwardGroup:
         release(self.buffer)
 
 
-# JointGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+# CoalescedGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
 #
 # Buckets are apart for the sake of their gradients; on the wire their shards go together.
 
 
-class JointGather:
+class CoalescedGather:
     """Buckets that compute in one dtype and are sharded over one group.
 
     Attributes:
@@ -712,15 +714,15 @@ class JointGather:
         first = self.buckets[0]
         outputs, inputs, packed = [], [], []
         for bucket in self.buckets:
-            if bucket.in_place:
+            if bucket.zero_copy:
                 allocate(bucket.unsharded)
             mine = bucket.members(bucket.flat.to(first.compute_dtype))
-            inputs += mine[: bucket.in_place]
-            packed += mine[bucket.in_place :]
-            outputs += bucket.gather_outputs[: bucket.in_place]
+            inputs += mine[: bucket.zero_copy]
+            packed += mine[bucket.zero_copy :]
+            outputs += bucket.gather_outputs[: bucket.zero_copy]
         if packed:
             part = torch.cat(packed)
-            self._output = part.new_empty(first.parts * self.packed)
+            self._output = part.new_empty(first.num_shards * self.packed)
             inputs.append(part)
             outputs.append(self._output)
         return outputs, inputs
@@ -733,10 +735,10 @@ class JointGather:
             sizes = [bucket.packed for bucket in self.buckets]
             columns = self._output.view(-1, self.packed).split(sizes, dim=1)
         for bucket, held in zip(self.buckets, columns, strict=True):
-            if not bucket.in_place:
+            if not bucket.zero_copy:
                 allocate(bucket.unsharded)
             if bucket.packed:
-                pairs = bucket.copy_pairs(held, since=bucket.in_place)
+                pairs = bucket.copy_pairs(held, since=bucket.zero_copy)
                 foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
 
     def free_gathered(self) -> None:
@@ -752,7 +754,7 @@ class JointGather:
             bucket.free_unsharded()
 
 
-def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | JointGather]:
+def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
     """What to gather by one call each: buckets joined where they can be, in order of their first."""
     joined: dict[object, list[Bucket]] = {}
     for bucket in buckets:
@@ -765,4 +767,4 @@ def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | JointGather]:
         )
         key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
         joined.setdefault(key, []).append(bucket)
-    return [each[0] if len(each) == 1 else JointGather(each) for each in joined.values()]
+    return [each[0] if len(each) == 1 else CoalescedGather(each) for each in joined.values()]

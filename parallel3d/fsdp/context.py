@@ -331,7 +331,7 @@ def bucket_to_count(unit: ContextUnit) -> Bucket | None:
     if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
         return None
     for bucket in unit.group.buckets:
-        if bucket.reduced_in_place and not bucket.small_grads[0] and bucket.max_inputs == 1:
+        if bucket.reduced_zero_copy and not bucket.small_grads[0] and bucket.max_inputs == 1:
             return bucket if bucket.compute_params[0].requires_grad else None
     return None
 
@@ -348,7 +348,7 @@ class DeferredPrefetch:
         self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
         self.context = weakref.ref(context)
-        self.awaited = sum(bucket.slot_sizes[: bucket.reduced_in_place]) / 2
+        self.awaited = sum(bucket.slot_sizes[: bucket.reduced_zero_copy]) / 2
         bucket.on_large_gradient = self.count
 
     def count(self, index: int) -> None:

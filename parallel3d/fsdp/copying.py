@@ -17,7 +17,7 @@ from torch import nn
 from parallel3d.errors import StateError
 from parallel3d.fsdp.context import Stage
 from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.members import REGISTERED_ATTRIBUTE, UNIT_ATTRIBUTE, the_unit
+from parallel3d.fsdp.members import REGISTERED_ATTRIBUTE, UNIT_ATTRIBUTE, get_unit
 from parallel3d.fsdp.options.precision import set_up_precision
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
 from parallel3d.fsdp.unit import Unit
@@ -42,7 +42,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Raises:
         StateError: within a forward or backward.
     """
-    unit = the_unit(module)
+    unit = get_unit(module)
     unit.come_to_rest()
     if unit.depth or unit.backward_begun or unit.group.is_in_other_form:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")

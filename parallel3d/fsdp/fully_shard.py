@@ -52,7 +52,7 @@ from parallel3d.fsdp.options.offload import CpuOffload
 from parallel3d.fsdp.options.precision import cast_around, kept_in_full, set_up_precision
 from parallel3d.fsdp.param import ShardedParam, holder_of, mark_taken
 from parallel3d.fsdp.placement import checked_mesh, data_axes
-from parallel3d.fsdp.spmd import ShardPlacementFn, spmd_axes, wishes
+from parallel3d.fsdp.spmd import ShardPlacementFn, requested_placements, spmd_axes
 from parallel3d.fsdp.unit import Unit
 
 # Parameters tied across units: the units become one, as if their modules had been given in one
@@ -161,7 +161,7 @@ def make_buckets(
             kind = ExtensionBucket
         own = in_own_dtype(policy, param.dtype) if param.keeps_dtype else policy
         dtypes = param.dtype, param.grad_dtype
-        key = (kind, dtypes, param.requires_grad, param.parts, tp, param.axes, meta, own)
+        key = (kind, dtypes, param.requires_grad, param.num_shards, tp, param.axes, meta, own)
         grouped.setdefault(key, []).append(param)
         policies[key] = own
     return [
@@ -264,14 +264,18 @@ def fully_shard(
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
     managed = list(managed_params(modules, ignored))
     found = [each for each in managed if each.owner is None]
-    wanted = wishes(shard_placement_fn, [(each.name, each.param) for each in found], axes)
+    wanted = requested_placements(
+        shard_placement_fn, [(each.name, each.param) for each in found], axes
+    )
     if as_bool("shard_optimizer_over_replicate", shard_optimizer_over_replicate):
         check_no_spmd(axes)
         wanted = [
-            cut_over_replicate(each.name, each.param, wish)
-            for each, wish in zip(found, wanted, strict=True)
+            cut_over_replicate(each.name, each.param, requested)
+            for each, requested in zip(found, wanted, strict=True)
         ]
-    reshard = check_reshard(reshard_after_forward, {axes} | {wish.axes for wish in wanted})
+    reshard = check_reshard(
+        reshard_after_forward, {axes} | {requested.axes for requested in wanted}
+    )
     ties = [Tie(each.name, each.owner, each.places) for each in managed if each.owner is not None]
     check_ties(ties, policy)
     name = type(modules[0]).__name__
@@ -280,8 +284,8 @@ def fully_shard(
         for root in modules:
             stack.enter_context(unchanged_on_error(root))
         params = [
-            ShardedParam(each.name, each.param, each.places, *wish)
-            for each, wish in zip(found, wanted, strict=True)
+            ShardedParam(each.name, each.param, each.places, *requested)
+            for each, requested in zip(found, wanted, strict=True)
         ]
         full = kept_in_full(modules, policy)
         for each, sharded in zip(found, params, strict=True):

@@ -42,9 +42,9 @@ class GradientBucket(Reduced, Protocol):
     compute_params: list[torch.nn.Parameter]
     policy: MixedPrecisionPolicy
     axes: DataAxes
-    parts: int
+    num_shards: int
     device: torch.device
-    home: torch.device
+    storage_device: torch.device
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     sum_dtype: torch.dtype
@@ -62,7 +62,7 @@ class GradientBucket(Reduced, Protocol):
     def divisor(self) -> float: ...
 
     @property
-    def reduced_in_place(self) -> int: ...
+    def reduced_zero_copy(self) -> int: ...
 
     def reduce_input(self, since: int) -> torch.Tensor: ...
 
@@ -75,14 +75,14 @@ class GradientSlots:
     """See the module's docstring. Shapes: n = size of the shard axis, S = slots of all parameters.
 
     Attributes:
-        whole: put off by ``set_requires_gradient_sync(False)``: this rank's own sums.
-        partial: put off by ``set_requires_all_reduce(False)``: sums over shard.
+        unsharded_accumulated: put off by ``set_requires_gradient_sync(False)``: this rank's own sums.
+        partial_reduce_output: put off by ``set_requires_all_reduce(False)``: sums over shard.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
         self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
-        self.whole: HeldSum | None = None
-        self.partial: HeldSum | None = None
+        self.unsharded_accumulated: HeldSum | None = None
+        self.partial_reduce_output: HeldSum | None = None
         self.arrived: set[int] = set()
         self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
         self.input: ReduceInput | None = None
@@ -135,13 +135,17 @@ class GradientSlots:
     def carry_over(self, old: GradientSlots) -> None:
         """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
         self.in_flight = old.in_flight
-        if old.whole is not None:
+        if old.unsharded_accumulated is not None:
             new = self._new_whole()
-            for index in old.whole.over_tp:
+            for index in old.unsharded_accumulated.over_tp:
                 new.becomes_part(index, self.bucket.params[index])
-            self.whole = self._continued(old.whole, new, over_shard=True)
-        if old.partial is not None:
-            self.partial = self._continued(old.partial, self._zero_partial(), over_shard=False)
+            self.unsharded_accumulated = self._continued(
+                old.unsharded_accumulated, new, over_shard=True
+            )
+        if old.partial_reduce_output is not None:
+            self.partial_reduce_output = self._continued(
+                old.partial_reduce_output, self._zero_partial(), over_shard=False
+            )
 
     def forget(self) -> None:
         """Drops what a backward has brought."""
@@ -154,13 +158,13 @@ class GradientSlots:
         """Whether a reduction is due at the end of this backward."""
         if not sync:
             return False
-        waiting = self.input is not None or self.whole is not None
-        return waiting or (all_reduce and self.partial is not None)
+        waiting = self.input is not None or self.unsharded_accumulated is not None
+        return waiting or (all_reduce and self.partial_reduce_output is not None)
 
     @property
     def is_busy(self) -> bool:
         """Whether anything has come here, or waits."""
-        sums = self.input, self.whole, self.partial
+        sums = self.input, self.unsharded_accumulated, self.partial_reduce_output
         return bool(self.arrived) or any(each is not None for each in sums)
 
     def settle(self) -> None:
@@ -179,13 +183,13 @@ class GradientSlots:
         if self.input is None:
             used = set()
             self.input = self._new_input()
-        if self.whole is not None:
-            used.update(self.whole.take(self.sharded))
-            self._add_to_input(self.input, self.whole)
+        if self.unsharded_accumulated is not None:
+            used.update(self.unsharded_accumulated.take(self.sharded))
+            self._add_to_input(self.input, self.unsharded_accumulated)
         earlier = None
-        if self.partial is not None and all_reduce:
-            used.update(self.partial.take(self.sharded))
-            earlier, self.partial = self._waiting(self.partial), None
+        if self.partial_reduce_output is not None and all_reduce:
+            used.update(self.partial_reduce_output.take(self.sharded))
+            earlier, self.partial_reduce_output = self._waiting(self.partial_reduce_output), None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
         before, scale, rest = self._divisors()
@@ -195,7 +199,7 @@ class GradientSlots:
         job = Reduction(bucket, inputs, sorted(used), scale, final, earlier, over_tp, rest)
         job.stages = stages_of(job, bucket.over_replicate, bucket.on_result, bucket.to_rest)
         self.forget()
-        self.whole = None
+        self.unsharded_accumulated = None
         return job
 
     def _divisors(self) -> tuple[float, float, float]:
@@ -302,9 +306,9 @@ class GradientSlots:
 
     def _hold_whole(self, index: int, by_rank: torch.Tensor, part: bool) -> None:
         bucket = self.bucket
-        if self.whole is None:
-            self.whole = self._new_whole()
-        whole, param = self.whole, bucket.params[index]
+        if self.unsharded_accumulated is None:
+            self.unsharded_accumulated = self._new_whole()
+        whole, param = self.unsharded_accumulated, bucket.params[index]
         before = whole.place(index, param.sharded)
         if part != (index in whole.over_tp):
             if part:
@@ -313,14 +317,16 @@ class GradientSlots:
                 by_rank = by_rank / param.tp_size
         if before is not None:
             self._fold_into_whole(index, before)
-        whole.parts[index].add_(by_rank.to(bucket.home))
+        whole.parts[index].add_(by_rank.to(bucket.storage_device))
 
     def _new_whole(self) -> HeldSum:
         bucket = self.bucket
-        # At home, as every gradient: a Parameter's ``.grad`` must be on its device.
+        # At storage_device, as every gradient: a Parameter's ``.grad`` must be on its device.
         dtype = bucket.sum_dtype
-        flat = torch.zeros(bucket.parts * bucket.numel, dtype=dtype, device=bucket.home)
-        regions = flat.split([bucket.parts * size for size in bucket.slot_sizes])
+        flat = torch.zeros(
+            bucket.num_shards * bucket.numel, dtype=dtype, device=bucket.storage_device
+        )
+        regions = flat.split([bucket.num_shards * size for size in bucket.slot_sizes])
         pairs = list(zip(bucket.params, regions, strict=True))
         marks = [
             make_dtensor(p.compute_view(r), p.unreduced_spec(dtype, over_shard=True))
@@ -337,7 +343,7 @@ class GradientSlots:
 
     def _zero_partial(self) -> HeldSum:
         bucket = self.bucket
-        flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
+        flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
         return self._new_partial(flat, bucket.local_parts(flat))
 
     def _continued(self, old: HeldSum, new: HeldSum, *, over_shard: bool) -> HeldSum:
@@ -371,44 +377,47 @@ class GradientSlots:
         copies; unless it is partial there, so that each copy adds a part of its own. A hook is taken to
         average over shard and over replicate, each by itself.
         """
-        assert self.whole is not None
+        assert self.unsharded_accumulated is not None
         bucket, param = self.bucket, self.bucket.params[index]
-        factor = bucket.divisor * bucket.parts / bucket.axes.data_size
+        factor = bucket.divisor * bucket.num_shards / bucket.axes.data_size
         local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
-        if self.partial is not None and grad is self.partial.marks[index]:
-            factor = bucket.parts if bucket.reducer.averages else bucket.divisor
-            self.partial.drop(index)
-        self.whole.folded.add(index)
-        if param.layout.tp_grad == "partial" or index in self.whole.over_tp:
+        if (
+            self.partial_reduce_output is not None
+            and grad is self.partial_reduce_output.marks[index]
+        ):
+            factor = bucket.num_shards if bucket.reducer.averages else bucket.divisor
+            self.partial_reduce_output.drop(index)
+        self.unsharded_accumulated.folded.add(index)
+        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.over_tp:
             factor /= param.tp_size  # it has been summed over tp, and will be again
         slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
         param.local_view(slot).copy_(local.mul_(factor))
-        index_of_part = bucket.axes.part_index if bucket.parts > 1 else 0
+        index_of_part = bucket.axes.part_index if bucket.num_shards > 1 else 0
         mine = param.slots_by_rank(slot.unsqueeze(0)).select(0, 0)
-        self.whole.parts[index].select(0, index_of_part).add_(mine)
+        self.unsharded_accumulated.parts[index].select(0, index_of_part).add_(mine)
 
     def drop_waiting(self) -> None:
         """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
-        for held in (self.whole, self.partial):
+        for held in (self.unsharded_accumulated, self.partial_reduce_output):
             if held is not None:
                 held.take(self.sharded)
-        self.whole = self.partial = None
+        self.unsharded_accumulated = self.partial_reduce_output = None
 
     @property
     def holds_reduced(self) -> bool:
         """Whether a sum that waits holds a reduced gradient, multiplied so that today's divisor undoes it."""
-        if self.whole is None:
+        if self.unsharded_accumulated is None:
             return False
-        params, marks = self.bucket.params, self.whole.marks
-        return any(params[i].sharded.grad is marks[i] for i in self.whole.folded)
+        params, marks = self.bucket.params, self.unsharded_accumulated.marks
+        return any(params[i].sharded.grad is marks[i] for i in self.unsharded_accumulated.folded)
 
     @property
     def holds_scattered(self) -> bool:
         """Whether a sum waits that has been reduce-scattered."""
-        if self.partial is None:
+        if self.partial_reduce_output is None:
             return False
-        params, marks = self.bucket.params, self.partial.marks
-        return any(params[i].sharded.grad is marks[i] for i in self.partial.placed)
+        params, marks = self.bucket.params, self.partial_reduce_output.marks
+        return any(params[i].sharded.grad is marks[i] for i in self.partial_reduce_output.placed)
 
     def _waiting(self, held: HeldSum) -> torch.Tensor:
         """A partial sum as the reduce-scatter's result lies."""
@@ -417,9 +426,9 @@ class GradientSlots:
     def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
         """Adds ``flat``, summed over shard, to what waits for the all-reduce."""
         bucket = self.bucket
-        params, parts, held = bucket.params, bucket.local_parts(flat), self.partial
+        params, parts, held = bucket.params, bucket.local_parts(flat), self.partial_reduce_output
         if held is None:
-            held = self.partial = self._new_partial(flat, parts)
+            held = self.partial_reduce_output = self._new_partial(flat, parts)
         # What the all-reduce to come makes of a value that every rank has: a sum, or a mean.
         copies = math.prod(group.size() for group in bucket.replicate_groups)
         copies = 1 if bucket.reducer.averages else copies
@@ -512,18 +521,18 @@ class ReduceInput:
     """Of one bucket and one backward. n: size of the shard axis.
 
     Attributes:
-        in_place: how many gradients, the first ones, are reduced from where they are.
+        zero_copy: how many gradients, the first ones, are reduced from where they are.
         kept: by index, gradients that are kept as they are, of compute shape.
         packed: one row of slots per shard rank, of the gradients behind the first ones; as soon as one is not
-            kept. ``views``: of it, by index less ``in_place``.
+            kept. ``views``: of it, by index less ``zero_copy``.
         written: indices of those that ``packed`` holds.
     """
 
-    __slots__ = ("_bucket", "in_place", "kept", "packed", "views", "written")
+    __slots__ = ("_bucket", "kept", "packed", "views", "written", "zero_copy")
 
     def __init__(self, bucket: GradientBucket) -> None:
         self._bucket = weakref.ref(bucket)  # whose gradients hold this: no cycle
-        self.in_place = bucket.reduced_in_place
+        self.zero_copy = bucket.reduced_zero_copy
         self.kept: dict[int, torch.Tensor] = {}
         self.packed: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
@@ -542,7 +551,7 @@ class ReduceInput:
         """The first gradient of parameter ``index``."""
         bucket = self._bucket()
         assert bucket is not None
-        if index < self.in_place:
+        if index < self.zero_copy:
             if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
                 grad = grad.to(bucket.reduce_dtype)
             self.kept[index] = grad.contiguous()
@@ -555,7 +564,7 @@ class ReduceInput:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """A later one: sums are made in the reduce dtype, and not in place, as others may read the first."""
-        if index < self.in_place:
+        if index < self.zero_copy:
             self.kept[index] = self._sum(self.kept[index], grad)
         else:
             self.view(index).add_(self.bucket.params[index].grad_by_rank(grad))
@@ -566,7 +575,7 @@ class ReduceInput:
 
     def add_by_rank(self, index: int, part: torch.Tensor) -> None:
         """Adds a sum of earlier micro-batches, shaped as ``ShardedParam.by_rank`` does."""
-        if index >= self.in_place:
+        if index >= self.zero_copy:
             self.view(index).add_(part)
             return
         part = part.reshape(self.bucket.params[index].region_shape)
@@ -586,9 +595,9 @@ class ReduceInput:
 
     def _written(self, index: int, *, zero: bool) -> torch.Tensor:
         if self.packed is None:
-            self.packed = self.bucket.reduce_input(self.in_place)
-            self.views = self.bucket.views_by_rank(self.packed, self.in_place)
-        view = self.views[index - self.in_place]
+            self.packed = self.bucket.reduce_input(self.zero_copy)
+            self.views = self.bucket.views_by_rank(self.packed, self.zero_copy)
+        view = self.views[index - self.zero_copy]
         if index not in self.written:
             self.written.add(index)
             if zero:
@@ -600,9 +609,9 @@ class ReduceInput:
     def finish(self, divisor: float) -> list[torch.Tensor]:
         """The inputs of the reduce-scatter, divided by ``divisor``; where there is no gradient, zeros."""
         bucket, members = self.bucket, []
-        for index in range(self.in_place):
+        for index in range(self.zero_copy):
             members.append(self._member(index, divisor))
-        if bucket.slot_sizes[self.in_place :] or not members:
+        if bucket.slot_sizes[self.zero_copy :] or not members:
             packed = self._pack()
             members.append(packed if divisor == 1 else packed.div_(divisor))
         return members
@@ -611,20 +620,20 @@ class ReduceInput:
         bucket = self.bucket
         grad = self.kept.pop(index, None)
         if grad is None:
-            size = bucket.parts * bucket.slot_sizes[index]
+            size = bucket.num_shards * bucket.slot_sizes[index]
             return torch.zeros(size, dtype=bucket.reduce_dtype, device=bucket.device)
         grad = grad.to(bucket.reduce_dtype).view(-1)
         return grad if divisor == 1 else grad / divisor
 
     def _pack(self) -> torch.Tensor:
-        bucket, first = self.bucket, self.in_place
+        bucket, first = self.bucket, self.zero_copy
         indices = range(first, len(bucket.params))
         if self.packed is None and len(self.kept) == len(indices) and bucket.packs_as_chunks:
             packed = bucket.reduce_input(first)
             grads = [self.kept[i] for i in indices]
             if len({grad.dtype for grad in grads}) > 1:  # one was summed on its way here
                 grads = [grad.to(bucket.reduce_dtype) for grad in grads]
-            chunk_cat(grads, bucket.parts, packed.view(bucket.parts, -1))
+            chunk_cat(grads, bucket.num_shards, packed.view(bucket.num_shards, -1))
             self.kept.clear()
             return packed
         for index in indices:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.dtensor import get_local_tensor, keep_partial_gradients, make_dtensor
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import Bucket, JointGather, plan_gathers
+from parallel3d.fsdp.bucket import Bucket, CoalescedGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.versions import WATCHED_BY
@@ -156,7 +156,7 @@ class ParamGroup:
         self.own_dtype = self.stands_in = False
         self.beside: list[Beside] = []
         self.trainable = 0
-        self.gathers: Sequence[Bucket | JointGather] = []
+        self.gathers: Sequence[Bucket | CoalescedGather] = []
         self.computing: set[int] = set()
         self.module_infos: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
         self.found: tuple[list, ...] = ()
@@ -508,23 +508,23 @@ class ParamGroup:
     def is_stale(self) -> bool:
         """Whether the weights were seen to change since the group was gathered."""
         return self.state is ShardedState.UNSHARDED and any(
-            bucket.versions.stamp.is_old() for bucket in self.buckets
+            bucket.versions.weights.is_old() for bucket in self.buckets
         )
 
     def note_changes(self) -> bool:
         """Tells autograd, where the unsharded parameters are the weights themselves and these were seen to
         change: what forward has computed with before is there no more. Whether that is so.
         """
-        changed = [bucket for bucket in self.direct if bucket.versions.stamp.is_old()]
+        changed = [bucket for bucket in self.direct if bucket.versions.weights.is_old()]
         for bucket in changed:
-            bucket.versions.stamp.take()
+            bucket.versions.weights.take()
             bucket.versions.set_unsharded()
         return bool(changed)
 
     @property
     def weights(self) -> list[int]:
         """The numbers of the values that were gathered last."""
-        return [bucket.versions.stamp.number for bucket in self.buckets]
+        return [bucket.versions.weights.number for bucket in self.buckets]
 
     def abandon(self, comm: Comm) -> None:
         """After an exception: nothing in flight, nothing gathered."""

@@ -38,7 +38,7 @@ from parallel3d._torch.fully_shard import (
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm, make_comm
-from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Unit
 
@@ -80,7 +80,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(inner)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit = the_unit(self)
+        unit = get_unit(self)
         depth = unit.depth
         try:
             args, kwargs = unit.pre_forward(self, args, kwargs) or (args, kwargs)
@@ -196,7 +196,7 @@ class TorchState(_Answers):
 
     @property
     def _unit(self) -> Unit:
-        return the_unit(self._alive)
+        return get_unit(self._alive)
 
     @property
     def _state_ctx(self) -> TorchState:

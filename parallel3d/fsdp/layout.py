@@ -13,7 +13,7 @@ __all__ = [
     "FIRST_BYTES",
     "MOST_BYTES",
     "NODE_BYTES",
-    "can_travel_in_place",
+    "can_be_zero_copy",
     "ceil_div",
     "is_exact",
 ]
@@ -34,7 +34,7 @@ NODE_BYTES = 2**20
 """Of these, buckets whose gradients may wait for each other before they are copied together."""
 
 
-def can_travel_in_place(
+def can_be_zero_copy(
     *, parts: int, dim: int | None, even: bool, slot_numel: int, partial: bool
 ) -> bool:
     """Whether a parameter's unsharded region is what the ranks' shards are, one after another.

@@ -56,7 +56,7 @@ def unit_of(module: nn.Module) -> Any:
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
-def the_unit(module: Any) -> Any:
+def get_unit(module: Any) -> Any:
     """The unit of a module that is known to have one."""
     unit = unit_of(module)
     assert unit is not None

@@ -28,7 +28,7 @@ from parallel3d.fsdp.context import Finalization
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, state_of
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, parameters_at_rest, the_unit, unit_of, units_of
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit, parameters_at_rest, unit_of, units_of
 from parallel3d.fsdp.options.checks import refuse_accumulation
 from parallel3d.fsdp.options.comm_hooks import (
     AllReduceHook,
@@ -132,7 +132,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return a handle at once; ``wait()`` on it before the parameters are used.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         context = unit.ready_context()
         for observer in unit.observers:
             observer.unshard(unit)
@@ -146,7 +146,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Puts this unit's sharded Parameters back and frees the unsharded ones. Not recursive."""
-        unit = the_unit(self)
+        unit = get_unit(self)
         if unit.is_shown_by_root:  # until the root's forward or backward ends
             unit.group.retain = Retain.NO
             return
@@ -205,7 +205,7 @@ class FSDPModule(TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this unit's parameters; False where it doesn't read them."""
         unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
-        the_unit(self).unshard_in_backward = unshard_in_backward
+        get_unit(self).unshard_in_backward = unshard_in_backward
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted as torch has it; our gathers are asynchronous on every device in any case."""
@@ -218,20 +218,20 @@ class FSDPModule(TorchFSDPModule):
 
         An empty list restores the default.
         """
-        the_unit(self).forward_prefetch = _refs("forward", modules)
+        get_unit(self).forward_prefetch = _refs("forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """The units to gather when this one's backward begins, instead of the one before it.
 
         An empty list restores the default.
         """
-        the_unit(self).backward_prefetch = _refs("backward", modules)
+        get_unit(self).backward_prefetch = _refs("backward", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
         """An event recorded after the optimizer step, which the next forward's first gather waits for
         instead of all that the current stream has been given. Used once; set a new one each step.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         root = unit if unit.context is None else unit.context.root
         root.post_optim_event = event
 
@@ -301,7 +301,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             StateError: this module is not the root.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         if unit.context is not None and not unit.is_root:
             raise StateError(
                 f"reset_iter_state was called on {unit.label!r}; call it on the outermost unit, "
@@ -311,21 +311,21 @@ class FSDPModule(TorchFSDPModule):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``: the sharded ones, also after a backward that has failed."""
-        the_unit(self).come_to_rest()
+        get_unit(self).come_to_rest()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """As ``nn.Module.named_modules``. Whatever reads parameters of a module around this one walks through
         here before it reads this one's.
         """
-        the_unit(self).come_to_rest()
+        get_unit(self).come_to_rest()
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, also after a backward that an exception ended, and while ``unshard()``
         shows other parameters than those that have the gradients.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         unit.come_to_rest()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         inside = unit.context.units if unit.context is not None else units_of(self, recurse=True)
@@ -344,7 +344,7 @@ class FSDPModule(TorchFSDPModule):
 
         Parameters that ``unshard()`` has shown are resharded first, unless a forward is under way.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         unit.show_shards()
         save = functools.partial(super().state_dict, *args, **kwargs)  # type: ignore[misc]
         if unit.form is None:
@@ -354,12 +354,12 @@ class FSDPModule(TorchFSDPModule):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.load_state_dict``; with ``assign=True`` too the Parameters stay the same objects."""
-        the_unit(self).come_to_rest()
+        get_unit(self).come_to_rest()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Also where a module around this one loads: it comes here before it goes to the modules inside."""
-        the_unit(self).show_shards()
+        get_unit(self).show_shards()
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -372,7 +372,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""
-        unit = the_unit(self)
+        unit = get_unit(self)
         check_not_shown(unit, "a conversion of the module")
         shown = unit.is_shown_by_root
         unit.group.register_sharded()
@@ -401,7 +401,7 @@ class FSDPModule(TorchFSDPModule):
             Parallel3dError: no such object, or the unit has parameters on several meshes.
             StateError: the buffers come from another allocator already.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         present = attrgetter("gather_comm")
         check_custom(unit, "set_custom_all_gather", comm, present, reduces=False)
         for bucket in unit.group.buckets:
@@ -412,7 +412,7 @@ class FSDPModule(TorchFSDPModule):
 
         It is called with ``op`` too, which is always a sum: the division follows.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         present = custom_reduce_scatter
         check_custom(unit, "set_custom_reduce_scatter", comm, present, reduces=True)
         for bucket in unit.group.buckets:
@@ -434,7 +434,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             Parallel3dError: not callable, ``stream`` with HSDP, parameters on several meshes.
         """
-        unit = the_unit(self)
+        unit = get_unit(self)
         check_one_mesh(unit, "set_all_reduce_hook")
         if hook is not None and not callable(hook):
             raise Parallel3dError(
@@ -497,7 +497,7 @@ class FSDPModule(TorchFSDPModule):
             raise Parallel3dError(
                 f"factor is {factor!r}; it must be a positive number, or None for the number of ranks"
             )
-        unit = the_unit(self)
+        unit = get_unit(self)
         for bucket in unit.group.buckets:
             if factor is not None:
                 check_not_hooked("set_gradient_divide_factor", bucket)
@@ -521,7 +521,7 @@ class FSDPModule(TorchFSDPModule):
         With True ``set_symm_mem_for_comm`` gives the reduce-scatter symmetric memory too.
         """
         enable = as_bool("enable", enable)
-        for bucket in the_unit(self).group.buckets:
+        for bucket in get_unit(self).group.buckets:
             bucket.force_sum = enable
 
     def set_reduce_scatter_unused_params(
@@ -585,7 +585,7 @@ class FSDPModule(TorchFSDPModule):
         """
         enable = as_bool("enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
-        buckets = [b for b in the_unit(self).group.buckets if b.shard_group is not None]
+        buckets = [b for b in get_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
             check_not_custom(method, bucket, (GroupAllGather, GroupReduceScatter))
             device_type = bucket.axes.mesh.device_type
@@ -612,7 +612,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if backend != "NCCL":
             raise Parallel3dError(f"backend is {backend!r}; symmetric memory is had of 'NCCL' only")
-        buckets = [b for b in the_unit(self).group.buckets if b.shard_group is not None]
+        buckets = [b for b in get_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
             check_not_custom(
                 "set_symm_mem_for_comm", bucket, (SymmetricAllGather, SymmetricReduceScatter)
@@ -756,7 +756,7 @@ def _is_hybrid(bucket: Bucket) -> bool:
 
 
 def _outermost(module: object, method: str) -> Unit:
-    unit = the_unit(module)
+    unit = get_unit(module)
     if unit.context is not None and not unit.is_root:
         raise StateError(
             f"{method} was called on {unit.label!r}; call it on the outermost unit, "
@@ -767,7 +767,7 @@ def _outermost(module: object, method: str) -> Unit:
 
 def _change(module: Any, method: str, **settings: Any) -> None:
     """Changes the prefetch settings of the root ``module``; usual ones are None."""
-    unit = the_unit(module)
+    unit = get_unit(module)
     context = unit.context
     if context is not None and not unit.is_root:
         raise StateError(

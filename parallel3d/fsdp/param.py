@@ -183,7 +183,7 @@ class ShardedParam:
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
         self.dim = self.on.default_dim(param.shape) if dim is None else self._checked(dim)
-        self.parts = 1 if self.dim is None else axes.parts
+        self.num_shards = 1 if self.dim is None else axes.num_shards
         self._set_shapes()
         whole = param.detach()
         # This rank's part on the own axes, until the bucket has taken it.
@@ -209,7 +209,7 @@ class ShardedParam:
         if dim not in works:
             raise Parallel3dError(
                 f"parameter {self.name} of shape {tuple(self.global_shape)} can't be sharded on dim {dim} "
-                f"over {self.axes.parts} ranks: it is {self.on.compute_placements} on "
+                f"over {self.axes.num_shards} ranks: it is {self.on.compute_placements} on "
                 f"{self.on.compute_mesh}, and no DTensor placement tells where the rows then are. "
                 f"Dims that work: {', '.join(map(str, works)) or 'none (return None: it stays whole)'}"
             )
@@ -219,17 +219,17 @@ class ShardedParam:
         largest = self.on.largest(self.global_shape)
         padded = list(largest)
         if self.dim is not None:
-            padded[self.dim] = ceil_div(largest[self.dim], self.parts) * self.parts
+            padded[self.dim] = ceil_div(largest[self.dim], self.num_shards) * self.num_shards
         chunk = list(padded)
         if self.dim is not None:
-            chunk[self.dim] //= self.parts
+            chunk[self.dim] //= self.num_shards
         self.slot_numel = _product(chunk)
         # Sizes below may be SymInts under simulated ranks.
         compute = self.on.mine(self.global_shape)
         local, region, chunk_local = list(compute), list(compute), list(compute)
         if self.dim is not None:
             index = self.axes.part_index
-            local[self.dim] = chunk_length(compute[self.dim], self.parts, index)
+            local[self.dim] = chunk_length(compute[self.dim], self.num_shards, index)
             region[self.dim], chunk_local[self.dim] = padded[self.dim], chunk[self.dim]
         self.compute_shape = tuple(compute)
         self.local_shape = tuple(local)
@@ -296,7 +296,7 @@ class ShardedParam:
         rows, held = columns.shape[0], self.slots_by_rank(columns)
         if not self.padded_inside:
             mine = self.by_rank(region)
-            return [(mine if rows == self.parts else mine.narrow(0, first, rows), held)]
+            return [(mine if rows == self.num_shards else mine.narrow(0, first, rows), held)]
         assert self.dim is not None
         whole, size, chunk = (
             self.contiguous_view(region),
@@ -348,10 +348,10 @@ class ShardedParam:
 
     def _split(self, region: torch.Tensor) -> torch.Tensor:
         if self.even and self.dim in (None, 0):
-            return region.reshape(self.parts, self.slot_numel)
+            return region.reshape(self.num_shards, self.slot_numel)
         if self.dim is None:
             return region.unsqueeze(0)
-        return region.unflatten(self.dim, (self.parts, -1)).movedim(self.dim, 0)
+        return region.unflatten(self.dim, (self.num_shards, -1)).movedim(self.dim, 0)
 
     def _trim(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Drops the rows that pad the sharded dim."""
@@ -418,9 +418,9 @@ class ShardedParam:
         """This rank's shard of ``whole``, which has the compute shape (tp_local) or the global one."""
         if not tp_local:
             whole = self.on.part_of(whole)
-        if self.dim is None or self.parts == 1:
+        if self.dim is None or self.num_shards == 1:
             return whole
-        return local_chunk(whole, self.dim, self.parts, self.axes.part_index)
+        return local_chunk(whole, self.dim, self.num_shards, self.axes.part_index)
 
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter, given whole or as a DTensor."""

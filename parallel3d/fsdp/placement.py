@@ -97,7 +97,7 @@ class DataAxes:
         return 0 if axis is None else self.mesh.get_local_rank(axis)
 
     @property
-    def parts(self) -> int:
+    def num_shards(self) -> int:
         """Into how many parts a parameter is cut at rest."""
         return self.data_size if self.over_replicate else self.size(self.shard)
 
@@ -487,7 +487,7 @@ class ParamAxes:
 
     def dims(self, shape: Sequence[int]) -> list[int]:
         """The dims that the engine can shard. Of a packed dim it cuts each rank's rows, equally many."""
-        parts = self.data.parts
+        parts = self.data.num_shards
         uneven = {dim for axis, dim in self.cuts if not self._cuts_evenly(axis)}
         dims = [(dim, size) for dim, size in enumerate(shape) if dim not in uneven]
         if self.data.over_replicate:  # DTensor tells it of even cuts

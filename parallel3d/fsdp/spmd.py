@@ -136,7 +136,7 @@ def _repeated(names: tuple[str, ...]) -> Iterator[str]:
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
-class Wish(NamedTuple):
+class RequestedPlacement(NamedTuple):
     """Where to shard one parameter.
 
     Attributes:
@@ -148,9 +148,9 @@ class Wish(NamedTuple):
     dim: int | None
 
 
-def wishes(
+def requested_placements(
     fn: ShardPlacementFn | None, params: Iterable[tuple[str, nn.Parameter]], default: DataAxes
-) -> list[Wish]:
+) -> list[RequestedPlacement]:
     """Asks ``fn`` about each of the named ``params``, once.
 
     Raises:
@@ -159,7 +159,7 @@ def wishes(
         MeshError: a mesh without usable axes, or of another device type.
     """
     if fn is None:
-        return [Wish(default, None) for _ in params]
+        return [RequestedPlacement(default, None) for _ in params]
     if not callable(fn):
         raise Parallel3dError(
             f"shard_placement_fn is {fn!r}; it must be a function of a Parameter that returns Shard(dim), "
@@ -177,7 +177,7 @@ def _wish(
     param: nn.Parameter,
     default: DataAxes,
     known: dict[int, tuple[Any, DataAxes]],
-) -> Wish:
+) -> RequestedPlacement:
     answer = fn(param)
     axes, placement = default, answer
     if isinstance(answer, ShardPlacementResult):
@@ -186,14 +186,14 @@ def _wish(
         _, axes = known.get(id(info)) or (info, _axes_of(name, info, default))
         known[id(info)] = info, axes
     if placement is None:
-        return Wish(axes, None)
+        return RequestedPlacement(axes, None)
     # Not a subclass: torch 2.11's _StridedShard is one.
     if not isinstance(placement, Shard) or isinstance(placement, StridedShard):
         raise Parallel3dError(
             f"shard_placement_fn returned {answer!r} for parameter {name}; it must return Shard(dim), "
             "ShardPlacementResult(placement, mesh_info), or None for the default"
         )
-    return Wish(axes, _dim(name, param, placement.dim))
+    return RequestedPlacement(axes, _dim(name, param, placement.dim))
 
 
 def _dim(name: str, param: nn.Parameter, dim: Any) -> int:

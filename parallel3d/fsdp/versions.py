@@ -42,7 +42,7 @@ class Gathered(Protocol):
     stand_ins: Sequence[torch.Tensor] | None
 
 
-# WeightsStamp: whether the weights at rest have changed since, as far as counters tell.
+# WeightsVersion: whether the weights at rest have changed since, as far as counters tell.
 #
 # Version counters alone don't tell: fused and foreach optimizers leave a DTensor's as it was. So
 # optimizer steps are counted too, by a hook on every optimizer that is set when the first stamp is
@@ -109,7 +109,7 @@ def _steps_so_far() -> int:
     return _steps
 
 
-class WeightsStamp:
+class WeightsVersion:
     """Of the weights of ``buckets`` as they were when it was taken last.
 
     Attributes:
@@ -170,12 +170,12 @@ class Versions:
     """Of one bucket, as it was built last.
 
     Attributes:
-        stamp: of the weights that were gathered last.
+        weights: of the weights that were gathered last.
     """
 
     def __init__(self, bucket: Gathered) -> None:
         self.number = next(_numbers)
-        self.stamp = WeightsStamp([bucket])
+        self.weights = WeightsVersion([bucket])
         self._bucket = weakref.ref(bucket)
         self._of: Any = None
         self._counted: tuple[torch.Tensor, ...] = ()
@@ -183,12 +183,12 @@ class Versions:
         _buckets[self.number] = bucket
 
     def set_unsharded(self) -> None:
-        """The parameters hold the values of ``stamp``; what stands in for them does too."""
+        """The parameters hold the values of ``weights``; what stands in for them does too."""
         bucket = self._bucket()
         tensors = self._tensors()
         if bucket is not None and bucket.stand_ins is not None:
             tensors += tuple(bucket.stand_ins)
-        place = self.number % (1 << _NUMBER) << _VALUES | self.stamp.number % (1 << _VALUES)
+        place = self.number % (1 << _NUMBER) << _VALUES | self.weights.number % (1 << _VALUES)
         set_versions(tensors, (place << _CHANGES,) * len(tensors))
 
     def set_free(self) -> None:

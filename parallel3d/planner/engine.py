@@ -16,7 +16,7 @@ from parallel3d.fsdp.layout import (
     FIRST_BYTES,
     MOST_BYTES,
     NODE_BYTES,
-    can_travel_in_place,
+    can_be_zero_copy,
     ceil_div,
     is_exact,
 )
@@ -36,13 +36,13 @@ class Grad:
     Attributes:
         numel: elements as autograd brings it. padded: elements of its copy with padding; 0: none is made.
         kept: whether it waits as it is: in place, or to be packed with others.
-        in_place: whether it is reduced from where it is.
+        zero_copy: whether it is reduced from where it is.
     """
 
     numel: int
     padded: int
     kept: bool
-    in_place: bool
+    zero_copy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Slot:
     @property
     def possible(self) -> bool:
         """Whether it can travel in place."""
-        return can_travel_in_place(
+        return can_be_zero_copy(
             parts=self.parts,
             dim=self.dim,
             even=self.even,
@@ -143,22 +143,22 @@ def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> B
     parts = slots[0].parts
     small = [s.small(itemsize, large) for s in slots]
     # A lone one is no member more.
-    in_place = [
+    zero_copy = [
         s.possible and (len(slots) == 1 or not little)
         for s, little in zip(slots, small, strict=True)
     ]
     grads = tuple(
         Grad(s.compute, 0 if s.even else s.region, there or little, there)
-        for s, there, little in zip(slots, in_place, small, strict=True)
+        for s, there, little in zip(slots, zero_copy, small, strict=True)
     )
-    packed = [s for s, there in zip(slots, in_place, strict=True) if not there]
+    packed = [s for s, there in zip(slots, zero_copy, strict=True) if not there]
     return BucketLayout(
         parts=parts,
         numel=sum(s.numel for s in slots),
         packed=sum(s.numel for s in packed),
         trainable=trainable,
         resident=parts == 1 and all(s.even and not s.partial for s in slots),
-        counts=any(there and not little for there, little in zip(in_place, small, strict=True)),
+        counts=any(there and not little for there, little in zip(zero_copy, small, strict=True)),
         chunks=all(s.chunks for s in packed),
         grads=grads,
     )
@@ -166,8 +166,8 @@ def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> B
 
 def _place(slot: _Slot, itemsize: int, large: int) -> tuple[bool, bool, bool]:
     """The order of a bucket: see ``put_first``."""
-    in_place = slot.possible and not slot.small(itemsize, large)
-    return slot.partial, not in_place, slot.cut == in_place
+    zero_copy = slot.possible and not slot.small(itemsize, large)
+    return slot.partial, not zero_copy, slot.cut == zero_copy
 
 
 def _slot(parameter: Parameter, shard: int, tp: int, sequence_parallel: bool) -> _Slot:
@@ -470,7 +470,7 @@ class _Timeline:
         defer = self.holds and counting is not None
         self.half = None
         if defer and counting is not None:
-            self.half = unit, counting, _in_place(unit.layout.buckets[counting]) / 2
+            self.half = unit, counting, _zero_copy(unit.layout.buckets[counting]) / 2
         place = self.order.index(unit)
         self.schedule.begin_backward(place, place, defer=defer)
         self.issue_gathers()
@@ -554,7 +554,7 @@ class _Timeline:
             size = grad.numel * w.compute
             self.buffers += size
             self.note()
-            if grad.in_place and w.compute > w.reduce:
+            if grad.zero_copy and w.compute > w.reduce:
                 smaller = grad.numel * w.reduce
                 self.buffers += smaller
                 self.note()
@@ -562,7 +562,7 @@ class _Timeline:
                 size = smaller
             if grad.kept:
                 unit.kept[number][index] = size
-                if grad.in_place:
+                if grad.zero_copy:
                     self.count(unit, number, grad.numel / bucket.parts)
                 continue
             if not unit.written[number]:
@@ -620,7 +620,7 @@ class _Timeline:
     def cast_in_place(self, unit: _Unit, number: int, bucket: BucketLayout) -> int:
         kept, inputs = unit.kept[number], 0
         for index, grad in enumerate(bucket.grads):
-            if not grad.in_place:
+            if not grad.zero_copy:
                 continue
             size = grad.numel * self.widths.reduce
             if kept[index] != size:
@@ -651,6 +651,6 @@ class _Timeline:
                 kept[index] = 0
 
 
-def _in_place(bucket: BucketLayout) -> int:
+def _zero_copy(bucket: BucketLayout) -> int:
     """Elements of the shards that travel in place."""
     return bucket.numel - bucket.packed

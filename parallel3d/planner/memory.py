@@ -61,13 +61,13 @@ def state_memory(
     layout: MeshLayout,
     work: Workload,
     *,
-    in_place_bytes: int = ACCELERATOR_BYTES,
+    zero_copy_bytes: int = ACCELERATOR_BYTES,
     streams: bool = True,
 ) -> StateMemory:
     """Of ``model`` on ``layout``, which is resolved.
 
     Args:
-        in_place_bytes: from which a parameter is gathered into its place: the engine's for accelerators.
+        zero_copy_bytes: from which a parameter is gathered into its place: the engine's for accelerators.
         streams: whether the device has streams, as accelerators have.
     """
     if work.sharding != "fsdp":
@@ -79,7 +79,7 @@ def state_memory(
         Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize),
         work.sequence_parallel,
         work.reshard_after_forward,
-        in_place_bytes,
+        zero_copy_bytes,
         streams,
     )
     state, step = _optimizer(work)
@@ -147,11 +147,11 @@ def _sharded(
     widths: Widths,
     sequence_parallel: bool,
     reshard: bool,
-    in_place_bytes: int,
+    zero_copy_bytes: int,
     streams: bool,
 ) -> _Sharded:
     layouts = [
-        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, in_place_bytes)
+        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, zero_copy_bytes)
         for unit in units
     ]
     buckets = [(u.count, b) for u in layouts for b in u.buckets]

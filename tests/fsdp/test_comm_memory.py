@@ -13,7 +13,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
 from parallel3d.fsdp import module as module_file
-from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.members import get_unit, units_of
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.reduction import SUMS
 from parallel3d.testing import fake_world, local_world
@@ -103,7 +103,7 @@ def refused_on_gloo() -> list[str]:
         except Parallel3dError as error:
             messages.append(str(error))
     model.set_allocate_memory_from_process_group_for_comm(False)  # it is off already
-    assert all(b.gather_comm is None and b.reducer is SUMS for b in the_unit(model).group.buckets)
+    assert all(b.gather_comm is None and b.reducer is SUMS for b in get_unit(model).group.buckets)
     return messages
 
 
@@ -150,7 +150,7 @@ class TestGroupMemory:
             model = small_model()
             each_unit(model, FROM_GROUP, True)
             model.set_separate_reduce_scatter_group()
-            for bucket in the_unit(model).group.buckets:
+            for bucket in get_unit(model).group.buckets:
                 assert bucket.reducer.comm.group is bucket.scatter_group
                 assert bucket.gather_comm.group is bucket.shard_group is not bucket.scatter_group
 
@@ -225,6 +225,6 @@ def test_a_unit_on_several_meshes_is_refused(method):
             )
 
         fully_shard(linear, mesh=whole, shard_placement_fn=place)
-        assert len(the_unit(linear).group.buckets) == 2
+        assert len(get_unit(linear).group.buckets) == 2
         with pytest.raises(ValueError, match="several meshes"):
             getattr(linear, method)(Custom())

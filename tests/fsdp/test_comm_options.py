@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
@@ -82,8 +82,8 @@ class TestDivideFactor:
         with fake_world(0, 2):
             model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
             model.set_gradient_divide_factor(3)
-            assert {b.divide_factor for b in the_unit(model).group.buckets} == {3}
-            assert {b.divide_factor for b in the_unit(model.layers[0]).group.buckets} == {None}
+            assert {b.divide_factor for b in get_unit(model).group.buckets} == {3}
+            assert {b.divide_factor for b in get_unit(model.layers[0]).group.buckets} == {None}
 
     @parity("method: set_reduce_scatter_divide_factor")
     def test_old_name(self):
@@ -91,7 +91,7 @@ class TestDivideFactor:
             model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
             with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
                 model.set_reduce_scatter_divide_factor(3.0)
-            assert the_unit(model).group.buckets[0].divisor == 3.0
+            assert get_unit(model).group.buckets[0].divisor == 3.0
 
     @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), True, "2"])
     def test_no_number(self, wrong):

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 parity = pytest.mark.parity
@@ -28,7 +28,7 @@ class TestInputBuffers:
             trial = Trial(world, MeshLayout(1, 2, 1), shard_blocks)
             trial.model.set_reduce_scatter_max_input_buffers(limit)
             trial.forward(0)  # makes the comm
-            comm = the_unit(trial.model).context.comm
+            comm = get_unit(trial.model).context.comm
             depths = []
             reduce = comm.reduce
 
@@ -49,7 +49,7 @@ class TestInputBuffers:
             trial = Trial(world, MeshLayout(1, 2, 1), shard_blocks)
             trial.model.layers[0].set_reduce_scatter_max_input_buffers(3)
             trial.backward(0)
-            comm = the_unit(trial.model).context.comm
+            comm = get_unit(trial.model).context.comm
             assert comm.max_inputs == 3
             trial.model.set_reduce_scatter_max_input_buffers(2, recurse=False)
             assert comm.max_inputs == 3
@@ -75,7 +75,9 @@ def separate_group_on_gloo() -> tuple[int, bool]:
         if separate:
             model.set_separate_reduce_scatter_group()
             groups = {id(b.scatter_group) for b in buckets(model) if b.shard_group is not None}
-            assert all(b.scatter_group is not b.shard_group for b in buckets(model) if b.parts > 1)
+            assert all(
+                b.scatter_group is not b.shard_group for b in buckets(model) if b.num_shards > 1
+            )
         torch.manual_seed(dist.get_rank())
         model(torch.randn(2, 6)).square().mean().backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity
@@ -113,8 +113,8 @@ def test_settings_are_copied():
         model.set_requires_gradient_sync(False)
         model.layers[0].set_unshard_in_backward(False)
         twin = copy.deepcopy(model)
-        assert not the_unit(twin).sync
-        assert not the_unit(twin.layers[0]).unshard_in_backward
+        assert not get_unit(twin).sync
+        assert not get_unit(twin.layers[0]).unshard_in_backward
 
 
 def test_parallelized_model_with_tp():

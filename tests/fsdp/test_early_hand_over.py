@@ -9,7 +9,7 @@ from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout, build_mesh, fully_shard, optim
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world
 
@@ -39,7 +39,7 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) ->
         def update(stepping, *_) -> None:
             first = stepping.param_groups[0]["params"][0]
             device.now.put("update " + names[id(first)].rpartition(".")[0].removesuffix(".norm"))
-            in_flight.append(len(the_unit(model).context.comm.in_flight))
+            in_flight.append(len(get_unit(model).context.comm.in_flight))
 
         optimizer.register_step_pre_hook(update)
         lm_loss(model, tokens(0)).backward()

@@ -10,7 +10,7 @@ from _support.fsdp.wrapped import at_rest, held_bytes
 from torch import nn
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, StateError, build_mesh, parallelize
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -27,7 +27,7 @@ class TestFullPrecisionInEval:
                 reshard_after_forward=False,
             )
             model.set_keep_between_forwards(True)
-            (bucket,) = the_unit(model).group.buckets
+            (bucket,) = get_unit(model).group.buckets
             low = bucket.unsharded
             mesh = model.weight.device_mesh
             x = torch.ones(2, DIM)
@@ -106,7 +106,7 @@ class TestFullPrecisionInEval:
             )
             with torch.inference_mode():
                 model.eval()(rows(0))
-            (bucket,) = the_unit(model).group.buckets
+            (bucket,) = get_unit(model).group.buckets
             assert (bucket.unsharded is bucket.flat) == (layout[1] == 1)
             x = rows(0).requires_grad_()
             model(x).sum().backward()

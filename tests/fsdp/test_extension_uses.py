@@ -270,9 +270,9 @@ def test_streams(monkeypatch) -> None:
 @pytest.mark.parametrize("shard", [2, 1])
 def test_offload(monkeypatch, shard) -> None:
     """The shard is taken to the device, which is the CPU under another name, before its method is called."""
-    home, device = torch.device("cpu"), torch.device("cpu", 0)
+    storage_device, device = torch.device("cpu"), torch.device("cpu", 0)
     monkeypatch.setattr(
-        "parallel3d.fsdp.options.offload.places_of", lambda *_: (device, home, False)
+        "parallel3d.fsdp.options.offload.places_of", lambda *_: (device, storage_device, False)
     )
     with local_world(2) as world:
         model = fully_shard(

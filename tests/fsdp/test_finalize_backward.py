@@ -14,7 +14,7 @@ from torch.distributed import fsdp as torch_fsdp
 from parallel3d import MeshLayout, Parallel3dError, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import GradientReductionHandle, share_comm_ctx
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.optim import GradScaler, clip_grad_norm_, step_in_backward
 from parallel3d.testing import fake_world, local_world, record_collectives
 
@@ -85,7 +85,7 @@ def test_it_takes_gradients_put_by_hand() -> None:
     """Zero-bubble schedules compute those of the weights apart, where the unsharded parameters are."""
     with local_world(2) as world:
         trial = manual(world, reshard_after_forward=False)
-        unit = the_unit(trial.model.layers[0])
+        unit = get_unit(trial.model.layers[0])
         trial.model.set_reshard_after_backward(False)
         trial.model.set_requires_gradient_sync(False)
         trial.forward(0)
@@ -391,7 +391,7 @@ def test_a_model_that_goes_before_it() -> None:
         with local_world(2) as world:
             trial = manual(world)
             trial.backward(0)
-            root = weakref.ref(the_unit(trial.model))
+            root = weakref.ref(get_unit(trial.model))
             del trial.model
             assert root() is None
             torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import (
     LocalWorld,
@@ -98,7 +98,7 @@ class TestLayout:
             numel = sum(p.numel() for p in model.parameters())
             lm_loss(model, tokens(0, vocab=20)).backward()
             model.zero_grad()
-            units = {the_unit(m) for m in (model.embed, *model.layers, model.norm)}
+            units = {get_unit(m) for m in (model.embed, *model.layers, model.norm)}
             held = 0
             for bucket in (bucket for unit in units for bucket in unit.group.buckets):
                 for buffer in (bucket.flat, bucket.copy, bucket.gathered, bucket.unsharded):
@@ -130,7 +130,7 @@ class TestLayout:
         with fake_world(0, 2):
             model, _ = made(MeshLayout(1, 2, 1))
             assert all(p.placements[0] == Replicate() for p in model.parameters())
-            assert not any(the_unit(model.layers[0]).group.renewed)
+            assert not any(get_unit(model.layers[0]).group.renewed)
 
 
 class TestCollectives:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d.errors import StateError
-from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.members import get_unit, units_of
 from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import local_world
 
@@ -19,7 +19,7 @@ FSDP, HSDP = MeshLayout(1, 2, 1), MeshLayout(2, 2, 1)
 
 
 def in_flight(model) -> int:
-    comm = the_unit(model).context.comm
+    comm = get_unit(model).context.comm
     return len(comm.scattering) + len(comm.reducing)
 
 

@@ -14,7 +14,7 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.groups import all_gather_single
 from parallel3d.fsdp import bucket, fully_shard
 from parallel3d.fsdp.comm import CpuComm
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 ALL, SOME, NONE = 0, 300, 2**20
@@ -49,7 +49,7 @@ def wrap(model, mesh, **options):
 
 def buckets_of(layer):
     """Those that are sharded: the scalar is not."""
-    return [b for b in the_unit(layer).group.buckets if b.shard_group is not None]
+    return [b for b in get_unit(layer).group.buckets if b.shard_group is not None]
 
 
 def two_linears():
@@ -77,7 +77,7 @@ def test_numbers_are_the_plain_models(least, layout, size, count):
     least(size)
     with local_world(layout.world_size) as world:
         run = trial(world, layout)
-        assert [b.in_place for b in buckets_of(run.model.layers[0])] == [count]
+        assert [b.zero_copy for b in buckets_of(run.model.layers[0])] == [count]
         for batch in (0, 1):
             run.backward(batch)
             run.check([batch])

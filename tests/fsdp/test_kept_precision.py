@@ -15,7 +15,7 @@ from parallel3d import (
     build_mesh,
     parallelize,
 )
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.fsdp.options.offload import CopyHome
 from parallel3d.fsdp.reduction import Reduction
 from parallel3d.testing import fake_world, local_world
@@ -97,14 +97,14 @@ class TestBatchNorm:
     def test_torchs_policy_keeps_none(self) -> None:
         with fake_world(0, 2):
             model = wrap(normed(), mp_policy=torch_fsdp.MixedPrecisionPolicy(param_dtype=BF16))
-            (bucket,) = the_unit(model).group.buckets
+            (bucket,) = get_unit(model).group.buckets
             assert bucket.compute_dtype is BF16 and type(model.norm) is nn.BatchNorm1d
 
     def test_without_mixed_precision_it_costs_nothing(self) -> None:
         with fake_world(0, 2):
             model = wrap(normed())
             assert type(model.norm) is nn.BatchNorm1d
-            assert len(the_unit(model).group.buckets) == 1
+            assert len(get_unit(model).group.buckets) == 1
 
     def test_as_a_unit_of_its_own(self) -> None:
         """Its inputs reach it as they are: not cast to the lower dtype and back."""
@@ -146,7 +146,7 @@ class TestKeptModules:
             model = nn.Sequential(nn.Linear(DIM, DIM), block)
             block[0].weight = model[0].weight
             wrap(model, param_dtype=BF16, full_precision_modules=(nn.Sequential,))
-            buckets = the_unit(model).group.buckets
+            buckets = get_unit(model).group.buckets
             assert {b.compute_dtype for b in buckets} == {FP32}  # all are inside the outer one
             block = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM))
             model = nn.ModuleDict({"a": nn.Linear(DIM, DIM), "b": block})
@@ -155,7 +155,7 @@ class TestKeptModules:
             holder.inner = model
             wrap(holder, param_dtype=BF16, full_precision_modules=(nn.Sequential,))
             names = {
-                b.compute_dtype: [p.name for p in b.params] for b in the_unit(holder).group.buckets
+                b.compute_dtype: [p.name for p in b.params] for b in get_unit(holder).group.buckets
             }
             assert names[BF16] == ["inner.a.weight", "inner.a.bias"]
             assert names[FP32] == ["inner.b.0.bias", "inner.b.1.weight", "inner.b.1.bias"]
@@ -170,7 +170,7 @@ class TestKeptModules:
             ):
                 model = wrap(normed().to(own), param_dtype=BF16, reduce_dtype=reduce)
                 (norm,) = [
-                    b for b in the_unit(model).group.buckets if b.params[0].name == "norm.weight"
+                    b for b in get_unit(model).group.buckets if b.params[0].name == "norm.weight"
                 ]
                 assert (norm.compute_dtype, norm.reduce_dtype) == (own, expected)
 
@@ -206,7 +206,7 @@ def test_what_is_copied_home_is_what_the_gradient_will_be(keep) -> None:
     """CPU offload."""
     with fake_world(0, 2):
         model = wrap(nn.Linear(DIM, DIM), param_dtype=BF16, keep_low_precision_grads=keep)
-        (bucket,) = the_unit(model).group.buckets
+        (bucket,) = get_unit(model).group.buckets
         job = Reduction(bucket, [torch.ones(bucket.numel, dtype=BF16)], [])
         CopyHome().finish(job, None)
         assert job.tensor.dtype is (BF16 if keep else FP32)
@@ -230,7 +230,7 @@ def test_freed_at_once() -> None:
             model(rows(0)).sum().backward()
         model.unshard()
         casts["a cast"] = model.layers[0].gain
-        others = the_unit(model.layers[0]).group.buckets[0].other_precision
+        others = get_unit(model.layers[0]).group.buckets[0].other_precision
         alive = references(model, **casts, other=others["unsharded"])
         del model, casts, others
         assert not [name for name, ref in alive.items() if ref() is not None]

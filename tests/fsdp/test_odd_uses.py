@@ -227,7 +227,11 @@ class TestFrozen:
             def look(*_):
                 for bucket in unit_of(block).group.buckets:
                     grads = bucket.grads
-                    buffers = [grads.input, grads.whole, grads.partial]
+                    buffers = [
+                        grads.input,
+                        grads.unsharded_accumulated,
+                        grads.partial_reduce_output,
+                    ]
                     seen[bucket.params[0].requires_grad] = [b is not None for b in buffers]
 
             block.norm.register_full_backward_hook(look)

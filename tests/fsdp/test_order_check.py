@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import check_execution_order, fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
 
@@ -107,7 +107,7 @@ class TestIterations:
                 lm_loss(model, tokens(0)).backward()
                 for _ in range(3):
                     model.layers[1](torch.ones(2, 3, 12)).sum().backward()
-                assert len(the_unit(model).observers[0].order) == 6
+                assert len(get_unit(model).observers[0].order) == 6
 
     def test_one_that_broke_off_is_not_compared_with(self) -> None:
         with fake_world(0, 4):

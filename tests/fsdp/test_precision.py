@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel3d import MeshLayout
 from parallel3d._torch.autograd import follows_grad_dtype
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.optim import accumulate
 from parallel3d.testing import local_world, record_collectives
 
@@ -68,7 +68,7 @@ def full_precision_in_eval(world, layout):
     both(train=True)
     twins.zero_grad()
     assert 1e-12 < twins.step(2, FP64) < 1e-5 and 1e-12 < twins.of_gradients() < 1e-5
-    assert {b.compute_dtype for b in the_unit(twins.model.layers[0]).group.buckets} == {FP32}
+    assert {b.compute_dtype for b in get_unit(twins.model.layers[0]).group.buckets} == {FP32}
     # An evaluation between forward and backward; then both precisions in one backward.
     twins.zero_grad()
     trained = twins.outputs(3, FP64)
@@ -158,7 +158,7 @@ def kept_modules(world, layout):
     gathers = [c.bytes for c in recorder.select("all_gather", "shard", unit)]
     norm = 2 * DIM * 8  # weight and bias, in their own dtype
     assert norm in gathers[: len(gathers) // 2]
-    buckets = the_unit(twins.model.layers[0]).group.buckets
+    buckets = get_unit(twins.model.layers[0]).group.buckets
     reduced = FP64 if follows_grad_dtype else FP32  # without a reduce_dtype, from torch 2.15 on
     assert {(b.compute_dtype, b.reduce_dtype) for b in buckets} == {(FP32, reduced), (FP64, FP64)}
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 WIDTH = 6
@@ -69,7 +69,7 @@ def check(model: nn.Module, expected: nn.Module) -> None:
 
 
 def is_lean(model: nn.Module) -> bool:
-    return all(the_unit(block).group.stands_in for block in model.blocks)
+    return all(get_unit(block).group.stands_in for block in model.blocks)
 
 
 USES = {
@@ -90,7 +90,7 @@ def test_gradients(use: str) -> None:
             for each in (expected, model):
                 USES[use](each, batch(again)).backward()
                 names = {type(p).__name__ for p in model.parameters()}
-                assert names == {"DTensor"} and not the_unit(model).group.is_registered
+                assert names == {"DTensor"} and not get_unit(model).group.is_registered
             check(model, expected)
             if again != 1:  # then it adds to what is there
                 expected.zero_grad()
@@ -161,7 +161,7 @@ def test_after_exceptions() -> None:
         with pytest.raises(ValueError, match="here"):
             model(batch())
         handle.remove()
-        assert not the_unit(model.blocks[0]).group.is_registered
+        assert not get_unit(model.blocks[0]).group.is_registered
         loss = model(batch())
         model.blocks[1].seen.register_hook(fail)
         with pytest.raises(ValueError, match="here"):

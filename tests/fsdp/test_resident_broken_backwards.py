@@ -9,7 +9,7 @@ from test_resident import Model, batch, check, plain, wrapped
 from test_resident_hooks import pair
 from torch import nn
 
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world
 
 
@@ -47,7 +47,7 @@ def test_the_step_after_it(make: Callable[[], tuple[Model, Model]], use: str) ->
                 break_a_backward(each)
                 optimizer.zero_grad()
                 USES[use](each).backward()
-        assert not the_unit(model).group.is_registered
+        assert not get_unit(model).group.is_registered
         check(model, expected)
 
 

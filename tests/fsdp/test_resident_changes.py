@@ -8,7 +8,7 @@ from test_resident import WIDTH, Model, batch, check, plain, wrapped
 from torch import nn
 
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world
 
 
@@ -94,7 +94,7 @@ def test_settings(setting: str, after_forward: bool) -> None:
         for index, block in enumerate(expected.blocks):
             for param in block.parameters():
                 param.grad.mul_(factors.get(index, 1.0))
-        if the_unit(model.blocks[1]).group.retain is Retain.USER:
+        if get_unit(model.blocks[1]).group.retain is Retain.USER:
             model.blocks[1].reshard()
         check(model, expected)
 

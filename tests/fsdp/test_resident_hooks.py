@@ -6,7 +6,7 @@ from test_resident import USES, WIDTH, Model, batch, check, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world
 
 
@@ -58,7 +58,7 @@ def test_gradients(use: str) -> None:
                 each.zero_grad()
                 USES[use](each, batch(again)).backward()
             check(model, expected)
-            assert not the_unit(model.blocks[0]).group.is_registered
+            assert not get_unit(model.blocks[0]).group.is_registered
         assert hooks_within(model) == [2]
         assert [len(block._forward_hooks) for block in model.blocks] == [1, 1, 1]
 
@@ -86,7 +86,7 @@ def test_a_hook_that_comes_within_the_forward(before: bool) -> None:
         model(batch(1)).sum().backward()
         model.blocks[0].first = lambda: None
         hooks = target._forward_pre_hooks if before else target._forward_hooks
-        ours, _ = the_unit(target).members.hook_ids(target)[:2]
+        ours, _ = get_unit(target).members.hook_ids(target)[:2]
         assert seen == [1] and len(hooks) == 2
         assert not before or next(iter(hooks)) == ours
         target(batch(2)).sum().backward()

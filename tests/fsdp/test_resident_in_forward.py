@@ -9,7 +9,7 @@ from test_resident import WIDTH, Model, batch, check
 from test_resident_hooks import pair
 
 from parallel3d.fsdp import FSDPModule
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world
 
 
@@ -45,7 +45,7 @@ def test_to_a_unit_that_runs_later(act: str) -> None:
                 each(batch(index)).sum().backward()
             each.blocks[0].first = lambda: None
             each(batch(2)).sum().backward()
-        assert not the_unit(model.blocks[2]).group.is_registered
+        assert not get_unit(model.blocks[2]).group.is_registered
         check(model, expected)
 
 

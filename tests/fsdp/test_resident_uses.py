@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.fsdp.options import replicated
 from parallel3d.fsdp.options.replicated import replicated_units
 from parallel3d.optim import clip_grad_norm_
@@ -33,10 +33,10 @@ def test_small_units_share_a_node() -> None:
     with fake_world(0, 1):
         model = wrapped(1)
         model(batch()).sum().backward()
-        (joint,) = replicated_units(the_unit(model).context).joints
+        (joint,) = replicated_units(get_unit(model).context).joints
         assert len(joint.share_nodes()) == 1
         nodes = {
-            p.grad_fn for block in model.blocks for p in the_unit(block).group.buckets[0].stand_ins
+            p.grad_fn for block in model.blocks for p in get_unit(block).group.buckets[0].stand_ins
         }
         assert len(nodes) == 1
 
@@ -124,7 +124,7 @@ def test_freed_at_once() -> None:
             model(batch(index)).sum().backward()
         for block in model.blocks:
             block.seen = None
-        unit = weakref.ref(the_unit(model.blocks[1]))
+        unit = weakref.ref(get_unit(model.blocks[1]))
         bucket = weakref.ref(unit().group.buckets[0])
         del model, block
         assert unit() is None and bucket() is None
@@ -147,7 +147,7 @@ def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
         model = wrapped(torch.distributed.get_world_size())
         _train(model, [[batch(10 * step + rank)] for step in range(steps)])
         assert is_lean(model)
-        for joint in replicated_units(the_unit(model).context).joints:
+        for joint in replicated_units(get_unit(model).context).joints:
             assert (joint._share is None) == (large > 0)
         return [param.to_local().detach().clone() for param in model.parameters()]
     finally:

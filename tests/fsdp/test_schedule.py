@@ -16,7 +16,7 @@ from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import BackwardPrefetch
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
@@ -172,7 +172,7 @@ def most_held(monkeypatch, layers: int = 6, **options) -> tuple[int, int]:
     most: list[int] = []
     with fake_world(0, 4):
         model = scheduled(Lm(layers=layers), build_mesh(FSDP, device_type="cpu"), **options)
-        blocks = [the_unit(block).group.buckets[0] for block in model.layers]
+        blocks = [get_unit(block).group.buckets[0] for block in model.layers]
 
         def counted(name: str) -> None:
             original = getattr(Bucket, name)
@@ -265,12 +265,12 @@ def test_the_usual_costs_nothing():
         model.set_limit_all_gathers(2)
         model.set_backward_prefetch(None)
         model(tokens(0))
-        context = the_unit(model).context
+        context = get_unit(model).context
         assert context.schedule.settings == PrefetchSettings(True, Prefetch.NEVER, 2)
         model.set_limit_all_gathers(None)
         model.set_forward_prefetch(True)
         model.set_backward_prefetch(TorchBackwardPrefetch.BACKWARD_PRE)
-        assert the_unit(model).prefetch is None
+        assert get_unit(model).prefetch is None
         assert context.schedule.settings == PrefetchSettings()
 
 
@@ -300,6 +300,6 @@ def test_copies_have_a_schedule_of_their_own():
         model.set_limit_all_gathers(2)
         other = copy.deepcopy(model)
         model.set_limit_all_gathers(3)
-        assert the_unit(other).prefetch.limit == 2
+        assert get_unit(other).prefetch.limit == 2
         other(tokens(0))
         assert torch.is_tensor(other.head.weight)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 parity = pytest.mark.parity
@@ -31,7 +31,7 @@ def wrap_over(k, **options):
 
 
 def buckets_of(model):
-    return [b for layer in model.layers for b in the_unit(layer).group.buckets]
+    return [b for layer in model.layers for b in get_unit(layer).group.buckets]
 
 
 @parity("argument: reshard_after_forward=int")

@@ -7,7 +7,7 @@ from _support.models import Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.members import get_unit, units_of
 from parallel3d.testing import fake_world
 
 parity = pytest.mark.parity
@@ -52,7 +52,7 @@ class TestInputBuffers:
             model = wrapped(FSDP)
             model.set_reduce_scatter_max_input_buffers(2)
             held = []
-            comm = the_unit(model).ready_context().comm
+            comm = get_unit(model).ready_context().comm
             reduce = comm.reduce
 
             def noted(bucket, *, all_reduce):
@@ -172,7 +172,7 @@ class TestNobodyWaits:
             kinds = ("all_gather", "reduce_scatter", "all_reduce", "hook")
             entries = [entry for entry in log if entry[0].startswith(kinds)]
             assert len(entries) > 8 and all(happens_before(entry, after) for entry in entries)
-            comm = the_unit(model).context.comm
+            comm = get_unit(model).context.comm
             assert not comm.in_flight and not comm.holding
             buckets = [b for unit in units_of(model, True) for b in unit.group.buckets]
             assert all(b.grads.in_flight is None and b.gathering is None for b in buckets)

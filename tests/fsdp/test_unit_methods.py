@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.group import ShardedState
-from parallel3d.fsdp.members import the_unit, unit_of
+from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.testing import local_world, record_collectives
 
 parity = pytest.mark.parity
@@ -120,7 +120,7 @@ class TestStayingGathered:
             model.set_reshard_after_forward(False)
             model.unshard()
             before = lm_loss(model, tokens(0))
-            sharded = [b.params[0].sharded for b in the_unit(model).group.buckets]
+            sharded = [b.params[0].sharded for b in get_unit(model).group.buckets]
             for p in sharded:
                 p.mul_(p)
             assert not torch.equal(lm_loss(model, tokens(0)), before)

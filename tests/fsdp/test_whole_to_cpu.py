@@ -28,17 +28,17 @@ class Device(PeakBytes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.home: set[int] = set()
+        self.storage_device: set[int] = set()
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of ``Tensor.cpu``."""
         copy = torch.clone(tensor)
         self._made.pop(copy.untyped_storage()._cdata)
-        self.home.add(copy.data_ptr())
+        self.storage_device.add(copy.data_ptr())
         return copy
 
     def has_sent(self, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() in self.home
+        return tensor.data_ptr() in self.storage_device
 
 
 @pytest.fixture
@@ -111,6 +111,6 @@ def test_without_it_they_stay(device) -> None:
     with device:
         weights = model_state_dict(model, type=FULL)
         state = optim_state_dict(model, optimizer, type=FULL, offload_to_cpu=False)
-    assert not device.home
+    assert not device.storage_device
     assert device.peak >= (8 + 16) * 32 * 32 * 4
     assert weights and state["state"]

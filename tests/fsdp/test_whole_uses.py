@@ -177,9 +177,12 @@ def test_low_precision() -> None:
 
 def test_cpu_offload(monkeypatch) -> None:
     """Gathered where the model computes, written back to shards and gradients in the CPU's memory."""
-    elsewhere, home = torch.device("cpu", 0), torch.device("cpu")  # two names for two devices
+    elsewhere, storage_device = (
+        torch.device("cpu", 0),
+        torch.device("cpu"),
+    )  # two names for two devices
     monkeypatch.setattr(
-        offload_module, "places_of", lambda given, mesh, policy: (elsewhere, home, False)
+        offload_module, "places_of", lambda given, mesh, policy: (elsewhere, storage_device, False)
     )
     torch.manual_seed(0)
     plain = Lm(layers=1).double()

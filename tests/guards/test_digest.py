@@ -13,7 +13,7 @@ from torch import distributed as dist
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshError, MeshLayout, build_mesh
 from parallel3d._torch.groups import all_groups, set_group_timeout
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.fsdp.options.checks import RanksAgree
 from parallel3d.mesh import build as building
 from parallel3d.testing import fake_world, record_collectives
@@ -25,7 +25,7 @@ def a_model(*sizes: int) -> p3d.fsdp.FSDPModule:
 
 
 def waiting(model: p3d.fsdp.FSDPModule) -> str:
-    agree = [each for each in the_unit(model).context.options if isinstance(each, RanksAgree)]
+    agree = [each for each in get_unit(model).context.options if isinstance(each, RanksAgree)]
     return agree[0].before if agree else ""
 
 

@@ -19,7 +19,7 @@ from parallel3d import (
     optim,
 )
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import the_unit
+from parallel3d.fsdp.members import get_unit
 from parallel3d.testing import fake_world
 
 
@@ -149,7 +149,7 @@ class TestNotTogetherWith:
     def test_switches_that_were_set_behind_its_back(self) -> None:
         with fake_world(0, 2):
             model, _ = build()
-            the_unit(model.layers[0]).sync = False
+            get_unit(model.layers[0]).sync = False
             with refused("accumulates"):
                 lm_loss(model, tokens(0)).backward()
 

@@ -17,7 +17,7 @@ SEEDS = range(30)
 def predicted(model: Net, case: Case) -> StateMemory:
     """On the CPU, where no streams are, and parameters travel in place from ``case.large`` on."""
     return state_memory(
-        spec_of(model, case), case.layout, case.workload, in_place_bytes=case.large, streams=False
+        spec_of(model, case), case.layout, case.workload, zero_copy_bytes=case.large, streams=False
     )
 
 

@@ -28,7 +28,7 @@ def work_of(sequence: bool) -> Workload:
 
 def on_cpu(spec, layout: MeshLayout, sequence: bool) -> StateMemory:
     work = work_of(sequence)
-    return state_memory(spec, layout, work, in_place_bytes=LARGE, streams=False)
+    return state_memory(spec, layout, work, zero_copy_bytes=LARGE, streams=False)
 
 
 def held(model, layout: MeshLayout, plan, patch: pytest.MonkeyPatch) -> tuple[int, int, int]:

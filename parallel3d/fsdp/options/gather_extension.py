@@ -24,7 +24,7 @@ from parallel3d._torch.simulated import LocalTensor, inner_tensors, ranks_are_si
 from parallel3d._util.storage import allocate, own_copy, release
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.bucket import Bucket, count_in_place, is_small, post_forward_mesh
+from parallel3d.fsdp.bucket import Bucket, count_zero_copy, is_small, post_forward_mesh
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import GradientSlots
@@ -297,7 +297,7 @@ class ExtensionBucket(Bucket):
         "gathered",
         "unsharded",
         "rows",
-        "in_place",
+        "zero_copy",
     )
 
     # -- storage -----------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class ExtensionBucket(Bucket):
         ]
         self.gathered = self.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.rows: list[torch.Tensor] = []
-        self.in_place = False
+        self.zero_copy = False
 
     def _make_extensions(self) -> None:
         mesh = _shard_mesh(self.unit, self.axes)
@@ -351,14 +351,14 @@ class ExtensionBucket(Bucket):
         initial, param.initial = param.initial, None
         if initial is None:
             local = param.local
-            if local.device != self.home:
-                local = torch.empty_like(local, device=self.home)
+            if local.device != self.storage_device:
+                local = torch.empty_like(local, device=self.storage_device)
             local = self._pinned(local)
             param.place(local)
             return local
         local = self._shard_of(param, initial)
-        if local.device != self.home:
-            local = local.to(self.home)
+        if local.device != self.storage_device:
+            local = local.to(self.storage_device)
         local = self._pinned(local)
         param.place(local)
         # What the subclass keeps on its instances came along with the user's own attributes.
@@ -371,7 +371,7 @@ class ExtensionBucket(Bucket):
 
     def _shard_of(self, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard, by the operations that torch's engine asks of a subclass."""
-        if self.parts == 1:
+        if self.num_shards == 1:
             return own_copy(whole)
         assert param.dim is not None
         coordinate = self.axes.coordinate(self.axes.shard)
@@ -391,17 +391,19 @@ class ExtensionBucket(Bucket):
         """``whole`` cut along the sharded dim; by all ranks alike, so that all find what can't be."""
         assert param.dim is not None
         size = whole.shape[param.dim]
-        wanted = [n for n in (chunk_length(size, self.parts, i) for i in range(self.parts)) if n]
+        wanted = [
+            n for n in (chunk_length(size, self.num_shards, i) for i in range(self.num_shards)) if n
+        ]
         what = (
             f"parameter {param.name} of unit {self.unit}, a {type(whole).__name__} of shape "
-            f"{tuple(whole.shape)}, can't be cut into {self.parts} shards of dim {param.dim}"
+            f"{tuple(whole.shape)}, can't be cut into {self.num_shards} shards of dim {param.dim}"
         )
         remedy = (
-            f"give it a size that its kind can cut over {self.parts} ranks, another dim by "
+            f"give it a size that its kind can cut over {self.num_shards} ranks, another dim by "
             "shard_placement_fn, or list it in ignored_params"
         )
         try:
-            chunks = torch.chunk(whole, self.parts, dim=param.dim)
+            chunks = torch.chunk(whole, self.num_shards, dim=param.dim)
         except Exception as error:
             raise Parallel3dError(
                 f"{what}: its torch.chunk raised {type(error).__name__}: {error}; {remedy}"
@@ -472,30 +474,30 @@ class ExtensionBucket(Bucket):
         if not uneven or self.shard_group is None or ranks_are_simulated():
             return
         mine = torch.tensor(sizes, device=self.device)
-        everyone = mine.repeat(self.parts)
+        everyone = mine.repeat(self.num_shards)
         work = all_gather(everyone, mine, self.shard_group, unit=self.unit)
         if work is not None:
             work.wait()
-        by_param = everyone.view(self.parts, -1).T.tolist()
+        by_param = everyone.view(self.num_shards, -1).T.tolist()
         for extension, given in zip(self.extensions, by_param, strict=True):
             if len(set(given)) > 1:
                 param = extension.param
                 raise Parallel3dError(
                     f"{extension.label} of shape {tuple(param.compute_shape)} is cut unevenly over "
-                    f"{self.parts} ranks, and fsdp_pre_all_gather returned inputs of "
+                    f"{self.num_shards} ranks, and fsdp_pre_all_gather returned inputs of "
                     f"{', '.join(map(str, given))} bytes on them; where a rank has fewer rows it must pad "
                     f"its inputs as if its shard had the shape {tuple(param.chunk_shape)}"
                 )
 
     def _make_buffers(self, flat: list[torch.Tensor]) -> None:
         for extension in self.extensions:
-            extension.make_outputs(self.parts, self.device)
+            extension.make_outputs(self.num_shards, self.device)
         self.rows = [rows for extension in self.extensions for rows in extension.rows]
-        self.in_place = len(self.rows) == 1
-        if self.in_place:
+        self.zero_copy = len(self.rows) == 1
+        if self.zero_copy:
             self.gathered = self.rows[0].view(-1)
         else:
-            size = self.parts * sum(tensor.numel() for tensor in flat)
+            size = self.num_shards * sum(tensor.numel() for tensor in flat)
             self.gathered = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.unsharded = self.rows[0]
 
@@ -505,11 +507,11 @@ class ExtensionBucket(Bucket):
         with _unrecorded():
             for extension in self.extensions:
                 extension.allocate()
-            if gathered is None and not self.in_place:
+            if gathered is None and not self.zero_copy:
                 gathered = self.gathered
             if gathered is not None:
                 sizes = [rows.shape[1] for rows in self.rows]
-                whole = gathered.view(self.parts, -1)
+                whole = gathered.view(self.num_shards, -1)
                 torch.split_with_sizes_copy(whole, sizes, dim=1, out=self.rows)
             made = [extension.rebuild() for extension in self.extensions]
         if any(made):
@@ -528,7 +530,7 @@ class ExtensionBucket(Bucket):
 
     def free_gathered(self) -> None:
         """After ``copy_out`` has run on the device."""
-        if not self.in_place:
+        if not self.zero_copy:
             release(self.gathered)
         self.drop_part()
 
@@ -548,11 +550,11 @@ class ExtensionBucket(Bucket):
 
     def keep_part(self, ranks: int) -> None:
         """Keeps the gathered bytes of n / ``ranks`` ranks, as a Bucket does its parameters'."""
-        if self.shard_group is None or ranks >= self.parts:
+        if self.shard_group is None or ranks >= self.num_shards:
             return
         mesh = post_forward_mesh(self.axes, ranks)
         self.gather_group, self.rank_in_small = mesh.get_group(1), mesh.get_local_rank(1)
-        count = self.parts // ranks
+        count = self.num_shards // ranks
         start = self.rank_in_small * count
         kept = [rows.narrow(0, start, count) for rows in self.rows]
         with _unrecorded():
@@ -669,7 +671,7 @@ def _parted(bucket: Bucket) -> list[Bucket]:
     locals_ = [param.local for param in rest]
     bucket.params = rest
     if bucket.shard_group is not None:
-        bucket.in_place = count_in_place(rest, device_type)
+        bucket.zero_copy = count_zero_copy(rest, device_type)
     bucket.small_grads = [is_small(param, device_type) for param in rest]
     bucket._take(locals_)
     return [bucket, new]

@@ -29,7 +29,7 @@ from parallel3d.fsdp.gradients import GradientSlots, HeldSum
 from parallel3d.fsdp.options.gather_extension import is_extended
 from parallel3d.fsdp.placement import ParamAxes
 from parallel3d.fsdp.reduction import SUMS, Lane, Reduction, Stage
-from parallel3d.fsdp.spmd import Wish
+from parallel3d.fsdp.spmd import RequestedPlacement
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
@@ -52,7 +52,7 @@ class HybridGradients(GradientSlots):
     def _zero_partial(self) -> HeldSum:
         """Parts are (R, *chunk); their memory is that of what an HSDP rank holds, in its shape."""
         bucket, r = self.bucket, self.replicas
-        flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.home)
+        flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
         regions = flat.split([r * size for size in bucket.slot_sizes])
         parts, marks = [], []
         for param, region in zip(bucket.params, regions, strict=True):
@@ -79,9 +79,9 @@ class HybridGradients(GradientSlots):
 
     def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
         bucket = self.bucket
-        if self.partial is None:
-            self.partial = self._zero_partial()
-        held = self.partial
+        if self.partial_reduce_output is None:
+            self.partial_reduce_output = self._zero_partial()
+        held = self.partial_reduce_output
         row = bucket.axes.coordinate(bucket.axes.replicate)
         # This rank alone has it: the reduce-scatter to come sums it with zeros, or a hook takes the mean.
         times = self.replicas if bucket.reducer.averages else 1.0
@@ -93,33 +93,38 @@ class HybridGradients(GradientSlots):
             part.add_(rows)
 
     def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
-        if self.partial is None or grad is not self.partial.marks[index]:
+        if (
+            self.partial_reduce_output is None
+            or grad is not self.partial_reduce_output.marks[index]
+        ):
             super()._fold_into_whole(index, grad)
             return
-        assert self.whole is not None
+        assert self.unsharded_accumulated is not None
         bucket, param, r = self.bucket, self.bucket.params[index], self.replicas
-        factor = bucket.parts / r if bucket.reducer.averages else bucket.divisor
-        if param.layout.tp_grad == "partial" or index in self.whole.over_tp:
+        factor = bucket.num_shards / r if bucket.reducer.averages else bucket.divisor
+        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.over_tp:
             factor /= param.tp_size
-        self.whole.folded.add(index)
+        self.unsharded_accumulated.folded.add(index)
         first = bucket.axes.coordinate(bucket.axes.shard) * r
-        mine = self.whole.parts[index].narrow(0, first, r)
-        mine.add_(self.partial.parts[index].reshape(mine.shape), alpha=factor)
-        self.partial.drop(index)
+        mine = self.unsharded_accumulated.parts[index].narrow(0, first, r)
+        mine.add_(self.partial_reduce_output.parts[index].reshape(mine.shape), alpha=factor)
+        self.partial_reduce_output.drop(index)
 
 
-def cut_over_replicate(name: str, param: nn.Parameter, wish: Wish) -> Wish:
-    """``wish`` with axes that cut ``param`` over replicate too, where that is possible.
+def cut_over_replicate(
+    name: str, param: nn.Parameter, requested: RequestedPlacement
+) -> RequestedPlacement:
+    """``requested`` with axes that cut ``param`` over replicate too, where that is possible.
 
     It is where a dim divides evenly by all ranks. Others stay as in HSDP, as do all-gather extensions.
     """
-    axes = wish.axes
+    axes = requested.axes
     if axes.size(axes.replicate) == 1 or axes.spmd is not None or is_extended(param):
-        return wish
+        return requested
     cut = replace(axes, over_replicate=True)
     dims = ParamAxes(name, param, cut).dims(param.shape)
-    possible = wish.dim in dims if wish.dim is not None else bool(dims and param.numel())
-    return Wish(cut, wish.dim) if possible else wish
+    possible = requested.dim in dims if requested.dim is not None else bool(dims and param.numel())
+    return RequestedPlacement(cut, requested.dim) if possible else requested
 
 
 class ReplicateScatter(Stage):
@@ -182,7 +187,7 @@ class HybridBucket(Bucket):
             self.shard_group is None
         ):  # views made now: those made in inference mode could not be trained
             allocate(self.unsharded)
-            pairs = self.copy_pairs(self.copy.view(self.parts, -1))
+            pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
             self.free_unsharded()
             self._whole_pairs = [list(side) for side in zip(*pairs, strict=True)]
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
@@ -201,7 +206,7 @@ class HybridBucket(Bucket):
     @property
     def is_old(self) -> bool:
         """Whether there is no copy yet, or the weights were seen to change since the last renewal began."""
-        return self.is_new or self.versions.stamp.is_old()
+        return self.is_new or self.versions.weights.is_old()
 
     def note_weights(self, comm: Comm) -> None:
         """As a Bucket does: what is gathered is the copy, of the values that it was renewed with."""
@@ -223,7 +228,7 @@ class HybridBucket(Bucket):
         # Here, because an exception on the way leaves the copy in need of it.
         self.renewing = (work, parts)
         self.is_new = False
-        self.versions.stamp.take()
+        self.versions.weights.take()
 
     def finish_renewal(self) -> None:
         """Lets who comes next, on an accelerator the current stream, wait for the copy."""

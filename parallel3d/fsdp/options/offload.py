@@ -51,7 +51,7 @@ class CopyHome(Stage):
         bucket: Any = job.bucket
         dtype = bucket.grad_dtype if job.final else bucket.sum_dtype
         shape = job.tensor.shape
-        host = torch.empty(shape, dtype=dtype, device=bucket.home, pin_memory=bucket.pin)
+        host = torch.empty(shape, dtype=dtype, device=bucket.storage_device, pin_memory=bucket.pin)
         # Cast first: a copy that also casts is staged in pageable memory, and blocks.
         job.tensor = host.copy_(job.tensor.to(dtype), non_blocking=bucket.pin)
         job.on_host = True

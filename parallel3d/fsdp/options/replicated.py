@@ -3,8 +3,8 @@
 Nothing of theirs is gathered or freed, so that no unit has anything to do before its forward or backward: the
 root registers the parameters of all of them when its forward begins and puts the sharded ones back when it
 ends, and again around the backward (for what is recomputed there). Their gradients arrive at a
-``GradientSink``, one call for several buckets, and are reduced by few calls, see ``JointReduce``. A unit's
-own hooks only look whether that is so.
+``GradientSink``, one call for several buckets, and are reduced by few calls, see ``CoalescedAllReduce``. A
+unit's own hooks only look whether that is so.
 
 Which units these are is decided whenever the root's forward begins. A unit that is called by itself goes the
 general way, as does one with a setting that asks for more.
@@ -158,7 +158,7 @@ class _Arrival(torch.autograd.Function):
         return None, None, None, None
 
 
-# JointReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
+# CoalescedAllReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
 #
 # A call costs the same however little it sends, so small buckets go together, in the order in
 # which backward comes to them: up to 1 MiB first, so that communication begins early, then up to
@@ -171,7 +171,7 @@ LARGE = 2**14
 """Elements of a gradient, on average, from which a call for each costs less than a pass over all."""
 
 
-def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
+def plan_reductions(buckets: Iterable[Bucket]) -> list[CoalescedAllReduce]:
     """Which of ``buckets``, in the order of their backwards, are reduced together.
 
     A bucket that is larger than the limit is by itself. Only neighbours go together, of one dtype, summed
@@ -181,7 +181,7 @@ def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
     size, before = 0, None
     for bucket in buckets:
         groups = [group.group_name for group in bucket.replicate_groups]
-        kind = (bucket.dtype, bucket.home, groups, bucket.divisor)
+        kind = (bucket.dtype, bucket.storage_device, groups, bucket.divisor)
         limit = FIRST_BYTES if len(plan) == 1 else MOST_BYTES
         if kind != before or size + bucket.flat.nbytes > limit:
             plan.append([])
@@ -189,10 +189,10 @@ def plan_reductions(buckets: Iterable[Bucket]) -> list[JointReduce]:
         plan[-1].append(bucket)
         size += bucket.flat.nbytes
         before = kind
-    return [JointReduce(together) for together in plan]
+    return [CoalescedAllReduce(together) for together in plan]
 
 
-class JointReduce:
+class CoalescedAllReduce:
     """See above. Shapes: S, the slots of all parameters of all buckets.
 
     Attributes:
@@ -214,7 +214,11 @@ class JointReduce:
         self.unit = first.unit
         self.over_replicate = [AllReduce(group) for group in first.replicate_groups]
         self.divisor = first.divisor
-        self.dtype, self.grad_dtype, self.home = first.dtype, first.grad_dtype, first.home
+        self.dtype, self.grad_dtype, self.storage_device = (
+            first.dtype,
+            first.grad_dtype,
+            first.storage_device,
+        )
         sizes = [bucket.numel for bucket in buckets]
         self.sizes = self.slot_sizes = sizes
         self.numel = sum(sizes)
@@ -246,7 +250,7 @@ class JointReduce:
         self.forget()
 
     @property
-    def grads(self) -> JointReduce:
+    def grads(self) -> CoalescedAllReduce:
         """As of a bucket: what a comm starts and finishes. No attribute: it would keep itself alive."""
         return self
 
@@ -338,7 +342,7 @@ class JointReduce:
             self.launch()
 
     def _begin(self) -> None:
-        self.arrived = torch.empty(self.numel, dtype=self.dtype, device=self.home)
+        self.arrived = torch.empty(self.numel, dtype=self.dtype, device=self.storage_device)
         self._parts = self.local_parts(self.arrived)
 
     def slices(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -492,8 +496,8 @@ def _is_plain(bucket: Bucket) -> bool:
         and not bucket.reducer.averages
         and not bucket.on_result
         and not bucket.reduce_unused
-        and bucket.grads.whole is None
-        and bucket.grads.partial is None
+        and bucket.grads.unsharded_accumulated is None
+        and bucket.grads.partial_reduce_output is None
     )
 
 
@@ -535,7 +539,7 @@ class ReplicatedUnits(RootOption):
         self._context = weakref.ref(context)
         self.units: list[weakref.ref[Unit]] = []
         self.registers = False
-        self.joints: list[JointReduce] = []
+        self.joints: list[CoalescedAllReduce] = []
         self.changed: list[ParamGroup] = []
         self._sinks: dict[Bucket, GradientSink] = {}
         self._planned: list[tuple[GradientSink, float | None]] = []
@@ -574,7 +578,7 @@ class ReplicatedUnits(RootOption):
         units = self._alive()
         for unit in units:
             for bucket in unit.group.buckets:
-                if bucket.versions.stamp.take_if_old():
+                if bucket.versions.weights.take_if_old():
                     bucket.versions.set_unsharded()
         self._register(units)
 
@@ -615,7 +619,7 @@ class ReplicatedUnits(RootOption):
             self._sinks.update(zip(group.buckets, sinks, strict=True))
             group.use_stand_ins([sink.outputs for sink in sinks])
             for bucket in group.buckets:
-                bucket.versions.stamp.take()
+                bucket.versions.weights.take()
                 bucket.versions.set_unsharded()
         return True
 
@@ -759,7 +763,7 @@ def _arrive_one_by_one(node: list[Arrivals], grads: Gradients) -> None:
         joint.pack()
 
 
-def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> JointReduce | None:
+def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> CoalescedAllReduce | None:
     """The gradients of one bucket; returns the reduction that has them, if one has."""
     unit, bucket = arrivals.unit(), arrivals.bucket()
     if unit is None or bucket is None or unit.context is None:

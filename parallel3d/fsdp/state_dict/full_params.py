@@ -141,7 +141,11 @@ def gather_rows(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
             gathered = torch.empty(size, dtype=flat.dtype, device=flat.device)
             _gather(gathered, flat, group, bucket.unit)
             flat = gathered
-    return flat.view(bucket.parts, numel) if numel else flat.view(1, 0).expand(bucket.parts, 0)
+    return (
+        flat.view(bucket.num_shards, numel)
+        if numel
+        else flat.view(1, 0).expand(bucket.num_shards, 0)
+    )
 
 
 def whole_tensors(
@@ -177,7 +181,7 @@ def _packed(
         return bucket.flat
     dtype = next((x.dtype for x in locals_ if x is not None), bucket.dtype)
     sizes = [p.slot_numel for p in params]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=bucket.home)
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=bucket.storage_device)
     for param, slot, local in zip(params, flat.split(sizes), locals_, strict=True):
         if local is not None:
             param.local_view(slot).copy_(local)
@@ -186,7 +190,9 @@ def _packed(
 
 def _compute_part(param: ShardedParam, column: torch.Tensor) -> torch.Tensor:
     """(parts, slot_numel) of one parameter -> what the own axes leave of it on this rank."""
-    region = torch.empty(param.parts * param.slot_numel, dtype=column.dtype, device=column.device)
+    region = torch.empty(
+        param.num_shards * param.slot_numel, dtype=column.dtype, device=column.device
+    )
     for part, held in param.copy_pairs(region, column):
         part.copy_(held)
     view = param.contiguous_view(region)
@@ -576,7 +582,9 @@ class _View:
             return
         locals_ = [_local_grad(bucket.params[i]) for i in indices]
         wide = [
-            torch.zeros((), dtype=bucket.sum_dtype, device=bucket.home).expand(p.local.shape)
+            torch.zeros((), dtype=bucket.sum_dtype, device=bucket.storage_device).expand(
+                p.local.shape
+            )
             if local is None
             else local.to(bucket.sum_dtype)
             for p, local in zip([bucket.params[i] for i in indices], locals_, strict=True)

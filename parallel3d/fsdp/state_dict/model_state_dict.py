@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.members import the_unit, units_of
+from parallel3d.fsdp.members import get_unit, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict.full_params import (
@@ -214,7 +214,7 @@ def saved_in_form(
 
     Units inside have written theirs already in the same way.
     """
-    unit = the_unit(module)
+    unit = get_unit(module)
     assert unit.form is not None
     settings = unit.form.settings
     before = set(destination or ())

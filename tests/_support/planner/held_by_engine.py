@@ -19,7 +19,7 @@ from parallel3d.fsdp import comm, reduction
 from parallel3d.fsdp.gradients import GradientSlots
 from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.options import replicated
-from parallel3d.fsdp.options.replicated import JointReduce
+from parallel3d.fsdp.options.replicated import CoalescedAllReduce
 
 __all__ = ["Held", "local_of"]
 
@@ -53,7 +53,7 @@ class Held(TorchDispatchMode):
             self._wrap(patch, comm.CpuComm, name)
         self._wrap(patch, GradientSlots, "accept", takes=lambda args: [args[2]])
         self._wrap(patch, GradientSlots, "_put", into="results")
-        self._wrap(patch, JointReduce, "_begin", into="results")
+        self._wrap(patch, CoalescedAllReduce, "_begin", into="results")
         self._wrap(patch, replicated, "_arrive", takes=lambda args: args[1])
         self._wrap(patch, reduction.Reducer, "reduce_scatter", into="results")
 
