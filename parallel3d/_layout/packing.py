@@ -14,8 +14,6 @@ from torch import Tensor
 
 from parallel3d._torch.simulated import combine_ranks, ranks_of, value_on_rank
 
-__all__ = ["Packing", "cut_sections", "pick_by_rank"]
-
 Interval = tuple[int, int]  # (first row, number of rows)
 
 

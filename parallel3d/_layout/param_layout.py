@@ -11,14 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "ParamLayout",
-    "get_param_layout",
-    "local_chunk",
-    "set_param_layout",
-    "strided_chunk",
-]
-
 _ATTRIBUTE = "_parallel3d_layout"
 
 

@@ -17,14 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "DataParallelMeshDims",
-    "MatmulsOfSimulatedRanks",
-    "ShardPlacementResult",
-    "call_torch_dispatch_of",
-    "fake_outputs_written",
-]
-
 
 def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if axes is None:

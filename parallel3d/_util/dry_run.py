@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["accelerator", "active", "real", "running"]
-
 _active = False
 _accelerator: Any = None
 _unrecorded: Callable[[], AbstractContextManager[None]] = nullcontext

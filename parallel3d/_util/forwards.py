@@ -15,8 +15,6 @@ from torch import nn
 
 from parallel3d.errors import StateError
 
-__all__ = ["as_if", "without_cache", "wrap_forward"]
-
 Forward = Callable[..., Any]  # of (module, *args, **kwargs)
 
 _OWN = "_parallel3d_own_forward"

@@ -11,26 +11,6 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 
-__all__ = [
-    "AMBER",
-    "BLUE",
-    "BROWN",
-    "GREEN",
-    "GREY",
-    "PINK",
-    "RED",
-    "SKY",
-    "TEAL",
-    "VIOLET",
-    "Figure",
-    "as_figure",
-    "chart_layout",
-    "embedded",
-    "filled",
-    "mark",
-    "table",
-]
-
 BLUE, SKY, TEAL, GREEN, AMBER = "#4269d0", "#8ab0f0", "#5bb8a4", "#3ca951", "#efb118"
 RED, PINK, VIOLET, BROWN, GREY = "#f0614d", "#ff8ab7", "#a463f2", "#9c6b4e", "#9498a0"
 

@@ -13,15 +13,6 @@ from parallel3d._torch.groups import process_group_of
 from parallel3d._torch.simulated import LocalTensor, inner_tensors
 from parallel3d._util.trace import issuing
 
-__all__ = [
-    "Collective",
-    "Recorder",
-    "RecordingMode",
-    "Signature",
-    "collective_signature",
-    "record_collectives",
-]
-
 active_recorders: list["Recorder"] = []  # innermost last
 
 

@@ -15,8 +15,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from parallel3d.errors import StateError
 
-__all__ = ["mark_replaced", "marking_replaced"]
-
 _MARK = "_parallel3d_replaced"  # on the user's Parameter
 _alive: dict[int, str] = {}
 """Marks of Parameters that are still there: none, as soon as nobody has one. Then a step costs one look."""

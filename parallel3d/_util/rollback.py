@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["unchanged_on_error"]
-
 # Names of what torch keeps in containers of its own: parameters, buffers, modules and hooks.
 _CONTAINERS = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
 

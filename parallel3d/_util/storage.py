@@ -4,8 +4,6 @@ import torch
 
 from parallel3d._torch.simulated import LocalTensor, inner_tensors
 
-__all__ = ["allocate", "own_copy", "release", "with_own_storage"]
-
 
 def release(tensor: torch.Tensor) -> None:
     """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""

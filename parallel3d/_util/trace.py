@@ -8,8 +8,6 @@ a call. Attribute assignments are all the hot path pays, whether or not a record
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["issuing"]
-
 
 class _Issuing:
     """Name of the unit whose collectives are being issued; ``""`` when none is known.

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_floats", "map_tensors", "tensors_in", "to_device"]
-
 _SCALARS = (int, float, str, type(None))  # most of what operations are given; told apart quickly
 
 

@@ -14,8 +14,6 @@ from parallel3d._layout.packed import packed_among, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor
 from parallel3d.errors import CheckpointError
 
-__all__ = ["HeldBox", "Piece", "held_boxes", "pieces_of", "shares_memory_within"]
-
 
 @dataclass(frozen=True)
 class Piece:

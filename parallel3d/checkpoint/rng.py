@@ -19,8 +19,6 @@ from parallel3d.checkpoint.stored import Stored
 from parallel3d.errors import CorruptCheckpointError
 from parallel3d.mesh.seeding import StepSeed, last_step_seed, number_of, set_step_seed
 
-__all__ = ["LoadedRng", "rng_state"]
-
 _PYTHON = 3  # version of random.getstate
 _MT_WORDS = 624  # of the Mersenne twister
 _MOST = 1 << 20  # bytes; known states have some thousands

@@ -13,8 +13,6 @@ from torch import distributed as dist
 from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError, StateError
 
-__all__ = ["StopSignal"]
-
 
 class StopSignal:
     """SIGTERM and SIGUSR1 end the training after the present step, with a last checkpoint::

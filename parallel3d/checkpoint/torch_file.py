@@ -36,8 +36,6 @@ from parallel3d.checkpoint.torch_formats.pickled import MAX_NAME, SavedTensor
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import model_state_dict, optim_state_dict
 
-__all__ = ["load_torch", "save_torch"]
-
 _FULL = StateDictType.FULL_STATE_DICT
 _MAX_VALUES, _MAX_DEPTH = 1_000_000, 20
 _TWICE: Any = object()  # in place of what is there under one name in several dicts

@@ -25,7 +25,6 @@ from parallel3d.fsdp.unit import Unit
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
 
-__all__ = ["copy_module"]
 
 _OF_UNIT = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
 _HOOKS = (

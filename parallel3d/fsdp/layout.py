@@ -7,17 +7,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-__all__ = [
-    "ACCELERATOR_BYTES",
-    "CPU_BYTES",
-    "FIRST_BYTES",
-    "MOST_BYTES",
-    "NODE_BYTES",
-    "can_be_zero_copy",
-    "ceil_div",
-    "is_exact",
-]
-
 # From how many unsharded bytes on a parameter travels in place: it is gathered into its place, and its
 # gradient reduced from where autograd has put it. Each such tensor is a member more of the bucket's call.
 # gloo runs a member as a call of its own, which takes about as long as copying 1 MiB there and back.

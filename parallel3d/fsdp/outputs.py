@@ -16,8 +16,6 @@ from torch import nn
 
 from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
 
-__all__ = ["UNIT_ATTRIBUTE", "Attributes", "tensors_of"]
-
 UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
 
 _SCALARS = (int, float, str, type(None))  # most of what is found; told apart quickly

@@ -17,8 +17,6 @@ from parallel3d.guards.rendezvous import (
 )
 from parallel3d.mesh.agreement import name_ranks
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _SHOWN = 5  # events of each rank in the report
 
 

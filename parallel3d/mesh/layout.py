@@ -8,8 +8,6 @@ from math import isqrt, log, prod
 
 from parallel3d.errors import MeshError
 
-__all__ = ["AXES", "MeshLayout"]
-
 AXES = ("replicate", "shard", "tp")
 """The mesh axes, outermost first: neighbours on ``tp`` have consecutive ranks."""
 

@@ -11,8 +11,6 @@ from torch.distributed import DeviceMesh
 from parallel3d._util.arguments import as_count
 from parallel3d.mesh.build import read_layout
 
-__all__ = ["StepSeed", "last_step_seed", "number_at", "number_of", "seed_step", "set_step_seed"]
-
 
 @dataclass(frozen=True)
 class StepSeed:

@@ -12,8 +12,6 @@ from torch import nn
 from parallel3d.planner import ModelSpec, gpu, spec_from_module
 from parallel3d.planner.constants import constant
 
-__all__ = ["CONVENTION", "CONVENTION_6N", "ModelFlops", "model_flops", "peak_of_device"]
-
 CONVENTION = (
     "matmuls (backward 2 x) and attention as it is (causal: half; backward 2.5 x); no embedding, nothing "
     "that is computed again"

@@ -15,8 +15,6 @@ from torch import profiler
 from parallel3d._util.arguments import as_count
 from parallel3d.errors import Parallel3dError
 
-__all__ = ["ProfilerWindow", "parse_steps"]
-
 
 class ProfilerWindow:
     """Profiles the steps ``first`` to ``last``, both included, on some ranks.

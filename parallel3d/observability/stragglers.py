@@ -12,8 +12,6 @@ from typing import Any
 
 from parallel3d.errors import Parallel3dError
 
-__all__ = ["Straggler", "find_stragglers"]
-
 _LEAST = 1e-3  # seconds: less is never called slow
 
 Place = tuple[int, ...]

@@ -15,8 +15,6 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import Bucket, StepGuard, Unit, guard_of, units_of
 from parallel3d.optim.grad_scaler import is_scaled
 
-__all__ = ["StepInBackward", "refuse_stepped", "step_in_backward"]
-
 _by_parameter: weakref.WeakValueDictionary[int, StepInBackward] = weakref.WeakValueDictionary()
 
 

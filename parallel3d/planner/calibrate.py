@@ -22,8 +22,6 @@ from torch import distributed as dist
 from parallel3d.errors import PlanningError
 from parallel3d.planner.cluster import Gpu, gpus
 
-__all__ = ["COLLECTIVES", "calibrate", "collective_seconds", "write_profile"]
-
 _MATMULS = ((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 4096), (16384, 8192))
 _ROUNDS = 5
 _WRITTEN = (

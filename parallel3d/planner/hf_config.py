@@ -15,8 +15,6 @@ from typing import Any
 from parallel3d.errors import PlanningError
 from parallel3d.planner.model_spec import GATED, Decoder, ModelSpec, spec_from_shapes
 
-__all__ = ["known_models", "spec_from_hf_config"]
-
 # What families call the same size.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")

@@ -18,8 +18,6 @@ from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.workload import Workload
 
-__all__ = ["COLUMNS", "predict_run", "predict_runs", "read_models", "write_predictions"]
-
 COLUMNS = ("id", "tokens_per_s_per_gpu", "memory_gib", "memory_upper_gib", "fits")
 _GIB = 2**30
 _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from parallel3d.errors import PlanningError
 
-__all__ = ["ATTENTION", "CHECKPOINTING", "SHARDING", "Workload"]
-
 CHECKPOINTING = ("none", "selective_op", "selective_layer", "full")
 """What ``Workload.checkpointing`` may be: which activations are recomputed in backward."""
 ATTENTION = ("naive", "flash1", "triton", "flash2", "flash3", "cudnn")

@@ -28,8 +28,6 @@ from torch import distributed as dist
 
 from parallel3d._torch.dtensor import clear_dtensor_caches
 
-__all__ = ["RELEASE", "Failure", "Job", "serve"]
-
 RELEASE = b"release"
 # More than that and groups of runs gone by are still there: 15 are torch's own. A thread of gloo wakes a
 # hundred times a second, so that some runs' worth of them take a core for nothing.

@@ -32,8 +32,6 @@ from parallel3d.testing.parity import (
     world_of,
 )
 
-__all__ = ["Difference", "Verification", "first_difference", "verify"]
-
 
 @dataclass(frozen=True)
 class Verification:

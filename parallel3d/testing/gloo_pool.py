@@ -23,8 +23,6 @@ from typing import Any
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.testing._gloo_worker import RELEASE, Failure, Job, serve
 
-__all__ = ["Failure", "GlooPool", "WorkerError", "WorkerTimeout"]
-
 # What each worker would otherwise import by itself; names that cannot be imported are passed over.
 # torch._dynamo is imported by the first collective, pytest by modules of tests.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "parallel3d.testing", "pytest"]

@@ -21,8 +21,6 @@ from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import LocalWorld, local_world
 
-__all__ = ["Parity", "assert_parity", "shards_of"]
-
 LossFn = Callable[..., torch.Tensor]
 
 

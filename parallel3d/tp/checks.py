@@ -12,15 +12,6 @@ from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import ParamLayout
 from parallel3d.errors import PlanError
 
-__all__ = [
-    "ParamRule",
-    "check_count",
-    "fit_rules",
-    "is_plain",
-    "need_per_token",
-    "refuse_lookup_options",
-]
-
 
 @dataclass(frozen=True)
 class ParamRule:

@@ -16,15 +16,6 @@ from torch import nn
 
 from parallel3d._layout.packing import pick_by_rank
 
-__all__ = [
-    "NOT_COMPUTING",
-    "PlannedAttribute",
-    "describe_attributes",
-    "local_attributes",
-    "reads_of",
-    "width_attributes",
-]
-
 # They run before or beside computing.
 NOT_COMPUTING = {"__init__", "extra_repr", "reset_parameters", "_init_weights", "__repr__"}
 _WIDTH = {

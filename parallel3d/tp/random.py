@@ -48,7 +48,6 @@ from parallel3d.tp.collectives import TpAxis
 if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
 
-__all__ = ["can_drop", "install_random", "refuse_later_dropout"]
 
 _PLACE = "_parallel3d_random"
 _ROOT = "_parallel3d_random_root"

@@ -28,8 +28,6 @@ from parallel3d._util.trees import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
 from parallel3d.mesh.store import others, ranks_are_played
 
-__all__ = ["check_first_batch", "check_same_batch"]
-
 _HANDLE = "_parallel3d_same_batch"
 _DIMS = 8  # of a tensor, that are told apart
 _NEVER = torch.iinfo(torch.int64).max  # the rank in the record of a group without a difference

@@ -23,8 +23,6 @@ from parallel3d.tp.checks import ParamRule, fit_rules
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.styles.base import Style, Traffic
 
-__all__ = ["TorchStyle"]
-
 
 @dataclass(frozen=True, repr=False)
 class TorchStyle(Style):

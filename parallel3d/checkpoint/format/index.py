@@ -20,8 +20,6 @@ import torch
 from parallel3d.checkpoint.format.safetensors_file import BLOCK, DTYPES, NAMES
 from parallel3d.errors import CorruptCheckpointError
 
-__all__ = ["Chunk", "Index", "TensorEntry", "file_name", "loads", "shown", "tile"]
-
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _LARGEST = 1 << 62  # numbers are below
 _MOST_DIMS = 64  # that torch's kernels take

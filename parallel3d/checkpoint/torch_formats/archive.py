@@ -31,8 +31,6 @@ from parallel3d.checkpoint.torch_formats.pickled import (
 )
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Archive", "Entry"]
-
 _BLOCK = 1 << 22  # bytes read at a time
 _LOCAL_HEADER = 30
 _MAX_VALUES = 1_000_000

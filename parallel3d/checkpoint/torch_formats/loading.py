@@ -16,8 +16,6 @@ from parallel3d.checkpoint.torch_formats.model_target import ModelTarget, state_
 from parallel3d.checkpoint.torch_formats.optimizer_target import OptimizerTarget, SavedOptimizer
 from parallel3d.errors import CheckpointError
 
-__all__ = ["Contents", "load"]
-
 
 @dataclass(frozen=True)
 class Contents:

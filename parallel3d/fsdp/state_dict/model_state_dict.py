@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.param import ShardedParam
     from parallel3d.fsdp.unit import Unit
 
-__all__ = ["load_model_state_dict", "model_state_dict", "saved_in_form"]
 
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 

@@ -30,8 +30,6 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.placement import ceil_div, chunk_length, is_exact
 
-__all__ = ["chunk", "gather"]
-
 
 @dataclass(frozen=True)
 class _Cut:

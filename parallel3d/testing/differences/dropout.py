@@ -20,8 +20,6 @@ from parallel3d.testing.differences.fit import Group
 from parallel3d.testing.differences.forward import Difference, Forward
 from parallel3d.testing.differences.record import FUNCTION, Key, Recorder, Trace, Values
 
-__all__ = ["DropoutMode", "first_in_dropout"]
-
 _SURE = 25.0  # nats: that two independent masks are equal has the chance exp(-25)
 _BY_ELEMENT = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 _OTHER = (F.alpha_dropout, F.feature_alpha_dropout, torch.feature_dropout, torch.alpha_dropout)

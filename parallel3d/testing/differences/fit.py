@@ -15,7 +15,6 @@ from torch import Tensor
 
 _SINGLE = 1e-6
 
-__all__ = ["Fit", "Gap", "Group", "distance", "fit_gradient", "fit_value", "hint_of", "take"]
 
 Kind = Literal["whole", "shard", "slices", "partial"]
 ALL: frozenset[str] = frozenset({"whole", "shard", "slices", "partial"})

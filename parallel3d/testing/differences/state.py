@@ -25,8 +25,6 @@ from parallel3d.testing.differences.forward import Difference, owner_of
 from parallel3d.testing.differences.record import Values, plain_name
 from parallel3d.testing.parity import shards_of
 
-__all__ = ["State", "gathered"]
-
 
 def gathered(value: Any) -> list[Any]:
     """``value`` of every real rank; with simulated ones, or one process, this one's."""

@@ -14,8 +14,6 @@ from parallel3d.tools.cli.launch import launch_command
 from parallel3d.tools.cli.planning import calibrate_command, plan_command, predict_command
 from parallel3d.tools.cli.verify import verify_command
 
-__all__ = ["app"]
-
 
 class _Commands(TyperGroup):
     """Turns errors that say what to do into one line; others keep their traceback."""

@@ -15,8 +15,6 @@ from parallel3d.tools.cli.options import GpuName, Json, Nic, Profile, Replicate,
 if TYPE_CHECKING:
     from parallel3d.tools.doctor import Diagnosis
 
-__all__ = ["doctor_command"]
-
 
 def doctor_command(
     replicate: Replicate = 1,

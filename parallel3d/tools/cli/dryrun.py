@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from parallel3d.planner import Cluster
     from parallel3d.tools.dryrun.result import DryRun
 
-__all__ = ["dryrun_command"]
 
 _WORLD, _COSTS, _SHOW = "World", "Predicted durations", "Output"
 

@@ -11,8 +11,6 @@ from parallel3d.mesh.layout import MeshLayout
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
 
-__all__ = ["launch_command"]
-
 _MESH, _PLACE = "Mesh", "For some targets"
 
 

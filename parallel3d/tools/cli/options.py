@@ -12,8 +12,6 @@ from parallel3d.errors import PlanningError
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING, Workload
 
-__all__ = ["cluster_of", "workload_of"]
-
 _MODEL, _CLUSTER, _WORK, _LAYOUT, _SHOW = "Model", "Cluster", "Workload", "Layout", "Output"
 
 

@@ -17,8 +17,6 @@ from parallel3d.planner.planning import MeshPlan, memory_groups, reasons, settin
 from parallel3d.planner.prediction import Prediction
 from parallel3d.planner.workload import Workload
 
-__all__ = ["output", "show_plan", "show_prediction"]
-
 _GIB = 2**30
 _BAR = 24
 

@@ -17,7 +17,6 @@ from parallel3d.errors import Parallel3dError
 if TYPE_CHECKING:
     from parallel3d.testing import Verification
 
-__all__ = ["verify_command"]
 
 _WHAT, _LAYOUT, _HOW, _SHOW = "What", "Layout", "How", "Output"
 _NAME = "PACKAGE.MODULE:NAME"

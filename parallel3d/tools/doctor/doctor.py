@@ -27,8 +27,6 @@ from parallel3d.tools.doctor.finding import (
 from parallel3d.tools.doctor.measuring import Line, Measurement, lines_of
 from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet, profile_of
 
-__all__ = ["Diagnosis", "Options", "doctor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

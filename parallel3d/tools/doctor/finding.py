@@ -9,24 +9,6 @@ from enum import StrEnum
 from parallel3d.tools.doctor.facts import Facts
 from parallel3d.tools.doctor.measuring import Measurement
 
-__all__ = [
-    "ACROSS",
-    "CHECKS",
-    "ON_AXES",
-    "Check",
-    "Finding",
-    "Result",
-    "Seen",
-    "Severity",
-    "across",
-    "all_checks",
-    "check",
-    "examine",
-    "examine_axes",
-    "on_axes",
-    "sort",
-]
-
 Ranks = tuple[int, ...]
 
 

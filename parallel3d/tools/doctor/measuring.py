@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import AxisLink, Cluster, collective_time
 
-__all__ = ["Line", "Measurement", "lines_of"]
-
 SMALL = 4096  # bytes that show the latency
 
 

@@ -14,8 +14,6 @@ from parallel3d.tools.doctor.doctor import Diagnosis
 from parallel3d.tools.doctor.finding import Finding, Severity
 from parallel3d.tools.doctor.measuring import Line
 
-__all__ = ["render"]
-
 _STYLE = {
     Severity.error: "bold red",
     Severity.warning: "yellow",

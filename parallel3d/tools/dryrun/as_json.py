@@ -12,8 +12,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from parallel3d.errors import DryRunError
 from parallel3d.tools.dryrun.result import DryRun
 
-__all__ = ["VERSION", "from_json", "to_json"]
-
 VERSION = 1
 _FORMAT = "parallel3d dry run"
 _PLAIN = (str, int, float, bool, type(None))

@@ -8,8 +8,6 @@ from parallel3d._util.recorder import Collective
 from parallel3d.tools.dryrun.result import DryRun
 from parallel3d.tools.dryrun.timeline import COMPUTE, DATA_AXES, Timeline, latency_of, link_of
 
-__all__ = ["Call", "calls_of"]
-
 _KERNELS = ("matmul", "attention", "elementwise")
 
 

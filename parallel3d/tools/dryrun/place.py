@@ -22,8 +22,6 @@ from torch.optim.optimizer import (
 from parallel3d._torch.autograd import in_backward_pass
 from parallel3d._util.trace import issuing
 
-__all__ = ["Place"]
-
 
 class Place:
     """Follows the program by torch's global hooks on modules and optimizers.

@@ -26,8 +26,6 @@ from parallel3d.tools.dryrun.unknown import raised_at, why_not
 from parallel3d.tools.dryrun.warnings import not_played
 from parallel3d.tools.dryrun.world import DEVICE_TYPE, ReadMode, played_rank
 
-__all__ = ["real", "record"]
-
 
 class _Enough(BaseException):
     """As many optimizer steps as were asked for are done."""

@@ -6,18 +6,6 @@ from dataclasses import dataclass, field
 
 from parallel3d._util.recorder import Collective
 
-__all__ = [
-    "KINDS",
-    "DryRun",
-    "DryRunWarning",
-    "LiveTensor",
-    "MemorySample",
-    "Operation",
-    "ParameterPlacement",
-    "Peak",
-    "UnknownRead",
-]
-
 KINDS = (
     "parameters",
     "gradients",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Event", "PlayedStream", "Streams"]
-
 
 class Event:
     """A point in a stream; see ``PlayedStream`` for the attributes."""

@@ -25,8 +25,6 @@ from parallel3d.tools.dryrun.wording import (
     peaks_of,
 )
 
-__all__ = ["print_summary"]
-
 _WIDE = 100
 _TENSORS = 5
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.shell import LIMITS, exports, grace_option, training_words
 
-__all__ = ["slurm_file"]
-
 
 def slurm_file(job: LaunchJob) -> str:
     """Directives, what runs on each node, and a loop that starts it, watches for signals and requeues.

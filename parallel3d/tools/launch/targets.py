@@ -12,8 +12,6 @@ from parallel3d.tools.launch.kubernetes import jobset_file, kubeflow_file
 from parallel3d.tools.launch.shell import torchrun_file
 from parallel3d.tools.launch.slurm import slurm_file
 
-__all__ = ["MARK", "TARGETS", "Target", "launch_file", "target_named"]
-
 MARK = "# Written by parallel3d launch"
 """How each file begins, after the line that names its interpreter."""
 

@@ -45,8 +45,6 @@ from parallel3d.tp.styles import (
 )
 from parallel3d.tp.torch_styles import TorchStyle
 
-__all__ = ["check_groups"]
-
 _MOST_PROVEN = 50_000_000
 """Parameters of a module that is compared; a proof holds them several times in float64."""
 

@@ -19,8 +19,6 @@ from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.forwards import TpState, bind_base_forward, finish_sum, gather_features
 from parallel3d.tp.styles.base import Style, Traffic, is_embedding, summed, works_by_element
 
-__all__ = ["VocabParallel", "colwise_embedding"]
-
 
 @dataclass(frozen=True)
 class VocabParallel(Style):

@@ -17,8 +17,6 @@ from parallel3d.tp.local_attributes import reads_of
 from parallel3d.tp.styles.base import Style, Traffic, entered, summed
 from parallel3d.tp.styles.linear import cut_features
 
-__all__ = ["Experts", "IdentityExpert"]
-
 
 @dataclass(frozen=True)
 class Experts(Style):

@@ -18,8 +18,6 @@ from parallel3d._torch.autograd import assert_async
 from parallel3d.errors import Parallel3dError
 from parallel3d.tp.collectives import TpAxis
 
-__all__ = ["CrossEntropy", "LossOptions"]
-
 _REDUCTIONS = ("mean", "sum", "none")
 
 

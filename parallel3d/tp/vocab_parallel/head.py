@@ -21,8 +21,6 @@ from parallel3d.tp.styles import Colwise, Style
 from parallel3d.tp.styles.base import Traffic
 from parallel3d.tp.vocab_parallel.vocab_logits import lazy_logits, sharded_logits
 
-__all__ = ["LogitsHead", "chunk_whole_head", "find_head", "with_loss_parallel"]
-
 
 @dataclass(frozen=True)
 class LogitsHead(Style):

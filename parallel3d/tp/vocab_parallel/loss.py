@@ -14,8 +14,6 @@ from parallel3d.tp.vocab_parallel.vocab_logits import (
     sharded_logits,
 )
 
-__all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
-
 
 @untraced
 def vocab_parallel_cross_entropy(

@@ -13,8 +13,6 @@ from parallel3d._torch.simulated import inner_tensors
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import TpAxis
 
-__all__ = ["DenseRows", "GradientSource", "LinearRows", "LogitsView", "pull_back"]
-
 Where = slice | Tensor
 Op = Callable[[Tensor], Tensor]
 

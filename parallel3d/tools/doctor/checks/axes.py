@@ -6,8 +6,6 @@ from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.doctor.finding import Result, Seen, Severity, on_axes
 from parallel3d.tools.doctor.measuring import Line, Measurement, lines_of
 
-__all__ = ["SLOW", "UNEQUAL"]
-
 AREA = "collectives"
 SLOW = 0.6
 """Of the profile's bandwidth: less is slow. Its tables are good to 15 % within a node, 20 % between nodes."""

@@ -8,8 +8,6 @@ from importlib.resources import files
 from parallel3d.tools.doctor.facts import Facts
 from parallel3d.tools.doctor.finding import Result, Seen, Severity, check
 
-__all__ = ["KNOWN_NCCL", "RENAMED"]
-
 AREA = "environment"
 
 RENAMED = {
