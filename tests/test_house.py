@@ -1,5 +1,8 @@
 """The house keeps its shape: layers, no circles, files of the engine, what one step runs."""
 
+import subprocess
+import sys
+
 import house
 import pytest
 
@@ -55,3 +58,13 @@ def test_a_plain_step_runs_no_option() -> None:
     # FSDP2 runs 6 files; the bar of 9 is not reached.
     assert len([name for name in ran if name.startswith("fsdp/")]) <= 13, sorted(ran)
     assert len(ran) <= 19, sorted(ran)
+
+
+def test_options_are_there_without_being_asked_for() -> None:
+    """What registers itself must be imported by whoever shards: nothing else names it."""
+    code = (
+        "import parallel3d as p3d; p3d.fully_shard; from parallel3d.fsdp.context import root_options; "
+        "print(*sorted(each.__module__.rpartition('.')[2] for each in root_options))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["checks", "gather_extension", "replicated"]

@@ -45,6 +45,7 @@ from parallel3d.fsdp.members import (
     watch_assignments,
 )
 from parallel3d.fsdp.module import FSDPModule
+from parallel3d.fsdp.options import replicated as _replicated  # noqa: F401 (registers itself)
 from parallel3d.fsdp.options.checks import guard_of
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket, is_extended
 from parallel3d.fsdp.options.hfsdp import HybridBucket, cut_over_replicate

@@ -25,12 +25,12 @@ from parallel3d._layout.param_layout import local_chunk
 from parallel3d._torch.dtensor import StridedShard, concatenate_meshes, root_mesh
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.layout import ceil_div, is_exact
+from parallel3d.mesh.axes import Role, names_of
 
 # DataAxes: which axes of a DeviceMesh the engine replicates and shards over, found by name.
 
-_REPLICATE = ("replicate", "dp_replicate")
-_SHARD = ("shard", "dp_shard")
-_TP = ("tp",)
+_REPLICATE, _SHARD = names_of(Role.REPLICATED), names_of(Role.SHARDED)
+_TP = names_of(Role.TENSOR_PARALLEL)
 _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 

@@ -6,8 +6,9 @@ from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.mesh.agreement import check_agreement
+    from parallel3d.mesh.axes import AXES
     from parallel3d.mesh.build import build_mesh, read_layout
-    from parallel3d.mesh.layout import AXES, MeshLayout
+    from parallel3d.mesh.layout import MeshLayout
 
 __all__ = ["AXES", "MeshLayout", "build_mesh", "check_agreement", "read_layout"]
 
@@ -16,6 +17,7 @@ export_lazily(
     {
         "mesh.agreement": "check_agreement",
         "mesh.build": "build_mesh read_layout",
-        "mesh.layout": "AXES MeshLayout",
+        "mesh.axes": "AXES",
+        "mesh.layout": "MeshLayout",
     },
 )

@@ -15,13 +15,13 @@ from parallel3d._torch.groups import let_gloo_finish_at_exit
 from parallel3d._util.version import __version__
 from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
-from parallel3d.mesh.layout import AXES, MeshLayout
+from parallel3d.mesh.axes import AXES, axis_named, guess, listed
+from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.store import fresh_store, others, outlives_ranks
 
 # Names of mesh axes: a mesh from elsewhere, whose axes are called otherwise, under ours.
 
 # Names by which torch's own examples call the axes; the engine knows them too.
-_OTHER_NAMES = {"dp_replicate": "replicate", "dp_shard": "shard"}
 
 
 def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
@@ -40,19 +40,19 @@ def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> Device
         if mesh.ndim == 1 and axes is None:
             return mesh  # there is nothing to confuse: it shards, as in torch
         raise MeshError(
-            f"mesh of shape {tuple(mesh.shape)} without names: which of its axes are {_listed(AXES)}? Make "
+            f"mesh of shape {tuple(mesh.shape)} without names: which of its axes are {listed(AXES)}? Make "
             "it with build_mesh, or give init_device_mesh mesh_dim_names="
         )
     named = tuple((axes or {}).get(name, name) for name in names)
-    foreign = [name for name in named if _OTHER_NAMES.get(name, name) not in AXES]
+    foreign = [name for name in named if _canonical(name) not in AXES]
     if foreign:
         shown = ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
-        example = ", ".join(f'"{name}": "{_guess(name)}"' for name in foreign)
+        example = ", ".join(f'"{name}": "{guess(name)}"' for name in foreign)
         raise MeshError(
-            f"mesh ({shown}): the axes {_listed(foreign)} are not known; an axis is {_listed(AXES)}. Say "
+            f"mesh ({shown}): the axes {listed(foreign)} are not known; an axis is {listed(AXES)}. Say "
             f"what they are, such as parallelize(..., axes={{{example}}}), or give a submesh without them"
         )
-    roles = [_OTHER_NAMES.get(name, name) for name in named]
+    roles = [_canonical(name) for name in named]
     if len(set(roles)) < len(roles):
         raise MeshError(f"axes={dict(axes or {})!r} gives two axes of {names} one name: {named}")
     if named == names:
@@ -62,6 +62,12 @@ def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> Device
     return DeviceMesh.from_group(
         group, mesh.device_type, mesh=mesh.mesh if mesh.ndim > 1 else None, mesh_dim_names=named
     )
+
+
+def _canonical(name: str) -> str:
+    """The axis's own name, if it is one of its names."""
+    axis = axis_named(name)
+    return name if axis is None else axis.name
 
 
 def _check(mesh: DeviceMesh, axes: Any) -> None:
@@ -76,18 +82,7 @@ def _check(mesh: DeviceMesh, axes: Any) -> None:
                 f"axes: {name!r} is no axis of the mesh, which has {mesh.mesh_dim_names or 'no names'}"
             )
         if role not in AXES:
-            raise MeshError(f"axes: {name!r} is given as {role!r}; an axis is {_listed(AXES)}")
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(repr, names))
-
-
-def _guess(name: str) -> str:
-    low = name.lower()
-    if any(word in low for word in ("tp", "tensor", "model")):
-        return "tp"
-    return "replicate" if any(word in low for word in ("repl", "ddp")) else "shard"
+            raise MeshError(f"axes: {name!r} is given as {role!r}; an axis is {listed(AXES)}")
 
 
 # The first collective on every axis, made in one order on all ranks.
@@ -138,7 +133,6 @@ _COMPARED_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
 _NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_TRACE")
 
 # Names by which torch's own examples call the axes.
-_ALIASES = {"dp_replicate": "replicate", "dp_shard": "shard"}
 
 
 def build_mesh(
@@ -200,13 +194,13 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
     Raises:
         MeshError: the axes have no names, others, or another order.
     """
-    rule = f"An axis is named {AXES[0]!r}, {AXES[1]!r} or {AXES[2]!r}, in this order"
+    rule = f"An axis is named {listed(AXES[:-1])} or {AXES[-1]!r}, in this order"
     if not mesh.mesh_dim_names:
         raise MeshError(
             f"a mesh of shape {tuple(mesh.shape)} without names. {rule}: "
             f"make it with build_mesh, or pass mesh_dim_names= to init_device_mesh."
         )
-    names = [_ALIASES.get(name, name) for name in mesh.mesh_dim_names]
+    names = [_canonical(name) for name in mesh.mesh_dim_names]
     unknown = [name for name in names if name not in AXES]
     if unknown:
         raise MeshError(

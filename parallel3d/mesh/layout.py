@@ -7,9 +7,7 @@ from itertools import product
 from math import isqrt, log, prod
 
 from parallel3d.errors import MeshError
-
-AXES = ("replicate", "shard", "tp")
-"""The mesh axes, outermost first: neighbours on ``tp`` have consecutive ranks."""
+from parallel3d.mesh.axes import AXES, DATA_AXES
 
 _INFER = -1
 
@@ -58,9 +56,9 @@ class MeshLayout:
     # Sizes
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """``(replicate, shard, tp)`` as given, possibly with one -1."""
-        return (self.replicate, self.shard, self.tp)
+        return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def is_resolved(self) -> bool:
@@ -85,7 +83,7 @@ class MeshLayout:
             MeshError: an axis is still -1.
         """
         self._require_resolved()
-        return self.replicate * self.shard
+        return prod(getattr(self, axis) for axis in DATA_AXES)
 
     def resolve(self, world_size: int) -> "MeshLayout":
         """This layout for ``world_size`` ranks: -1 replaced by the size that is left, or itself.
@@ -122,25 +120,49 @@ class MeshLayout:
         world_size = self.world_size
         if type(rank) is not int or not 0 <= rank < world_size:
             raise MeshError(f"rank {rank!r} is not in {self}: ranks go from 0 to {world_size - 1}.")
-        rest, tp = divmod(rank, self.tp)
-        replicate, shard = divmod(rest, self.shard)
-        return {"replicate": replicate, "shard": shard, "tp": tp}
+        at = {}
+        for axis in reversed(AXES):
+            rank, at[axis] = divmod(rank, getattr(self, axis))
+        return {axis: at[axis] for axis in AXES}
 
-    def rank(self, *, replicate: int = 0, shard: int = 0, tp: int = 0) -> int:
+    def rank(self, **at: int) -> int:
         """The rank at these coordinates, the inverse of :meth:`coordinates`.
 
+        Args:
+            at: ``replicate``, ``shard``, ``tp``; 0 where one is not given.
+
         Raises:
-            MeshError: a coordinate is outside its axis, or an axis is still -1.
+            MeshError: a coordinate is outside its axis, an axis is unknown or still -1.
         """
         self._require_resolved()
-        at = (replicate, shard, tp)
-        for axis, coordinate, size in zip(AXES, at, self.sizes, strict=True):
+        for axis in at:
+            self._check_axis(axis)
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            coordinate = at.get(axis, 0)
             if type(coordinate) is not int or not 0 <= coordinate < size:
                 raise MeshError(
                     f"{axis} coordinate {coordinate!r} is not in {self}: "
                     f"coordinates on {axis} go from 0 to {size - 1}."
                 )
-        return (replicate * self.shard + shard) * self.tp + tp
+            rank = rank * size + coordinate
+        return rank
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours on ``axis`` are in ranks.
+
+        Raises:
+            MeshError: an unknown axis, or an axis that is still -1.
+        """
+        self._check_axis(axis)
+        self._require_resolved()
+        return prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
+
+    def _check_axis(self, axis: str) -> None:
+        if axis not in AXES:
+            near = get_close_matches(str(axis), AXES, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise MeshError(f"{axis!r} is not a mesh axis: the axes are {_and(AXES)}.{hint}")
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """The ranks that form each group of ``axis``: those that differ in this coordinate only.
@@ -155,13 +177,8 @@ class MeshLayout:
         Raises:
             MeshError: an unknown axis, or an axis that is still -1.
         """
-        if axis not in AXES:
-            near = get_close_matches(str(axis), AXES, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise MeshError(f"{axis!r} is not a mesh axis: the axes are {_and(AXES)}.{hint}")
-        self._require_resolved()
+        stride = self.stride(axis)
         ranges = {a: range(1 if a == axis else getattr(self, a)) for a in AXES}
-        stride = {"replicate": self.shard * self.tp, "shard": self.tp, "tp": 1}[axis]
         groups = []
         for coordinates in product(*ranges.values()):
             first = self.rank(**dict(zip(AXES, coordinates, strict=True)))
@@ -176,8 +193,10 @@ class MeshLayout:
         Raises:
             MeshError: ``rank`` is not in ``range(world_size)``, or an axis is still -1.
         """
-        at = self.coordinates(rank)
-        return at["replicate"] * self.shard + at["shard"]
+        at, number = self.coordinates(rank), 0
+        for axis in DATA_AXES:
+            number = number * getattr(self, axis) + at[axis]
+        return number
 
     # Words
 
@@ -222,10 +241,9 @@ class MeshLayout:
         """Layouts for ``world_size`` that change the fewest of the known sizes, by the least."""
         divisors = _divisors(world_size)
         fitting = [
-            MeshLayout(replicate, shard, world_size // (replicate * shard))
-            for replicate in divisors
-            for shard in divisors
-            if world_size % (replicate * shard) == 0
+            MeshLayout(*sizes, world_size // prod(sizes))
+            for sizes in product(divisors, repeat=len(AXES) - 1)
+            if world_size % prod(sizes) == 0
         ]
 
         def distance(layout: MeshLayout) -> tuple[int, float]:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import DeviceMesh
 
 from parallel3d._util.arguments import as_count
+from parallel3d.mesh.axes import DATA_AXES, axis_named
 from parallel3d.mesh.build import read_layout
 
 
@@ -52,8 +53,9 @@ def number_of(given: StepSeed, mesh: DeviceMesh | None) -> int:
     if mesh is not None:
         layout = read_layout(mesh)
         at = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
-        replicate = at.get("replicate", at.get("dp_replicate", 0))
-        data_rank = replicate * layout.shard + at.get("shard", at.get("dp_shard", 0))
+        by_axis = {axis.name: at[name] for name in at if (axis := axis_named(name)) is not None}
+        for name in DATA_AXES:
+            data_rank = data_rank * getattr(layout, name) + by_axis.get(name, 0)
     return number_at(given, data_rank)
 
 

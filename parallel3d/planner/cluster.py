@@ -258,7 +258,7 @@ def link_of(layout: MeshLayout, axis: str, cluster: Cluster) -> AxisLink:
 
     Where groups don't end with nodes, it is the worst group's: the fewest ranks that one of its nodes has.
     """
-    stride = {"tp": 1, "shard": layout.tp, "replicate": layout.tp * layout.shard}[axis]
+    stride = layout.stride(axis)
     size = getattr(layout, axis)
     places = max(cluster.domain // stride, 1)  # of this axis on a node
     return AxisLink(size, size if places % size == 0 else gcd(size, places))

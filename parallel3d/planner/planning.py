@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
+from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, shown
 from parallel3d.planner.model_spec import ModelSpec
@@ -170,7 +171,7 @@ class MeshPlan:
             "candidates": [each.as_dict() for each in self.candidates[:most]],
             "refused": [
                 {
-                    "layout": dict(zip(("replicate", "shard", "tp"), r.layout.sizes, strict=True)),
+                    "layout": dict(zip(AXES, r.layout.sizes, strict=True)),
                     "reason": r.reason,
                 }
                 for r in self.refused

@@ -8,6 +8,7 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
+from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import (
     AxisLink,
     Cluster,
@@ -105,7 +106,7 @@ class Prediction:
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
-            "layout": dict(zip(("replicate", "shard", "tp"), self.layout.sizes, strict=True)),
+            "layout": dict(zip(AXES, self.layout.sizes, strict=True)),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,
@@ -336,9 +337,7 @@ def _elementwise(found: Prediction, unit: Unit) -> Iterator[Term]:
 
 
 def _links(found: Prediction, unit: Unit) -> Iterator[Term]:
-    links = {
-        axis: link_of(found.layout, axis, found.cluster) for axis in ("replicate", "shard", "tp")
-    }
+    links = {axis: link_of(found.layout, axis, found.cluster) for axis in AXES}
     for way, kind, nbytes in tp_collectives(unit, found.workload, found.micro_batch, links["tp"]):
         yield _collective(f"tp {kind} {way}", kind, nbytes, links["tp"], found)
     numel = local_numel(unit, found.layout.tp)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import log2
 
 from parallel3d.mesh import MeshLayout
+from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import AxisLink, Cluster, collective_time, link_of
 from parallel3d.planner.constants import Term, constant
 from parallel3d.planner.engine import rank_rows
@@ -146,7 +147,7 @@ def step_time(
 ) -> StepTime:
     """Of ``accumulation`` micro-batches of ``micro_batch`` sequences on each data rank."""
     tp = layout.tp
-    links = {axis: link_of(layout, axis, cluster) for axis in ("replicate", "shard", "tp")}
+    links = {axis: link_of(layout, axis, cluster) for axis in AXES}
     kernels = [(u, kernels_of(u, cluster.gpu, work, tp, micro_batch)) for u in model.units]
     comms = [_tp_time(u, work, micro_batch, links["tp"], cluster) for u in model.units]
     times = [

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parallel3d.errors import Parallel3dError
+from parallel3d.mesh.axes import AXES
 
 if TYPE_CHECKING:
     from parallel3d.testing import Verification
@@ -144,7 +145,7 @@ def _run(
     build: Any, batch: Any, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> tuple[Verification, bool]:
     """What was found, and whether this process is the one that says so."""
-    for name, size in zip(("replicate", "shard", "tp"), sizes, strict=True):
+    for name, size in zip(AXES, sizes, strict=True):
         if size < 1:
             raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
     from torch import distributed as dist
@@ -225,7 +226,7 @@ def _object(what: str, text: str) -> Any:
 def _as_json(found: Verification) -> dict[str, Any]:
     layout, parity = found.layout, found.parity
     return {
-        "layout": {"replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp},
+        "layout": dict(zip(AXES, layout.sizes, strict=True)),
         "equal": found.difference is None,
         "difference": None if found.difference is None else found.difference.as_dict(),
         "largest": {"loss": parity.loss, "gradients": parity.grads, "weights": parity.weights},

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel3d._util.recorder import Collective
+from parallel3d.mesh.axes import is_data_axis
 from parallel3d.tools.dryrun.result import DryRun
-from parallel3d.tools.dryrun.timeline import COMPUTE, DATA_AXES, Timeline, latency_of, link_of
+from parallel3d.tools.dryrun.timeline import COMPUTE, Timeline, latency_of, link_of
 
 _KERNELS = ("matmul", "attention", "elementwise")
 
@@ -38,7 +39,7 @@ class Call:
     @property
     def on_data_axis(self) -> bool:
         """Whether parameters or gradients travel on its axis."""
-        return self.collective.axis in DATA_AXES
+        return is_data_axis(self.collective.axis)
 
     @property
     def waits_at_once(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel3d._util.recorder import Collective
+from parallel3d.mesh.axes import is_data_axis
 from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, collective_time
 from parallel3d.planner.constants import constant
 from parallel3d.planner.kernels import attention_rate, best_attention, gemm_time, memory_rate
@@ -21,7 +22,6 @@ COPIES = "copies"
 STREAMS = (COMPUTE, "tp", COPIES, "gather", "reduce", "all-reduce")
 """In the order in which they are drawn; others follow."""
 
-DATA_AXES = ("replicate", "shard", "dp_replicate", "dp_shard", "dp")
 """Axes over which the engine gathers parameters and reduces gradients."""
 
 
@@ -60,7 +60,7 @@ def stream_of(call: Collective) -> str:
     """The engine's collectives have a stream for each operation, those of another axis one for the axis."""
     if call.axis is None:
         return "other"
-    if call.axis not in DATA_AXES:
+    if not is_data_axis(call.axis):
         return call.axis
     names = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
     return names.get(call.op, "other")
@@ -255,7 +255,7 @@ class Schedule:
         if operation.stream:
             self._names[operation.stream] = stream
         self._running = max(self._running, end)
-        if call.op == "reduce_scatter" and call.axis in DATA_AXES:
+        if call.op == "reduce_scatter" and is_data_axis(call.axis):
             self._reduced[call.unit] = end
         self._span(stream, operation, position, start, end, call)
         if not call.asynchronous and not operation.stream:
@@ -265,7 +265,7 @@ class Schedule:
 
     def _after(self, call: Collective) -> float:
         """When that is over whose result the collective reads."""
-        if call.op == "all_reduce" and call.axis in DATA_AXES:
+        if call.op == "all_reduce" and is_data_axis(call.axis):
             return self._reduced.get(call.unit, 0.0)
         return 0.0
 

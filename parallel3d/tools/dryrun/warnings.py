@@ -9,6 +9,7 @@ from statistics import median
 from torch import nn
 
 from parallel3d.fsdp.inspect import units_of
+from parallel3d.mesh.axes import Role, axis_named
 from parallel3d.planner.constants import constant
 from parallel3d.tools.dryrun.calls import Call, calls_of
 from parallel3d.tools.dryrun.compare import Divergence
@@ -206,7 +207,8 @@ def _checkpointing(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
 
 def _whole(run: DryRun) -> Iterator[DryRunWarning]:
     for axis, size in run.mesh.items():
-        if size < 2 or axis not in ("shard", "dp_shard", "tp"):
+        known = axis_named(axis)
+        if size < 2 or known is None or known.role is Role.REPLICATED:
             continue
         each = [p for p in run.parameters if p.bytes >= _LARGE and not _divided(p, axis)]
         if not each:

@@ -10,7 +10,8 @@ from pathlib import PurePosixPath
 
 from parallel3d._util.arguments import as_count
 from parallel3d.errors import Parallel3dError
-from parallel3d.mesh.layout import AXES, MeshLayout
+from parallel3d.mesh.axes import AXES
+from parallel3d.mesh.layout import MeshLayout
 
 # LaunchError: a child of Parallel3dError.
 

@@ -1,0 +1,88 @@
+"""The axes of a mesh: one table that the layout, the mesh, the engine, the planner and the tools read.
+
+A further axis is an entry here and a field of ``MeshLayout``. No torch in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(Enum):
+    """What the ranks along an axis have in common."""
+
+    REPLICATED = "replicated over"
+    """The parameters: each reads other samples, gradients are summed."""
+    SHARDED = "sharded over"
+    """A copy of the model, of which each holds a part; each reads other samples."""
+    TENSOR_PARALLEL = "tensor-parallel"
+    """Each layer's computation, and the samples."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One entry.
+
+    Attributes:
+        other_names: what it is called elsewhere; a mesh may have these names.
+        hints: parts of further names, from which an error guesses what was meant.
+    """
+
+    name: str
+    role: Role
+    other_names: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+
+    @property
+    def reads_other_samples(self) -> bool:
+        """Whether its ranks do: a data axis."""
+        return self.role is not Role.TENSOR_PARALLEL
+
+
+TABLE = (
+    Axis("replicate", Role.REPLICATED, ("dp_replicate",), ("repl", "ddp")),
+    Axis("shard", Role.SHARDED, ("dp_shard",), ()),
+    Axis("tp", Role.TENSOR_PARALLEL, (), ("tp", "tensor", "model")),
+)
+"""Outermost first: neighbours on the last axis have consecutive ranks."""
+
+AXES = tuple(axis.name for axis in TABLE)
+"""Their names, outermost first."""
+
+DATA_AXES = tuple(axis.name for axis in TABLE if axis.reads_other_samples)
+"""Those whose ranks read other samples."""
+
+_BY_NAME = {name: axis for axis in TABLE for name in (axis.name, *axis.other_names)}
+
+
+def axis_named(name: str) -> Axis | None:
+    """The axis that is called so, here or elsewhere; None: no axis is."""
+    return _BY_NAME.get(name)
+
+
+def names_of(role: Role) -> tuple[str, ...]:
+    """All names of the axes of ``role``."""
+    return tuple(name for name, axis in _BY_NAME.items() if axis.role is role)
+
+
+def is_data_axis(name: str | None) -> bool:
+    """Whether ranks along the axis of that name, or of one flattened from data axes ("dp"), read other
+    samples."""
+    axis = _BY_NAME.get(name or "")
+    return name == "dp" if axis is None else axis.reads_other_samples
+
+
+def guess(name: str) -> str:
+    """The axis that a foreign ``name`` may mean."""
+    low = name.lower()
+    for axis in reversed(TABLE):
+        if any(hint in low for hint in axis.hints):
+            return axis.name
+    return next(axis.name for axis in TABLE if axis.role is Role.SHARDED)
+
+
+def listed(names: Iterable[str] = AXES) -> str:
+    """``names`` in quotes, with commas."""
+    return ", ".join(map(repr, names))
