@@ -75,5 +75,12 @@ export_lazily(
     },
 )
 alias_packages(
-    __name__, {"doctor": "tools.doctor", "dryrun": "tools.dryrun", "launch": "tools.launch"}
+    __name__,
+    {
+        "cli": "tools.cli",
+        "doctor": "tools.doctor",
+        "dryrun": "tools.dryrun",
+        "launch": "tools.launch",
+        "tp.derive": "tp.auto.derive",
+    },
 )

@@ -15,6 +15,15 @@ def test_both_names_are_one_module(name: str) -> None:
     assert short.__spec__.name == f"parallel3d.tools.{name}"
 
 
+def test_a_module_inside_a_package() -> None:
+    from parallel3d.tp.derive import derive_plan
+
+    from parallel3d.tp.auto import derive
+
+    assert derive_plan is derive.derive_plan
+    assert importlib.import_module("parallel3d.cli").main is not None
+
+
 def test_they_are_attributes() -> None:
     assert p3d.launch.__name__ == "parallel3d.tools.launch"
     assert p3d.dryrun.record.__module__ == "parallel3d.tools.dryrun.record"

@@ -70,10 +70,10 @@ class _Aliases(MetaPathFinder, Loader):
         self._aliases = aliases
 
     def _real(self, name: str) -> str | None:
-        package, _, rest = name.partition(".")
-        first, _, inside = rest.partition(".")
-        at = self._aliases.get(f"{package}.{first}")
-        return at if at is None or not inside else f"{at}.{inside}"
+        for alias, at in self._aliases.items():
+            if name == alias or name.startswith(f"{alias}."):
+                return at + name[len(alias) :]
+        return None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return spec_from_loader(name, self) if self._real(name) is not None else None
