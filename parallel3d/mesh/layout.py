@@ -241,7 +241,7 @@ class MeshLayout:
         """Layouts for ``world_size`` that change the fewest of the known sizes, by the least."""
         divisors = _divisors(world_size)
         fitting = [
-            MeshLayout(*sizes, world_size // prod(sizes))
+            MeshLayout(**dict(zip(AXES, (*sizes, world_size // prod(sizes)), strict=True)))
             for sizes in product(divisors, repeat=len(AXES) - 1)
             if world_size % prod(sizes) == 0
         ]
