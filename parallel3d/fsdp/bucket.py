@@ -1,17 +1,24 @@
 """Bucket: parameters of one unit with one dtype, one requires_grad and one mesh, in contiguous buffers.
 
-Buffers, all flat (n = size of the shard axis, S = sum of the parameters' slots):
+One all-gather and one reduce-scatter carry all of a bucket. Each parameter has a segment of ``slot_numel``
+elements in a rank's shard: its chunk and, where the rows don't divide evenly, padding. With n the size of
+the shard axis and S the sum of the segments (``numel``), the buffers are:
 
-- ``flat`` (S): this rank's shards at rest; the sharded Parameters' local tensors share its memory, so
-  the all-gather needs no packing and a cast is one kernel.
-- ``unsharded`` (n * S): the parameters one after another; what forward sees are views of it. With n = 1
-  and no cast it is ``flat`` itself. Those that travel in place (see ``zero_copy``), which come first, are
-  gathered right into it.
-- ``gathered`` (n * P; P = slots of the others): where those are gathered, one row of P per rank. Alive
-  during the gather.
+- ``flat``, (S,): this rank's shards at rest. The sharded Parameters' local tensors are views of it, so the
+  all-gather needs no packing and a cast is one kernel.
+- ``unsharded``, (n * S,): the whole parameters, one after another. What forward sees are views of it. With
+  n = 1 and no cast it is ``flat`` itself.
+- ``gathered``, (n * P,), where P is the sum of the segments of the parameters that are not zero-copy: one
+  row of P per rank, as the all-gather writes it. It has memory during the gather only; then its rows are
+  copied to their places in ``unsharded``.
 
-The last two keep their tensors and views for the model's life; only their storage comes and goes. The
-inputs of the reduce-scatter, laid out as the outputs of the all-gather, belong to ``grads``.
+Zero-copy parameters are large and cut evenly along dim 0. Their rows lie rank by rank in ``unsharded``, so
+the all-gather writes them there and the reduce-scatter reads their gradients where autograd has put them.
+They come first in the bucket.
+
+``unsharded`` and ``gathered`` keep their tensors and views for the model's life; only their storage is
+allocated and freed. The inputs of the reduce-scatter, laid out as the outputs of the all-gather, belong to
+``grads``.
 """
 
 from __future__ import annotations
@@ -65,52 +72,54 @@ class Bucket:
     """See the module's docstring.
 
     Attributes:
-        policy: dtypes, as they are now.
-        own_dtype: whether the bucket computes in its parameters' own dtype; see ``options/precision``.
-        zero_copy: how many parameters, the first ones, travel in place.
-        packed: P, the slots of the others. ``packs_as_chunks``: whether gradients lie there as plain chunks.
-        small_grads: by parameter, whether its gradient may wait to be packed with others.
-        shard_group: group of the all-gather and reduce-scatter, None where nothing is sharded.
-        replicate_groups: groups that gradients are all-reduced over.
+        params: its parameters: zero-copy ones first, those whose gradient may be partial over tp last.
+        policy: the dtypes that it computes and reduces in now.
+        own_dtype: whether it computes in its parameters' own dtype; see ``options/precision``.
+        zero_copy: how many parameters are zero-copy.
+        packed: P, see above. packs_as_chunks: whether the other gradients can be packed by one kernel.
+        small_grads: for each parameter, whether its gradient may wait to be packed with others.
+        slot_sizes: elements of each parameter's segment. numel: S, their sum.
+        member_sizes: elements that a rank contributes to each tensor of the all-gather call.
+        even_shapes: shapes of the chunks if no segment has padding, else None.
+        shard_group: process group of the all-gather and the reduce-scatter; None: nothing is sharded.
+        gather_group: process group of the next all-gather: ``shard_group``, or the fewer ranks that hold
+            the parameters between forward and backward.
+        scatter_group: process group of the reduce-scatter: ``shard_group``, or one of its own.
+        replicate_groups: process groups that gradients are all-reduced over.
+        tp_group: process group that partial gradients are summed over; None: there can be none.
+        gather_groups: process groups over which a whole tensor is gathered, one after the other.
         over_replicate: the stages of a reduction that sum over replicate.
-        gather_groups: groups over which whole tensors are gathered, one after the other.
-        on_result, to_rest: the stages that options put behind; see ``stages_of``.
-        tp_group: group that partial gradients are summed over, None where there can be none.
-        grads: what the parameters' ``.grad`` hold and how reduced values get there.
-        versions: what the unsharded parameters hold, told to autograd.
-        device: where the bucket computes.
-        storage_device: device of ``flat`` and of gradients at rest; another one under CPU offload.
-        pin: whether what is at home is in pinned memory.
-        part: what this rank keeps between forward and backward where the unit reshards to fewer ranks.
-        divide_factor: what sums over ranks are divided by; None: their number.
-        reduce_unused: whether parameters without a gradient get a zero one.
-        even_shapes: of the slots, where none of them has padding.
-        reducer: the collectives on gradients. ``on_reduced``: what is told of gradients that are complete.
-        slot_sizes, numel: slots of each parameter, and S, of all. ``member_sizes``: of each member.
-        gather_outputs: what the call writes to: of each parameter in place its region, and ``gathered``.
-        region_views, gathered_views: where the others belong, and where they are gathered.
-        custom_gathered: ``gathered`` of a custom all-gather.
-        post_forward: the fewer ranks that keep ``part`` between them.
-        gather_comm: a collective in place of our all-gather; see ``comm_hooks``.
-        gather_group: group of the next all-gather: ``shard_group``, or the fewer ranks that keep a part.
-        scatter_group: group of the reduce-scatter: ``shard_group``, or one of its own.
-        max_inputs: how many reduce inputs may be in flight.
-        force_sum: whether the user has asked for sums only, which ours always are.
-        stand_ins: what an option lets forward see instead of the unsharded parameters, one for each; None as
-            soon as these are others, or others of them are trained.
-        made: returns what to call when the unsharded parameters were made anew.
-        on_large_gradient: called with the index of each large gradient that arrives.
+        on_result, to_rest: stages that options add at a reduction's end; see ``reduction.stages_of``.
+        reducer: the collectives on gradients.
+        on_reduced: called with the bucket and the indices of the parameters whose ``.grad`` is complete.
+        on_large_gradient: called with the index of each zero-copy gradient that arrives.
+        grads: the way of gradients into ``.grad``, and sums that wait there.
+        versions: tells autograd what the unsharded parameters hold.
+        device: where the bucket computes. storage_device: where ``flat`` and gradients at rest are; another
+            device under CPU offload. pin: whether that memory is pinned.
+        reads_host: whether the two devices differ.
+        part: what this rank holds between forward and backward if the unit reshards to fewer ranks, which
+            ``post_forward`` describes.
+        divide_factor: what sums over ranks are divided by; None: the number of data ranks.
+        reduce_unused: whether parameters without a gradient are reduced as zeros.
+        gather_outputs: the tensors that the all-gather call writes to.
+        region_views, gathered_views: the targets and sources of the copy after the all-gather.
+        gather_comm: the user's collective in place of the engine's all-gather; ``custom_gathered`` is what it
+            writes to.
+        max_inputs: how many inputs of reduce-scatters may be in flight.
+        force_sum: whether the user has asked for sums instead of averages; the engine always sums.
+        stand_ins: tensors that forward sees instead of the unsharded parameters, one for each; an option
+            sets them. None as soon as the parameters are made anew or others of them are trained.
+        made: returns what to call after the unsharded parameters were made anew.
         keep_storage: whether the unsharded parameters keep their memory while the unit is sharded.
     """
 
     stand_ins: Sequence[torch.Tensor] | None = None
-    joinable = (
-        True  # whether one all-gather may carry it together with others; see ``joint_gather``
-    )
-    packs_all = False  # whether no parameter travels in place
+    joinable = True  # whether one all-gather may carry it together with other buckets
+    packs_all = False  # whether no parameter may be zero-copy
     gathers_copy = False  # whether it gathers from a copy of its shards, see ``renew``
     made: Callable[[], Callable[[], None] | None] | None = None
-    # What there is one of for each dtype that the bucket computes in; see ``eval_precision``.
+    # What there is one of for each dtype that the bucket computes in; see ``options/precision``.
     by_precision: tuple[str, ...] = (
         "policy",
         "compute_dtype",
@@ -535,16 +544,14 @@ class Bucket:
             self.gather_group = self.shard_group
 
 
-# Which parameters of a bucket travel in place, and what a collective then sends and receives.
+# Which parameters are zero-copy, and which tensors a collective then sends and receives.
 #
-# A parameter that is cut evenly along dim 0 lies in its unsharded region rank by rank, as an all-
-# gather writes and a reduce-scatter reads. So it can be gathered into its place, and its gradient
-# be reduced from where autograd has put it: no copy, and no buffer beside. Each such tensor is a
-# member more of the bucket's call, which costs time of its own, so small parameters are packed.
+# Each zero-copy parameter is one tensor more in the bucket's collective call, which costs time of
+# its own. So small parameters are packed together instead, which costs a copy.
 
 
 def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
-    """In the order of a bucket: in place, packed, and last those whose gradient is partial over tp.
+    """In the order of a bucket: zero-copy, packed, and last those whose gradient is partial over tp.
 
     The sum of partial gradients over tp is then one collective on the buffer's tail. Among each, those that
     the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order modules have.
@@ -552,7 +559,8 @@ def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedP
 
     def place(param: ShardedParam) -> tuple[object, ...]:
         large = _is_large(param, device_type)
-        # Turned round among the packed ones, so that the last in place and the first packed may be alike.
+        # In reverse order among the packed ones: the last zero-copy one and the first packed one are then
+        # cut by the same axes, if any two are.
         cut = [is_cut == large for is_cut in _cut_by(param)]
         return *_is_last(param), not large, cut
 
@@ -574,9 +582,9 @@ def _is_last(param: ShardedParam) -> tuple[bool, bool]:
 
 
 def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
-    """How many of ``params``, which are in the order of a bucket, travel in place."""
+    """How many of ``params``, which are in the order of a bucket, are zero-copy."""
     count = sum(_is_large(p, device_type) for p in params)
-    # A lone one is no member more.
+    # A lone parameter costs no further tensor in the call.
     return 1 if len(params) == 1 and _is_possible(params[0]) else count
 
 
@@ -608,7 +616,7 @@ def packs_as_chunks(param: ShardedParam) -> bool:
 
 
 def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """A bucket's buffer as members of a call: of each parameter in place, and the rest if there is one."""
+    """A bucket's buffer as tensors of a collective: one for each zero-copy parameter, one for the others."""
     return [flat] if len(sizes) == 1 else list(flat.split(sizes))
 
 

@@ -65,14 +65,17 @@ class Messages:
             raise failed
 
 
-def is_worthwhile(part: torch.Tensor, group: ProcessGroup) -> bool:
-    """Whether ``part`` goes over gloo and is large."""
+def gathers_p2p(part: torch.Tensor, group: ProcessGroup) -> bool:
+    """Whether gathering ``part`` by point-to-point messages is faster than gloo's all-gather: it is large."""
     large = part.is_cpu and part.numel() * part.element_size() >= LEAST_BYTES
     return large and backend_name(group, "cpu") == "gloo"
 
 
-def gather_from_peers(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Messages:
-    """(S,) of every rank -> (n * S,) on every rank, in rank order. Recorded as one all-gather."""
+def p2p_all_gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Messages:
+    """All-gathers ``part``, (S,), into ``output``, (n * S,), in rank order, by point-to-point messages.
+
+    The recorder counts it as one all-gather.
+    """
     n, rank = group.size(), group.rank()
     rows = output.view(n, -1).unbind()
     # Each rank begins with the next one, so that not all send to the same.
@@ -157,10 +160,16 @@ def all_gather(
     unit: str,
     comm: Any = None,
 ) -> Any:
-    """(S,) of every rank -> (n * S,) on every rank, in rank order; by ``comm`` if it is given.
+    """All-gathers ``part``, (S,), of every rank into ``output``, (n * S,), in rank order; asynchronous.
 
     Args:
-        output, part: or those of several members.
+        output, part: one tensor each, or a list of several that one call carries.
+        group: n ranks.
+        unit: the unit that it is for, for the record.
+        comm: a collective of the user's to use instead; see ``set_custom_all_gather``.
+
+    Returns:
+        What to wait for, with a method ``wait``; or None.
     """
     outputs = [output] if isinstance(output, torch.Tensor) else output
     parts = [part] if isinstance(part, torch.Tensor) else part
@@ -181,8 +190,8 @@ def all_gather(
 
 
 def _gather_one(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Any:
-    if is_worthwhile(part, group):
-        return gather_from_peers(output, part, group)
+    if gathers_p2p(part, group):
+        return p2p_all_gather(output, part, group)
     return all_gather_single(output, part, group=group, async_op=True)
 
 

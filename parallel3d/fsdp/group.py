@@ -86,7 +86,7 @@ class Retain(Enum):
 
 
 class Event(Enum):
-    """What happens to a group."""
+    """What changes a group's state; see ``TRANSITIONS``."""
 
     ISSUE = auto()  # its all-gathers are issued
     FINISH = auto()  # what they have brought is ready for use
@@ -309,7 +309,11 @@ class ParamGroup:
             self.refresh()
 
     def adopt_replaced(self) -> None:
-        """Takes back Parameters that were put into the modules by other ways than assignment."""
+        """Takes the values of Parameters that were put into the modules unnoticed; puts the units' own back.
+
+        Assignment is noticed at once (``members.watch_assignments``); this finds what was written into
+        ``module._parameters`` directly.
+        """
         assert not self.is_registered
         getters, names, found = self.found
         if all(map(is_, map(call, getters, names), found)):

@@ -264,10 +264,16 @@ class ShardedParam:
     # -- views of the bucket's buffers -------------------------------------------------------------
 
     def local_view(self, slot: torch.Tensor) -> torch.Tensor:
-        """This rank's real rows in its slot of a sharded buffer, (slot_numel,) -> local_shape.
+        """A view of this rank's rows in its segment of a sharded buffer, without padding.
 
-        Uneven chunks of a dim behind the first lie with that dim outermost: what pads them is behind the
-        rows then, not between. Fused optimizers take a parameter's memory to be in one piece.
+        Uneven chunks of a dim other than the first are stored with that dim outermost. The padding is then
+        behind the rows and not between them: fused optimizers expect a parameter's memory in one piece.
+
+        Args:
+            slot: (slot_numel,).
+
+        Returns:
+            Of shape ``local_shape``.
         """
         if self.padded_inside:
             assert self.dim is not None
@@ -276,7 +282,7 @@ class ShardedParam:
         return self._trim(self.shaped(slot, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
-        """The unsharded parameter in its region, (parts * slot_numel,) -> compute_shape."""
+        """A view, of ``compute_shape``, of the unsharded parameter in ``region``, (num_shards * slot_numel,)."""
         return self._trim(self.shaped(region, self.region_shape), self.compute_shape)
 
     def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:
@@ -313,11 +319,11 @@ class ShardedParam:
         return pairs
 
     def by_rank(self, region: torch.Tensor) -> torch.Tensor:
-        """The same region with a first dim of ``parts``: entry i is what shard rank i holds."""
+        """A view of ``region`` with a first dim of ``num_shards``: entry i is what shard rank i holds."""
         return self._split(self.shaped(region, self.region_shape))
 
     def slots_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
-        """(parts, slot_numel) columns of a gathered buffer, shaped as ``by_rank`` shapes a region."""
+        """A view of ``columns``, (num_shards, slot_numel) of a gathered buffer, shaped as by ``by_rank``."""
         if self.even and self.dim in (None, 0):
             return columns
         if not self.even:

@@ -403,7 +403,7 @@ class ParamAxes:
         return packing.length_on(rank)
 
     def joined(self, axis: int, dim: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the ranks along ``axis`` hold, in their order -> what it was before the cut of ``dim``."""
+        """Puts ``parts``, which the ranks along ``axis`` hold, in rank order, together along ``dim``."""
         packing = self.packing(axis)
         return torch.cat(list(parts), dim=dim) if packing is None else packing.join(parts)
 

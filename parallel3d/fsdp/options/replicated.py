@@ -193,7 +193,7 @@ def plan_reductions(buckets: Iterable[Bucket]) -> list[CoalescedAllReduce]:
 
 
 class CoalescedAllReduce:
-    """See above. Shapes: S, the slots of all parameters of all buckets.
+    """Gradients of several buckets, reduced by one all-reduce. S: the elements of all their parameters.
 
     Attributes:
         arrived: (S,), the gradients that have arrived in this backward; None before the first.

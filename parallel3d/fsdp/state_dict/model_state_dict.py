@@ -150,7 +150,7 @@ def check_mapping(state_dict: object) -> None:
 
 
 def check_broadcast(settings: StateDictSettings) -> None:
-    """Raises unless whole values are to be loaded."""
+    """Raises Parallel3dError if the first rank's values can't be the others': it is no full state dict."""
     if settings.state_dict_type is not _FULL:
         raise Parallel3dError(
             f"broadcast_from_rank0=True with {settings.state_dict_type.name}: the first rank's values are no "
