@@ -1,7 +1,9 @@
 """The house keeps its shape: layers, no circles, files of the engine, what one step runs."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import house
 import pytest
@@ -43,6 +45,13 @@ def test_others_see_the_engine_through_inspect(edges: dict[str, dict[str, int]])
     assert house.reaches_inside(edges) == []
     wrong = {"optim.local": {"fsdp.unit": 9, "fsdp.inspect": 10, "fsdp": 11}}
     assert house.reaches_inside(wrong) == ["optim.local:9 imports fsdp.unit"]
+
+
+def test_tests_ask_inspect() -> None:
+    """But for those whose subject is an internal."""
+    inside = re.compile(r"from parallel3d\.fsdp\.(?!inspect\b)[a-z_.]+ import")
+    tests = Path(__file__).parent.rglob("*.py")
+    assert len([path for path in tests if inside.search(path.read_text())]) <= 32
 
 
 def test_sizes() -> None:

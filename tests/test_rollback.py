@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.inspect import Bucket
 from parallel3d.testing import fake_world
 from parallel3d.tp import Rowwise
 

@@ -3,8 +3,8 @@
 Other packages import of ``fsdp`` its public names, the pure ``layout`` and ``schedule``, and this file; a
 test sees to it. What is not here may change without a word.
 
-- Which unit a module belongs to: ``unit_of``, ``units_of``, ``class_name``; the parameters that an
-  optimizer knows: ``parameters_at_rest``; of a Parameter, what the engine has made of it: ``owner_of``.
+- Which unit a module belongs to: ``unit_of``, ``get_unit``, ``units_of``, ``class_name``; the parameters that
+  an optimizer knows: ``parameters_at_rest``; of a Parameter, what the engine has made of it: ``owner_of``.
 - A unit's memory: ``Bucket`` (``flat``: this rank's shards, one buffer) and, for parameters with a way of
   their own to be gathered, ``ExtensionBucket``.
 - Gradients: whether neighbours are views of one buffer (``flat_gradient``, ``flat_gradients_of``), and
@@ -21,7 +21,14 @@ from parallel3d.fsdp.api import check_policy, strategy_options
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import refuse_unfinalized
 from parallel3d.fsdp.gradients import flat_gradient, flat_gradients_of, waits_for_reduction
-from parallel3d.fsdp.members import check_param, class_name, parameters_at_rest, unit_of, units_of
+from parallel3d.fsdp.members import (
+    check_param,
+    class_name,
+    get_unit,
+    parameters_at_rest,
+    unit_of,
+    units_of,
+)
 from parallel3d.fsdp.options.checks import StepGuard, guard_of
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket
 from parallel3d.fsdp.param import ShardedParam, owner_of
@@ -44,6 +51,7 @@ __all__ = [
     "data_axes",
     "flat_gradient",
     "flat_gradients_of",
+    "get_unit",
     "guard_of",
     "named_params",
     "owner_of",

@@ -282,7 +282,7 @@ class ShardedParam:
         return self._trim(self.shaped(slot, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
-        """A view, of ``compute_shape``, of the unsharded parameter in ``region``, (num_shards * slot_numel,)."""
+        """The unsharded parameter in ``region``, (num_shards * slot_numel,): a view of ``compute_shape``."""
         return self._trim(self.shaped(region, self.region_shape), self.compute_shape)
 
     def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d import MeshError
-from parallel3d.fsdp.placement import checked_mesh, data_axes
+from parallel3d.fsdp.inspect import data_axes
+from parallel3d.fsdp.placement import checked_mesh
 from parallel3d.testing import fake_world
 
 GOOD = {

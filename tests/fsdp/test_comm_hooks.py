@@ -23,7 +23,7 @@ from parallel3d.fsdp import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.fsdp.options.comm_hooks import HookedReduce
 from parallel3d.testing import (
     assert_parity,

@@ -13,7 +13,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
 from parallel3d.fsdp import module as module_file
-from parallel3d.fsdp.members import get_unit, units_of
+from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.reduction import SUMS
 from parallel3d.testing import fake_world, local_world

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 parity = pytest.mark.parity

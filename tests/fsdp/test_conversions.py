@@ -14,7 +14,7 @@ from parallel3d import (
     parallelize,
 )
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 

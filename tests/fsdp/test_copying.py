@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import get_unit, unit_of
+from parallel3d.fsdp.inspect import get_unit, unit_of
 from parallel3d.testing import local_world
 
 parity = pytest.mark.parity

@@ -9,7 +9,7 @@ from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout, build_mesh, fully_shard, optim
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world
 
 

@@ -10,7 +10,7 @@ from _support.fsdp.wrapped import at_rest, held_bytes
 from torch import nn
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, StateError, build_mesh, parallelize
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

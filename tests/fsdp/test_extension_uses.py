@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.groups import all_gather_single
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
-from parallel3d.fsdp.members import unit_of
-from parallel3d.fsdp.options.gather_extension import ExtensionBucket
+from parallel3d.fsdp.inspect import ExtensionBucket, unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world, record_collectives
 
 

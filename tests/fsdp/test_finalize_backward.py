@@ -14,7 +14,7 @@ from torch.distributed import fsdp as torch_fsdp
 from parallel3d import MeshLayout, Parallel3dError, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import GradientReductionHandle, share_comm_ctx
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.optim import GradScaler, clip_grad_norm_, step_in_backward
 from parallel3d.testing import fake_world, local_world, record_collectives
 

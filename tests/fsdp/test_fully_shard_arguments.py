@@ -21,8 +21,8 @@ from parallel3d.fsdp import (
     ShardPlacementResult,
     fully_shard,
 )
-from parallel3d.fsdp.members import check_reshard, unit_of
-from parallel3d.fsdp.placement import data_axes
+from parallel3d.fsdp.inspect import data_axes, unit_of
+from parallel3d.fsdp.members import check_reshard
 from parallel3d.testing import fake_world
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import (
     LocalWorld,

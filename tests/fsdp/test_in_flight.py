@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d.errors import StateError
-from parallel3d.fsdp.members import get_unit, units_of
+from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import local_world
 

@@ -14,7 +14,7 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.groups import all_gather_single
 from parallel3d.fsdp import bucket, fully_shard
 from parallel3d.fsdp.comm import CpuComm
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 ALL, SOME, NONE = 0, 300, 2**20

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d import MeshLayout, build_mesh, fsdp
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.testing import local_world
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))

@@ -7,7 +7,7 @@ from _support.models import Block
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import local_world, record_collectives
 
 

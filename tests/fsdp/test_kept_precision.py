@@ -15,7 +15,7 @@ from parallel3d import (
     build_mesh,
     parallelize,
 )
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options.offload import CopyHome
 from parallel3d.fsdp.reduction import Reduction
 from parallel3d.testing import fake_world, local_world

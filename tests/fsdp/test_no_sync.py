@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 

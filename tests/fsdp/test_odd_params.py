@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world
 
 LAYOUT = MeshLayout(2, 2, 1)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 DATA = MeshLayout(2, 2, 1)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import bucket as bucket_module
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options import offload
 from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world, local_world

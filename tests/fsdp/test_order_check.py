@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import check_execution_order, fully_shard
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import unit_of
-from parallel3d.fsdp.param import owner_of
+from parallel3d.fsdp.inspect import owner_of, unit_of
 from parallel3d.testing import fake_world
 
 

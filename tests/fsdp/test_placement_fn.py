@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
 from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives, shards_of
 
 

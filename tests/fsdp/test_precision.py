@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel3d import MeshLayout
 from parallel3d._torch.autograd import follows_grad_dtype
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.optim import accumulate
 from parallel3d.testing import local_world, record_collectives
 

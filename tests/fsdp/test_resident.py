@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 WIDTH = 6

@@ -8,7 +8,7 @@ from test_resident import WIDTH, Model, batch, check, plain, wrapped
 from torch import nn
 
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world
 
 

@@ -6,7 +6,7 @@ from test_resident import USES, WIDTH, Model, batch, check, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world
 
 

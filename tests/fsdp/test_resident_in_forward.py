@@ -9,7 +9,7 @@ from test_resident import WIDTH, Model, batch, check
 from test_resident_hooks import pair
 
 from parallel3d.fsdp import FSDPModule
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world
 
 

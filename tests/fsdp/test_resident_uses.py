@@ -11,7 +11,7 @@ from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options import replicated
 from parallel3d.fsdp.options.replicated import replicated_units
 from parallel3d.optim import clip_grad_norm_

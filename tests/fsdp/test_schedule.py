@@ -15,8 +15,7 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import BackwardPrefetch
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.members import get_unit, unit_of
+from parallel3d.fsdp.inspect import Bucket, get_unit, unit_of
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 parity = pytest.mark.parity

@@ -7,7 +7,7 @@ from _support.models import Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import get_unit, units_of
+from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.testing import fake_world
 
 parity = pytest.mark.parity

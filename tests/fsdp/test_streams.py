@@ -9,7 +9,7 @@ from _support.models import Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import bucket, collectives, reduction
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 

@@ -11,7 +11,7 @@ from torch.distributed import fsdp as torch_fsdp
 from parallel3d import MeshLayout, Parallel3dError, build_mesh
 from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.testing import fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 from parallel3d import MeshLayout, StateError, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world, shards_of
 
 

@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.group import ShardedState
-from parallel3d.fsdp.members import get_unit, unit_of
+from parallel3d.fsdp.inspect import get_unit, unit_of
 from parallel3d.testing import local_world, record_collectives
 
 parity = pytest.mark.parity

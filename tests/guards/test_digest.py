@@ -13,7 +13,7 @@ from torch import distributed as dist
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshError, MeshLayout, build_mesh
 from parallel3d._torch.groups import all_groups, set_group_timeout
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options.checks import RanksAgree
 from parallel3d.mesh import build as building
 from parallel3d.testing import fake_world, record_collectives

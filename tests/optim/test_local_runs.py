@@ -11,8 +11,7 @@ from torch import nn, optim
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.gradients import flat_gradient
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import flat_gradient, units_of
 from parallel3d.optim import local
 from parallel3d.testing import fake_world, local_world
 

@@ -28,7 +28,7 @@ from parallel3d import (
 )
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.optim.local import LocalState
 from parallel3d.testing import fake_world, record_collectives
 

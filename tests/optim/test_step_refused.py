@@ -19,7 +19,7 @@ from parallel3d import (
     optim,
 )
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import get_unit
+from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world
 
 

@@ -7,7 +7,7 @@ from _support.planner.state_models import Case, Net, random_case, spec_of
 
 from parallel3d import build_mesh, optim, parallelize
 from parallel3d.fsdp import bucket
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.planner.memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
 

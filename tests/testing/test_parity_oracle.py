@@ -8,7 +8,7 @@ from _support.models import LM_PLAN, Lm, lm_loss, tokens
 
 from parallel3d import MeshLayout
 from parallel3d.fsdp import reduction
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.inspect import Bucket
 from parallel3d.testing import assert_parity
 from parallel3d.tp import Replicated
 

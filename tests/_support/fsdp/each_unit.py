@@ -1,6 +1,6 @@
 """The units of a model of layers, and what they consist of."""
 
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 
 
 def units(model):

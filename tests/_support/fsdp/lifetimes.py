@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import inner_tensors
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 
 __all__ = ["NewStorages", "References", "collector_off", "references"]
 

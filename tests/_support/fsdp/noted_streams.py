@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from parallel3d.fsdp import bucket, comm, reduction
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.inspect import Bucket
 from parallel3d.fsdp.options import hfsdp, offload
 
 __all__ = ["Device", "Event", "Stream", "find", "happens_before", "note"]

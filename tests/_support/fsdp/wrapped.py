@@ -10,7 +10,7 @@ from _support.models import Lm
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.members import unit_of
+from parallel3d.fsdp.inspect import unit_of
 
 
 def shard_blocks(model: nn.Module, mesh, **options) -> nn.Module:

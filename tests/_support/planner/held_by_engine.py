@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d.fsdp import comm, reduction
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.fsdp.options import replicated
 from parallel3d.fsdp.options.replicated import CoalescedAllReduce
 
