@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
 
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "spmd", "param", "collectives"},
-    {"bucket", "gradients", "reduction", "comm", "versions", "outputs"},
+    {"bucket", "gradients", "reduction", "comm", "versions"},
     {"group", "members"},
     {"unit", "context"},
     {"options"},

@@ -25,8 +25,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
-from parallel3d.fsdp.members import Members, class_name, unit_around
-from parallel3d.fsdp.outputs import tensors_of
+from parallel3d.fsdp.members import Members, class_name, tensors_of, unit_around
 from parallel3d.fsdp.schedule import PrefetchSettings
 from parallel3d.fsdp.versions import watch_backwards
 
