@@ -1,8 +1,8 @@
-"""check_execution_order: which unit ranks are at, compared before anything is communicated for it.
+"""Checks of units: the execution order on all ranks, models compared once, parameters updated in backward.
 
 Collectives are matched by their order alone. A rank that runs its units in another order than the rest
-gathers other parameters than it thinks, or waits for ever. With the check on, ranks tell each other where
-they are, through the c10d store: it works although their collectives do not match any more.
+gathers other parameters than it thinks, or waits for ever. With ``check_execution_order`` ranks tell each
+other where they are, through the c10d store: that works although their collectives do not match any more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Full precision in eval: a bucket computes in one of two dtypes, and keeps what belongs to the other aside.
+"""Mixed precision's options: full precision in eval mode, modules that keep their precision, cast buffers.
 
-Only a bucket that has been in both has buffers and unsharded parameters for both; those that are not in use
-have no storage.
+With ``full_precision_in_eval`` a bucket computes in one of two dtypes. Once it has been in both, it has
+buffers and unsharded parameters for both; those that it does not use have no storage.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ class FollowMode(Observer):
         own = self._calls[call]
         if own is not call.unit.group.own_dtype:
             go_back_to(call.unit, call, own, context)
-
-
-def follows_mode(unit: Unit) -> bool:
-    """Whether the unit computes in its parameters' own dtype in eval mode."""
-    return any(isinstance(each, FollowMode) for each in unit.observers)
 
 
 def set_up_precision(unit: Unit) -> None:
