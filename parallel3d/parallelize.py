@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dis
+import ast
 import functools
+import inspect
 import itertools
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,9 +147,9 @@ def parallelize(
             shard(embedding, reshard_after_forward=True)
             # Its backward doesn't read the table.
             embedding.set_unshard_in_backward(False)  # type: ignore[operator]
-        if found.tail:
+        if found.final_norm_and_head:
             # Its backward comes right after its forward: freeing it would only gather it again.
-            shard([module for _, module in found.tail], reshard_after_forward=False)
+            shard([module for _, module in found.final_norm_and_head], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
         if check_same_batch:
             check_first_batch(model, mesh)
@@ -413,7 +415,10 @@ def _settings(
         f"{first.setdefault(p, n)} {n} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
         for n, p in model.named_parameters(remove_duplicate=False)
     )
-    named = [[name for name, _ in kind] for kind in (units.blocks, units.embeddings, units.tail)]
+    named = [
+        [name for name, _ in kind]
+        for kind in (units.blocks, units.embeddings, units.final_norm_and_head)
+    ]
     return {
         "mesh": f"{mesh.mesh_dim_names} {tuple(mesh.shape)}",
         "tp_plan": plan.fingerprint() if plan is not None else "none",
@@ -444,12 +449,12 @@ class Units:
     Attributes:
         blocks: (name, module) of the repeated blocks, in order.
         embeddings: (name, module) of token tables of their own, looked up before the blocks.
-        tail: (name, module) of what comes after the blocks (final norm and head), one unit together.
+        final_norm_and_head: (name, module) of what comes after the blocks; one unit together.
     """
 
     blocks: list[tuple[str, nn.Module]]
     embeddings: list[tuple[str, nn.Module]]
-    tail: list[tuple[str, nn.Module]]
+    final_norm_and_head: list[tuple[str, nn.Module]]
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
@@ -470,7 +475,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     shared = _modules_with_shared_params(model)
     read = _weights_read_in_code(model)
     embeddings: list[tuple[str, nn.Module]] = []
-    tail: list[tuple[str, nn.Module]] = []
+    final: list[tuple[str, nn.Module]] = []
     past_blocks = False
     for name, module in model.named_modules():
         if id(module) in inside:
@@ -483,10 +488,10 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
         if any(True for _ in module.children()):
             continue  # parameters beside submodules: the root's
         if past_blocks:
-            tail.append((name, module))
+            final.append((name, module))
         elif _is_plain_embedding(module):
             embeddings.append((name, module))
-    return Units(blocks, embeddings, tail)
+    return Units(blocks, embeddings, final)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -510,13 +515,18 @@ def _weights_read_in_code(model: nn.Module) -> set[str]:
             code = getattr(method, "__code__", None)
             if code is None or "weight" not in code.co_names or name.startswith(_SETTING_UP):
                 continue
-            steps = [(i.opname, i.argval) for i in dis.get_instructions(code)]
-            found.update(
-                owner[1]
-                for owner, read in itertools.pairwise(steps)
-                if owner[0] == read[0] == "LOAD_ATTR" and read[1] == "weight"
-            )
+            for node in ast.walk(_parsed(method)):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                    found |= {node.value.attr} if node.attr == "weight" else set()
     return found
+
+
+def _parsed(method: Callable[..., Any]) -> ast.AST:
+    """The source of ``method``; nothing where there is none, as of what was typed into an interpreter."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module(body=[], type_ignores=[])
 
 
 def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -34,7 +34,7 @@ class ReadsWeights(nn.Module):
 def test_modules_whose_weight_is_read_directly_stay_with_the_root() -> None:
     found = find_units(ReadsWeights())
     assert [name for name, _ in found.embeddings] == ["tokens"]
-    assert [name for name, _ in found.tail] == ["norm"]
+    assert [name for name, _ in found.final_norm_and_head] == ["norm"]
 
 
 def test_a_model_that_reads_weights_directly_trains_as_the_plain_one() -> None:
@@ -78,7 +78,7 @@ def test_blocks_of_a_module_dict() -> None:
 
     found = find_units(model())
     assert [name for name, _ in found.blocks] == ["layers.0", "layers.1", "layers.2"]
-    assert [name for name, _ in found.tail] == ["norm"]
+    assert [name for name, _ in found.final_norm_and_head] == ["norm"]
     linears = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(4)})
     assert len(blocks(Holds(layers=linears))) == 4
     assert_parity(model, lambda i: torch.ones(2, 6) * (i + 1), MeshLayout(1, 2, 1), fp32=False)

@@ -84,7 +84,7 @@ class GradientSlots:
         self.unsharded_accumulated: HeldSum | None = None
         self.partial_reduce_output: HeldSum | None = None
         self.arrived: set[int] = set()
-        self.over_tp: set[int] = set()  # of these, those whose sum is a part over tp
+        self.tp_partial: set[int] = set()  # of these, those whose sum is a part over tp
         self.input: ReduceInput | None = None
         # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
         self.in_flight: weakref.ref[Any] | None = None
@@ -108,7 +108,7 @@ class GradientSlots:
             if self.input is None:
                 self.input = self._new_input()
             first = index not in self.arrived
-            if part or index in self.over_tp:
+            if part or index in self.tp_partial:
                 grad = self._as_part(index, grad, part=part, first=first)
             if first:
                 self.input.take(index, grad)
@@ -119,8 +119,8 @@ class GradientSlots:
     def _as_part(self, index: int, grad: torch.Tensor, *, part: bool, first: bool) -> torch.Tensor:
         """``grad`` as a summand of parts over tp; see ``tp_sums``."""
         n = self.bucket.params[index].tp_size
-        if index not in self.over_tp:
-            self.over_tp.add(index)
+        if index not in self.tp_partial:
+            self.tp_partial.add(index)
             if not first:
                 assert self.input is not None
                 self.input.view(index).div_(n)
@@ -129,7 +129,7 @@ class GradientSlots:
     def _new_input(self) -> ReduceInput:
         bucket = self.bucket
         if bucket.reduce_unused:  # others may have a part where this rank has nothing
-            self.over_tp.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
+            self.tp_partial.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
         return ReduceInput(bucket)
 
     def carry_over(self, old: GradientSlots) -> None:
@@ -137,7 +137,7 @@ class GradientSlots:
         self.in_flight = old.in_flight
         if old.unsharded_accumulated is not None:
             new = self._new_whole()
-            for index in old.unsharded_accumulated.over_tp:
+            for index in old.unsharded_accumulated.tp_partial:
                 new.becomes_part(index, self.bucket.params[index])
             self.unsharded_accumulated = self._continued(
                 old.unsharded_accumulated, new, over_shard=True
@@ -149,7 +149,7 @@ class GradientSlots:
 
     def forget(self) -> None:
         """Drops what a backward has brought."""
-        self.arrived, self.over_tp = set(), set()
+        self.arrived, self.tp_partial = set(), set()
         self.input, self.in_flight = None, None
 
     # -- reduction ---------------------------------------------------------------------------------
@@ -194,9 +194,9 @@ class GradientSlots:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
         before, scale, rest = self._divisors()
         inputs = self.input.finish(before)
-        over_tp = frozenset(self.over_tp)
+        tp_partial = frozenset(self.tp_partial)
         final = all_reduce or not bucket.over_replicate
-        job = Reduction(bucket, inputs, sorted(used), scale, final, earlier, over_tp, rest)
+        job = Reduction(bucket, inputs, sorted(used), scale, final, earlier, tp_partial, rest)
         job.stages = stages_of(job, bucket.over_replicate, bucket.on_result, bucket.to_rest)
         self.forget()
         self.unsharded_accumulated = None
@@ -217,10 +217,10 @@ class GradientSlots:
 
     def _add_to_input(self, given: ReduceInput, whole: HeldSum) -> None:
         bucket = self.bucket
-        for index in self.over_tp ^ whole.over_tp:  # only one of the two is a part
-            total = given.view(index) if index in whole.over_tp else whole.parts[index]
+        for index in self.tp_partial ^ whole.tp_partial:  # only one of the two is a part
+            total = given.view(index) if index in whole.tp_partial else whole.parts[index]
             total.div_(bucket.params[index].tp_size)
-        self.over_tp |= whole.over_tp
+        self.tp_partial |= whole.tp_partial
         for index, part in enumerate(whole.parts):
             given.add_by_rank(index, part.to(bucket.device))
 
@@ -310,7 +310,7 @@ class GradientSlots:
             self.unsharded_accumulated = self._new_whole()
         whole, param = self.unsharded_accumulated, bucket.params[index]
         before = whole.place(index, param.sharded)
-        if part != (index in whole.over_tp):
+        if part != (index in whole.tp_partial):
             if part:
                 whole.becomes_part(index, param)
             else:
@@ -355,7 +355,7 @@ class GradientSlots:
             if not isinstance(grad, DTensor):
                 continue  # cleared
             unreduced = param.unreduced_spec(
-                grad.dtype, over_shard=over_shard, over_tp=index in old.over_tp
+                grad.dtype, over_shard=over_shard, tp_partial=index in old.tp_partial
             )
             if grad.placements == unreduced.placements:
                 get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
@@ -388,7 +388,7 @@ class GradientSlots:
             factor = bucket.num_shards if bucket.reducer.averages else bucket.divisor
             self.partial_reduce_output.drop(index)
         self.unsharded_accumulated.folded.add(index)
-        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.over_tp:
+        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.tp_partial:
             factor /= param.tp_size  # it has been summed over tp, and will be again
         slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
         param.local_view(slot).copy_(local.mul_(factor))
@@ -456,7 +456,7 @@ class HeldSum:
         marks: DTensors of the same memory, what ``.grad`` is.
         placed: indices whose mark was put into ``.grad``.
         folded: of these, those whose sum holds a reduced gradient, which was there before.
-        over_tp: indices whose sum is a part that other tp ranks have the rest of, as autograd brought it.
+        tp_partial: indices whose sum is a part that other tp ranks have the rest of, as autograd brought it.
     """
 
     def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor], marks: list) -> None:
@@ -465,14 +465,14 @@ class HeldSum:
         self.marks = marks
         self.placed: set[int] = set()
         self.folded: set[int] = set()
-        self.over_tp: set[int] = set()
+        self.tp_partial: set[int] = set()
 
     def becomes_part(self, index: int, param: ShardedParam) -> None:
         """From now on the sum of part ``index`` is partial over tp too; its mark says so."""
-        self.over_tp.add(index)
+        self.tp_partial.add(index)
         self.parts[index].div_(param.tp_size)
         old = self.marks[index]
-        spec = param.unreduced_spec(old.dtype, over_shard=True, over_tp=True)
+        spec = param.unreduced_spec(old.dtype, over_shard=True, tp_partial=True)
         self.marks[index] = make_dtensor(get_local_tensor(old), spec)
         if param.sharded.grad is old:
             set_grad(param.sharded, self.marks[index])

@@ -244,7 +244,7 @@ class ShardedParam:
         )
 
     def unreduced_spec(
-        self, dtype: torch.dtype, *, over_shard: bool, over_tp: bool = False
+        self, dtype: torch.dtype, *, over_shard: bool, tp_partial: bool = False
     ) -> DTensorSpec:
         """The description of a gradient not yet summed over replicate (and, if so said, shard, and tp)."""
         placements = list(self.spec.placements)
@@ -252,8 +252,8 @@ class ShardedParam:
             placements[axis] = Partial("avg" if over_shard else "sum")
         if self.axes.shard is not None and (over_shard or self.dim is None):
             placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
-        over_tp = over_tp or self.layout.tp_grad == "partial"
-        if over_shard and over_tp and self.tp_axis is not None:
+        tp_partial = tp_partial or self.layout.tp_grad == "partial"
+        if over_shard and tp_partial and self.tp_axis is not None:
             placements[self.tp_axis[1]] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 

@@ -101,8 +101,8 @@ class Reduction:
         scale: what the sum over shard is multiplied by.
         final: whether the result is the gradient, and not a sum that waits for its all-reduce.
         earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
-        over_tp: indices of the parameters whose gradients have turned out to be partial over tp, beside those
-            that always are.
+        tp_partial: indices of the parameters whose gradients have turned out to be partial over tp, beside
+            those that always are.
         rest: what the sum over replicate is multiplied by; the sum over shard if that one is put off.
         stages: what is still to be done.
         on_host: whether the result is a copy in the CPU's memory, which an accelerator makes.
@@ -114,7 +114,7 @@ class Reduction:
     scale: float = 1.0
     final: bool = True
     earlier: torch.Tensor | None = None
-    over_tp: Collection[int] = ()
+    tp_partial: Collection[int] = ()
     rest: float = 1.0
     stages: list[Stage] = field(default_factory=list)
     on_host: bool = False
@@ -183,7 +183,7 @@ class SumOverTp(Stage):
     lane = Lane.TP
 
     def finish(self, job: Reduction, work: Any) -> None:
-        sum_over_tp(job.bucket, job.tensor, job.over_tp)
+        sum_over_tp(job.bucket, job.tensor, job.tp_partial)
 
 
 class AddAccumulated(Stage):

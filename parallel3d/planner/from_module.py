@@ -480,7 +480,7 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 def _run(
     model: nn.Module, example: Any, seq_len: int | None, found: Units, params: MetaParams
 ) -> _Run:
-    members = [*found.embeddings, *found.blocks, *found.tail]
+    members = [*found.embeddings, *found.blocks, *found.final_norm_and_head]
     blocks = [name for name, _ in found.blocks]
     problem: Exception | None = None
     with _training(model):
@@ -602,7 +602,7 @@ class _Builder:
         found, run = self.found, self.run
         inside = {
             id(p)
-            for _, m in [*found.embeddings, *found.blocks, *found.tail]
+            for _, m in [*found.embeddings, *found.blocks, *found.final_norm_and_head]
             for p in m.parameters()
         }
         own = [p for p in self.model.parameters() if id(p) not in inside]
@@ -615,7 +615,8 @@ class _Builder:
         units += self._blocks()
         called = list(run.calls)
         tails = sorted(
-            found.tail, key=lambda each: called.index(each[0]) if each[0] in called else -1
+            found.final_norm_and_head,
+            key=lambda each: called.index(each[0]) if each[0] in called else -1,
         )
         tail = [self._unit(name, "tail", module) for name, module in tails]
         after = Unit("root", "tail", (), **self._work(run.root, ""))

@@ -102,7 +102,7 @@ class HybridGradients(GradientSlots):
         assert self.unsharded_accumulated is not None
         bucket, param, r = self.bucket, self.bucket.params[index], self.replicas
         factor = bucket.num_shards / r if bucket.reducer.averages else bucket.divisor
-        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.over_tp:
+        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.tp_partial:
             factor /= param.tp_size
         self.unsharded_accumulated.folded.add(index)
         first = bucket.axes.coordinate(bucket.axes.shard) * r

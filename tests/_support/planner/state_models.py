@@ -241,8 +241,8 @@ def spec_of(model: Net, case: Case) -> ModelSpec:
             units[-1] = replace(units[-1], count=units[-1].count + 1)
         else:
             units.append(made)
-    if found.tail:
-        units.append(Unit("tail", "tail", _parameters(found.tail, case, taken)))
+    if found.final_norm_and_head:
+        units.append(Unit("tail", "tail", _parameters(found.final_norm_and_head, case, taken)))
     rest = _parameters([("", model)], case, taken)
     if rest:
         units.insert(0, Unit("root", "root", rest))
