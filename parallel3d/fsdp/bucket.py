@@ -32,7 +32,11 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import Replicate
 
-from parallel3d._torch.autograd import follows_grad_dtype, grads_may_differ_in_dtype
+from parallel3d._torch.autograd import (
+    follows_grad_dtype,
+    grads_may_differ_in_dtype,
+    torch_function_off,
+)
 from parallel3d._torch.dtensor import local_tensor_of, unflatten_mesh
 from parallel3d._torch.kernels import foreach_copy_
 from parallel3d._util import dry_run
@@ -385,7 +389,8 @@ class Bucket:
 
     def count_trainable(self) -> int:
         """Lets the computing parameters follow ``requires_grad_`` on the sharded ones; how many have it."""
-        wanted = [param.sharded.requires_grad for param in self.params]
+        with torch_function_off():  # DTensor's takes longer than all the rest
+            wanted = [param.sharded.requires_grad for param in self.params]
         if wanted != [compute.requires_grad for compute in self.compute_params]:
             self.stand_ins = None  # it is of those that have one
             for compute, requires_grad in zip(self.compute_params, wanted, strict=True):

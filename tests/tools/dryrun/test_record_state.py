@@ -52,7 +52,7 @@ def test_random_models_and_layouts(seed, monkeypatch):
         spec_of(Net(case), case),
         case.layout,
         case.workload,
-        in_place_bytes=case.large,
+        zero_copy_bytes=case.large,
         streams=False,
     )
     assert state(run, counters=0) == (wanted.parameters, wanted.gradients, wanted.optimizer)
@@ -66,7 +66,7 @@ def planned(layers: int) -> tuple[int, int, int]:
     with torch.device("meta"):
         model: nn.Module = Llama(Training((16, 32, 8), size="70b", layers=layers).config)
     spec = spec_from_module(model, tp_plan=LLAMA_TP_PLAN, seq_len=32)
-    wanted = state_memory(spec, LAYOUT, WORKLOAD, in_place_bytes=bucket.CPU_BYTES, streams=False)
+    wanted = state_memory(spec, LAYOUT, WORKLOAD, zero_copy_bytes=bucket.CPU_BYTES, streams=False)
     return wanted.parameters, wanted.gradients, wanted.optimizer
 
 
