@@ -224,7 +224,7 @@ def fully_shard(
     Args:
         module: the unit. A list is one unit whose parameters are gathered when the first of its modules
             runs and freed when all have run. Modules inside others of the list are left out.
-        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name: see ``fsdp.placing.axes``.
+        mesh: axes ``replicate`` and / or ``shard``, and maybe ``tp``, by name: see ``data_axes``.
             With ``tp`` every parameter becomes a DTensor on the whole mesh. None: one axis over all ranks.
         reshard_after_forward: free parameters after forward and gather them again in backward. None:
             True except for the root, which evaluation frees too. False keeps them for the next evaluation,
@@ -239,14 +239,14 @@ def fully_shard(
             the CPU's memory.
         ignored_params: parameters to leave as they are: not moved, sharded or reduced.
         dp_mesh_dims: which axes of ``mesh`` are data axes, where parameters are DTensors on the whole of it;
-            forward sees them so. See ``fsdp.placing.spmd``.
+            forward sees them so. See ``fsdp/spmd.py``.
         shard_optimizer_over_replicate: HFSDP: on an HSDP mesh, shard what the optimizer sees over replicate x
             shard, and keep a copy in compute dtype that is sharded over shard, renewed once after each
             change of the weights, which all ranks must make. What goes through ``.data``, through the
             local tensors of ``state_dict()``, or through ``torch._foreach_`` functions outside of an
             optimizer, is not seen: call ``torch.autograd.graph.increment_version(parameters)`` after it.
             Parameters of which no dim divides by all data ranks stay as they are. See
-            ``fsdp.buckets.hybrid_bucket``.
+            ``fsdp/options/hfsdp.py``.
 
     Returns:
         ``module`` itself, its class extended by ``FSDPModule``.

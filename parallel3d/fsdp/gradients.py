@@ -1,7 +1,7 @@
 """GradientSlots: a bucket's gradients from their arrival in backward to the parameters' ``.grad``.
 
 Gradients come one by one, and go into the inputs of one reduce-scatter: those of parameters in place as they
-are, the others packed; see ``reduce_input``. What ``.grad`` of a sharded Parameter may hold at rest:
+are, the others packed; see ``ReduceInput``. What ``.grad`` of a sharded Parameter may hold at rest:
 
 - reduced: a DTensor placed as the Parameter. The gradient.
 - partial: ``Partial()`` on replicate: reduce-scattered, waiting for the all-reduce that
@@ -117,7 +117,7 @@ class GradientSlots:
         self.arrived.add(index)
 
     def _as_part(self, index: int, grad: torch.Tensor, *, part: bool, first: bool) -> torch.Tensor:
-        """``grad`` as a summand of parts over tp; see ``tp_sums``."""
+        """``grad`` as a summand of parts over tp; see ``reduction.SumOverTp``."""
         n = self.bucket.params[index].tp_size
         if index not in self.tp_partial:
             self.tp_partial.add(index)

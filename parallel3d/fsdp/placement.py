@@ -60,7 +60,7 @@ class DataAxes:
         replicate, shard, tp: positions of the axes in ``mesh``, or None where it has none. Where several
             axes replicate (``dp_mesh_dims``), the first of them stands for all.
         spmd: see ``Spmd``; None without ``dp_mesh_dims``.
-        over_replicate: whether the shards at rest are cut over replicate too; see ``hybrid_bucket``.
+        over_replicate: whether the shards at rest are cut over replicate too; see ``HybridBucket``.
     """
 
     mesh: DeviceMesh

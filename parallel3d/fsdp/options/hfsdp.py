@@ -8,7 +8,7 @@ shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is its
 
 Part ``s * R + r`` is that of the rank (r, s): the R parts of one shard rank are neighbours, so that both
 gathers, one after the other, bring all parts in order. ``set_requires_all_reduce(False)`` puts the second
-reduce-scatter off; see ``hybrid_grads``. Buffers beside a Bucket's: ``copy`` (R * S).
+reduce-scatter off; see ``HybridGradients``. Buffers beside a Bucket's: ``copy`` (R * S).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #
 # ``set_requires_all_reduce(False)`` puts off the second reduce-scatter: a rank then holds, of each
 # parameter, what an HSDP rank does, the R parts of its place on the shard axis. They arrive as R
-# rows of S (see ``hybrid_bucket``); ``.grad`` must be a DTensor, so they wait by parameter.
+# rows of S (see ``HybridBucket``); ``.grad`` must be a DTensor, so they wait by parameter.
 
 
 class HybridGradients(GradientSlots):
