@@ -1,4 +1,4 @@
-"""What the user changes between steps of a model whose units the root shows."""
+"""What the user changes between steps of a model whose units are replicated units."""
 
 from collections.abc import Callable
 

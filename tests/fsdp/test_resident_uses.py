@@ -1,4 +1,4 @@
-"""What users do with a model whose units the root shows; see ``test_resident``."""
+"""What users do with a model whose units are replicated units; see ``test_resident``."""
 
 import copy
 import weakref

@@ -350,10 +350,10 @@ def _label(ref: weakref.ref[Unit]) -> str:
 # arrives when all uses in its backward have contributed. The rest is checked here, and is an error
 # rather than a wrong number:
 #
-# - backwards inside a backward (reentrant checkpointing) bring gradients one region at a time; - a
-# graph that was made before an update computes with weights that are gone; - a unit that runs
-# again after its update (recomputation for a region that needs its values alone); - a loss that
-# uses the sharded Parameter itself, whose gradient comes apart from the unit's.
+# - a backward inside a backward (reentrant checkpointing) brings gradients one region at a time;
+# - a graph that was made before an update computes with weights that are gone;
+# - a unit runs again after its update (recomputation for a region that needs its values alone);
+# - a loss uses the sharded Parameter itself, whose gradient comes apart from the unit's.
 
 _NONE = -1  # what ``backward_id`` is outside a backward
 

@@ -49,7 +49,7 @@ def is_extended(tensor: torch.Tensor) -> bool:
 
 
 class Extension:
-    """See the module's docstring. n is the size of the shard axis.
+    """One parameter that torch's all-gather extension protocol gathers. n is the size of the shard axis.
 
     Attributes:
         param: the parameter's layouts.

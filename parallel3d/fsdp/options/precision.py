@@ -247,7 +247,7 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, _Place]] = weakref.WeakK
 
 
 class BufferCasts:
-    """See the module's docstring.
+    """Registers cast copies of a unit's buffers together with its unsharded parameters.
 
     Args:
         modules: the unit's, those of inner units left out.
