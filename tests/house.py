@@ -30,8 +30,8 @@ LAYERS: list[set[str]] = [
 
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "spmd", "param", "collectives"},
-    {"bucket", "gradients", "reduction", "comm", "versions"},
-    {"group", "members"},
+    {"bucket", "gradients", "reduction", "comm"},
+    {"group", "members", "explain"},
     {"unit", "context"},
     {"options"},
     {"fully_shard", "state_dict", "module", "interop", "copying", "inspect"},

@@ -1,8 +1,8 @@
 """Private names of autograd, hooks, the compiler and torch.func."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -20,30 +20,26 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     return torch.autograd._unsafe_preserve_version_counter(counted)
 
 
-def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Sets version counters: what autograd compares before it reads a tensor that it has saved."""
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+"""Sets the version counters of tensors: autograd compares them before it reads a tensor that it has saved."""
+set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
-def wrap_backward(around: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]) -> None:
-    """Lets every call of autograd's engine from Python go by ``around(run, args, kwargs)``.
+def wrap_backward(around: Callable[..., Any]) -> None:
+    """Routes every call of autograd's engine from Python through ``around(run, *args, **kwargs)``.
 
-    ``run(*args, **kwargs)`` is the call; its arguments are the outputs, their gradients, whether the graph is
-    kept and whether one is created, and the inputs.
+    ``run(*args, **kwargs)`` makes the call. Its arguments are the outputs, their gradients, whether the graph
+    is kept, whether one is created, and the inputs.
     """
     engine = torch.autograd.Variable._execution_engine
-    run = engine.run_backward
-
-    class Engine(type(engine)):  # type: ignore[misc]
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            return around(run, args, kwargs)
-
-    torch.autograd.Variable._execution_engine = Engine()
+    run_backward = staticmethod(partial(around, engine.run_backward))
+    kind = type("Engine", (type(engine),), {"run_backward": run_backward})
+    torch.autograd.Variable._execution_engine = kind()
 
 
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Runs ``callback`` once when the backward pass under way ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+queue_backward_callback: Callable[[Callable[[], None]], None]
+"""Runs a function once when the backward pass under way ends."""
+queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
@@ -61,9 +57,8 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def backward_id() -> int:
-    """The number of the backward that runs on this thread, one inside another having its own; -1: none."""
-    return torch._C._current_graph_task_id()
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward that runs on this thread; one inside another has its own. -1: none."""
 
 
 def backward_order(node: Any) -> int:
@@ -94,21 +89,6 @@ has_gradient_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate
 def has_tensor_hooks(param: torch.Tensor) -> bool:
     """Whether ``register_hook`` was called on ``param``."""
     return bool(param._backward_hooks)
-
-
-def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-    """``tensor.register_hook(hook)`` for a tensor with a node, without the handle (1 us, not 6)."""
-    node = (
-        tensor.grad_fn
-    )  # None where the node is of an inner level of torch.func: nothing calls the hook
-    if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
-        tensor.register_hook(hook)
-        return
-    tensor._backward_hooks = OrderedDict({_FIRST: hook})
-    node._register_hook_dict(tensor)
-
-
-_FIRST = -1  # a handle's id is none below 0
 
 
 _copies_outputs = not hasattr(torch_fsdp, "DataParallelMeshDims")  # 2.11
@@ -148,9 +128,8 @@ def no_frame_of_its_own(function: _FunctionT) -> _FunctionT:
     return function
 
 
-def functorch_is_active() -> bool:
-    """Whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
-    return torch._C._are_functorch_transforms_active()
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Returns whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
 
 
 def functorch_left() -> AbstractContextManager[Any]:
@@ -162,9 +141,10 @@ def functorch_left() -> AbstractContextManager[Any]:
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-def torch_function_off() -> AbstractContextManager[None]:
-    """Within it ``__torch_function__`` of subclasses is not called."""
-    return torch._C.DisableTorchFunctionSubclass()
+torch_function_off: Callable[[], AbstractContextManager[None]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
+"""A context within which ``__torch_function__`` of subclasses is not called."""
 
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.

@@ -76,8 +76,16 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     Of a description of our own, the subclass that it names. ``__init__`` does nothing, behind three frames
     that keep the compiler out.
     """
-    kind = DTensor if type(spec) is DTensorSpec else spec.tensor_class  # type: ignore[attr-defined]
-    return kind.__new__(kind, local, spec, requires_grad=False)
+    return new_dtensor(tensor_class(spec), local, spec, requires_grad=False)
+
+
+new_dtensor: Callable[..., DTensor] = DTensor.__new__
+"""``new_dtensor(tensor_class(spec), local, spec, requires_grad=False)`` is ``make_dtensor(local, spec)``."""
+
+
+def tensor_class(spec: DTensorSpec) -> type[DTensor]:
+    """The class of a DTensor with the description ``spec``: a description of our own names a subclass."""
+    return DTensor if type(spec) is DTensorSpec else spec.tensor_class  # type: ignore[attr-defined]
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -138,15 +138,6 @@ def _backends(group: ProcessGroup) -> list[Any]:
     return list(found.values())
 
 
-# Of gloo, the call with several members copies all of them into one buffer and out of it.
-_GROUPING_BACKENDS = ("nccl", "fake")
-
-
-def groups_members(group: ProcessGroup, device_type: str) -> bool:
-    """Whether the backend launches several all-gathers or reduce-scatters as one, each in its own memory."""
-    return backend_name(group, device_type) in _GROUPING_BACKENDS
-
-
 def all_gather_members(
     outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
 ) -> dist.Work:

@@ -1,22 +1,19 @@
 """Private operations that work on many tensors in one call."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from parallel3d._torch.dtensor import DTensorSpec
 
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+"""``foreach_copy_(targets, sources)`` copies each source into its target, casting, in few kernels."""
 
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into its target, casting, in few kernels."""
-    torch._foreach_copy_(targets, sources)
-
-
-def chunk_cat(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
-    """Cuts each tensor into as many chunks of dim 0, the last filled up with zeros: row i of ``out``
-    (chunks, numbers) becomes the i-th ones, one after another, cast."""
-    torch._chunk_cat(tensors, dim=0, num_chunks=chunks, out=out)
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+"""``chunk_cat(tensors, dim=0, num_chunks=n, out=out)`` cuts each tensor into n chunks along dim 0, the last
+padded with zeros; row i of ``out``, (n, elements), gets the i-th chunk of each, one after another, cast."""
 
 
 _read_local = attrgetter("_local_tensor")

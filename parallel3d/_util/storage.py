@@ -1,31 +1,8 @@
-"""Memory of tensors: buffers that stay while their storage comes and goes, and copies."""
+"""Memory of tensors: views with a storage of their own, and copies."""
 
 import torch
 
-from parallel3d._torch.simulated import LocalTensor, inner_tensors
-
-
-def release(tensor: torch.Tensor) -> None:
-    """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""
-    if type(tensor) is torch.Tensor:
-        tensor.untyped_storage().resize_(0)
-        return
-    for inner in inner_tensors(tensor):
-        inner.untyped_storage().resize_(0)
-
-
-def allocate(tensor: torch.Tensor) -> None:
-    """Gives a released ``tensor`` storage again, with undefined content; one that was kept stays."""
-    if type(tensor) is torch.Tensor:
-        _resize(tensor.untyped_storage(), tensor.nbytes)
-        return
-    for inner in inner_tensors(tensor):
-        _resize(inner.untyped_storage(), inner.numel() * inner.element_size())
-
-
-def _resize(storage: torch.UntypedStorage, size: int) -> None:
-    if storage.size() != size:  # torch takes other memory for the same size too
-        storage.resize_(size)
+from parallel3d._torch.simulated import LocalTensor
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -23,34 +23,45 @@ allocated and freed. The inputs of the reduce-scatter, laid out as the outputs o
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from operator import is_
+from itertools import chain, count
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from parallel3d._torch.autograd import (
     follows_grad_dtype,
     grads_may_differ_in_dtype,
+    set_versions,
     torch_function_off,
+    untraced,
 )
-from parallel3d._torch.dtensor import local_tensor_of, unflatten_mesh
+from parallel3d._torch.dtensor import local_tensor_of, tensor_class
 from parallel3d._torch.kernels import foreach_copy_
-from parallel3d._util import dry_run
-from parallel3d._util.storage import allocate, release, with_own_storage
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d._util.storage import with_own_storage
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.layout import ACCELERATOR_BYTES, CPU_BYTES, can_be_zero_copy
-from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.placement import DataAxes, kept_with
+from parallel3d.fsdp.param import (
+    ShardedParam,
+    count_zero_copy,
+    is_small,
+    owner_of,
+    packs_as_chunks,
+    put_first,
+)
+from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Stage
-from parallel3d.fsdp.versions import Versions
 
 
 class Offload(Protocol):
@@ -81,6 +92,7 @@ class Bucket:
         own_dtype: whether it computes in its parameters' own dtype; see ``options/precision``.
         zero_copy: how many parameters are zero-copy.
         packed: P, see above. packs_as_chunks: whether the other gradients can be packed by one kernel.
+        tensor_classes: for each parameter, the class of its gradient.
         small_grads: for each parameter, whether its gradient may wait to be packed with others.
         slot_sizes: elements of each parameter's segment. numel: S, their sum.
         member_sizes: elements that a rank contributes to each tensor of the all-gather call.
@@ -240,6 +252,7 @@ class Bucket:
         self.dtype = params[0].dtype
         self.other_precision: dict[str, Any] | None = None
         self.set_dtypes()
+        self.tensor_classes = [tensor_class(p.spec) for p in params]
         self.slot_sizes = [p.slot_numel for p in params]
         self.even_shapes = [p.chunk_shape for p in params] if all(p.even for p in params) else None
         self.numel = sum(self.slot_sizes)
@@ -317,7 +330,7 @@ class Bucket:
     def note_weights(self, comm: Comm) -> None:
         """Before an all-gather: which values it is of; a part that was kept is of those from before."""
         if self.part is None:
-            self.versions.weights.take()
+            self.versions.note_weights()
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
         """Makes the copy that is gathered from of the shards as they are now, where there is one.
@@ -549,107 +562,12 @@ class Bucket:
             self.gather_group = self.shard_group
 
 
-# Which parameters are zero-copy, and which tensors a collective then sends and receives.
-#
-# Each zero-copy parameter is one tensor more in the bucket's collective call, which costs time of
-# its own. So small parameters are packed together instead, which costs a copy.
-
-
-def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
-    """In the order of a bucket: zero-copy, packed, and last those whose gradient is partial over tp.
-
-    The sum of partial gradients over tp is then one collective on the buffer's tail. Among each, those that
-    the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order modules have.
-    """
-
-    def place(param: ShardedParam) -> tuple[object, ...]:
-        large = _is_large(param, device_type)
-        # In reverse order among the packed ones: the last zero-copy one and the first packed one are then
-        # cut by the same axes, if any two are.
-        cut = [is_cut == large for is_cut in _cut_by(param)]
-        return *_is_last(param), not large, cut
-
-    return sorted(params, key=place)
-
-
-def _cut_by(param: ShardedParam) -> list[bool]:
-    """Whether each axis has ranks with other parts of it."""
-    sizes = param.spec.mesh.shape
-    return [
-        size > 1 and not isinstance(placement, Replicate)
-        for size, placement in zip(sizes, param.spec.placements, strict=True)
-    ]
-
-
-def _is_last(param: ShardedParam) -> tuple[bool, bool]:
-    """Whether its gradient is partial over tp, always or maybe."""
-    return param.layout.tp_grad == "partial", param.may_be_partial
-
-
-def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
-    """How many of ``params``, which are in the order of a bucket, are zero-copy."""
-    count = sum(_is_large(p, device_type) for p in params)
-    # A lone parameter costs no further tensor in the call.
-    return 1 if len(params) == 1 and _is_possible(params[0]) else count
-
-
-def _is_possible(param: ShardedParam) -> bool:
-    return can_be_zero_copy(
-        parts=param.num_shards,
-        dim=param.dim,
-        even=param.even,
-        slot_numel=param.slot_numel,
-        partial=any(_is_last(param)),
-    )
-
-
-def _is_large(param: ShardedParam, device_type: str) -> bool:
-    return _is_possible(param) and not is_small(param, device_type)
-
-
-def is_small(param: ShardedParam, device_type: str) -> bool:
-    """Whether a copy of it is worth less than a call."""
-    on_cpu = device_type == "cpu" and dry_run.accelerator() is None
-    least = CPU_BYTES if on_cpu else ACCELERATOR_BYTES
-    return param.num_shards * param.slot_numel * param.dtype.itemsize < least
-
-
-def packs_as_chunks(param: ShardedParam) -> bool:
-    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
-    cut = param.dim == 0 or (param.num_shards == 1 and len(param.compute_shape) > 0)
-    return cut and param.fills_slot and param.slot_numel > 0
-
-
-def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """A bucket's buffer as tensors of a collective: one for each zero-copy parameter, one for the others."""
-    return [flat] if len(sizes) == 1 else list(flat.split(sizes))
-
-
 # Reshard to fewer ranks: between forward and backward k neighbouring ranks hold the parameters once.
 #
 # ``reshard_after_forward=k`` spends memory (n/k times a shard) to gather within k ranks only, which
 # are one machine's if k is the number of its devices. What rank j of k keeps are the rows that
 # ranks j*n/k to (j+1)*n/k of the shard axis have in the gathered buffer: gathering them over the k
 # ranks fills that buffer as the gather over all n does.
-
-_WITHIN = "within"
-
-
-def post_forward_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
-    """The mesh of ``axes`` with its shard axis cut into (groups, ``ranks``), the latter named ``within``."""
-    shard = axes.shard
-    assert shard is not None
-    key = ("post_forward_group", axes.group(shard).group_name, ranks)
-    return kept_with(axes.mesh, key, lambda: _make_post_forward_mesh(axes.mesh, shard, ranks))
-
-
-def _make_post_forward_mesh(mesh: DeviceMesh, shard: int, ranks: int) -> DeviceMesh:
-    names = ("between", _WITHIN)
-    if mesh.mesh_dim_names is None:
-        rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
-        return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
-    axis = mesh[mesh.mesh_dim_names[shard]]
-    return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)
 
 
 class PostForwardGroup:
@@ -668,8 +586,8 @@ class PostForwardGroup:
         mesh = post_forward_mesh(bucket.axes, ranks)
         self.ranks = ranks
         self.in_rows = in_rows
-        self.group = mesh.get_group(_WITHIN)
-        self.rank = mesh.get_local_rank(_WITHIN)
+        self.group = mesh.get_group("within")
+        self.rank = mesh.get_local_rank("within")
         rows = bucket.num_shards // ranks
         self.buffer = torch.empty(
             rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
@@ -693,91 +611,176 @@ class PostForwardGroup:
         release(self.buffer)
 
 
-# CoalescedGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+def pieces(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """A bucket's buffer as tensors of a collective: one for each zero-copy parameter, one for the others."""
+    return [flat] if len(sizes) == 1 else list(flat.split(sizes))
+
+
+# Version counters: which values the unsharded parameters hold, told to autograd.
 #
-# Buckets are apart for the sake of their gradients; on the wire their shards go together.
+# Autograd reads what an operation has saved for backward only if the tensor's version counter is
+# what it was then. So the engine sets the counters of the unsharded parameters: to a number of the
+# weights' values while these are there, and to another one while the memory is free or an
+# all-gather writes to it. A backward after a change of the weights, or one that the engine was not
+# told of, then ends in an error and never computes with what happens to be in the memory.
+# ``explain`` says in the engine's words what it was.
+#
+# A counter has 32 bits. The highest is set while a bucket is free; the others are the bucket's
+# number then, and else a part of the bucket's number, a part of that of the values, and some room
+# for in-place changes by the user, which raise the counter by one each.
+#
+# Whether the weights at rest have changed, their own version counters tell, but for fused and
+# foreach optimizers, which leave a DTensor's as it was. So optimizer steps are counted too, by a
+# hook on every optimizer with a DTensor (one rank may step others alone, and would then gather
+# what no other rank does). Nothing sees changes of ``param.data``, nor those of ``torch._foreach_``
+# functions on DTensors outside of an optimizer: unless the user asks for it, nothing is kept
+# gathered from one forward of the root to the next.
+
+FREE = 1 << 31
+NUMBER_BITS, VALUE_BITS, CHANGE_BITS = 11, 12, 8  # with that of ``FREE`` 32
+
+_numbers = count(1)
+numbered_buckets: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
+
+_version_of = attrgetter("_version")
+_steps: int | None = None  # of all optimizers so far; None until the first bucket asks
 
 
-class CoalescedGather:
-    """Buckets that compute in one dtype and are sharded over one group.
+class _Steps:
+    """The steps of one optimizer.
 
     Attributes:
-        unit: name of the unit, for the record.
-        gathering: the all-gather under way; see ``Bucket``.
+        last: the number of its last step, counted over all optimizers.
+        params: ids of the parameters that it optimizes.
+        copies: whether it may write to parameters of which it has copies: some of its own are of no unit.
     """
 
-    reads_host = False
+    def __init__(self) -> None:
+        self.last = -1
+        self.params: set[int] = set()
+        self.copies = False
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = list(buckets)
-        self.shard_group: ProcessGroup | None = buckets[0].shard_group
-        self.packed = sum(bucket.packed for bucket in buckets)
-        self.unit = buckets[0].unit
-        self.gathering: Any = None
-        self._output: torch.Tensor | None = None
-
-    def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
-        """Issues the all-gather; returns what to wait for."""
-        assert self.shard_group is not None
-        return all_gather(outputs, parts, self.shard_group, unit=self.unit)
-
-    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs and inputs of the all-gather, in compute dtype: what travels in place, and of all buckets
-        together what is packed."""
-        first = self.buckets[0]
-        outputs, inputs, packed = [], [], []
-        for bucket in self.buckets:
-            if bucket.zero_copy:
-                allocate(bucket.unsharded)
-            mine = bucket.members(bucket.flat.to(first.compute_dtype))
-            inputs += mine[: bucket.zero_copy]
-            packed += mine[bucket.zero_copy :]
-            outputs += bucket.gather_outputs[: bucket.zero_copy]
-        if packed:
-            part = torch.cat(packed)
-            self._output = part.new_empty(first.num_shards * self.packed)
-            inputs.append(part)
-            outputs.append(self._output)
-        return outputs, inputs
-
-    def copy_out(self) -> None:
-        """The gathered rows into the parameters' places."""
-        if self._output is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
-            sizes = [bucket.packed for bucket in self.buckets]
-            columns = self._output.view(-1, self.packed).split(sizes, dim=1)
-        for bucket, held in zip(self.buckets, columns, strict=True):
-            if not bucket.zero_copy:
-                allocate(bucket.unsharded)
-            if bucket.packed:
-                pairs = bucket.copy_pairs(held, since=bucket.zero_copy)
-                foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
-
-    def free_gathered(self) -> None:
-        """After ``copy_out``."""
-        self._output = None
-
-    def cast_whole(self) -> None:
-        """Nothing here is whole at rest: what isn't sharded is gathered by itself."""
-
-    def free_unsharded(self) -> None:
-        """Frees what the unsharded parameters live in."""
-        for bucket in self.buckets:
-            bucket.free_unsharded()
+    def note(self, optimizer: Optimizer, step: int) -> None:
+        """Step ``step`` was made."""
+        self.last = step
+        groups = optimizer.param_groups
+        if len(self.params) != sum(len(group["params"]) for group in groups):
+            params = [param for group in groups for param in group["params"]]
+            self.params = set(map(id, params))
+            self.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
 
 
-def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
-    """What to gather by one call each: buckets joined where they can be, in order of their first."""
-    joined: dict[object, list[Bucket]] = {}
-    for bucket in buckets:
-        alone = (
-            not bucket.joinable
-            or bucket.shard_group is None
-            or bucket.gather_comm is not None
-            or bucket.part is not None
-            or bucket.reads_host
+_of_optimizers: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+# Who makes more optimizers than that between a forward and its backward?
+_of_deleted: deque[_Steps] = deque(maxlen=8)
+
+
+@untraced
+def _count(optimizer: Optimizer, *_: Any) -> None:
+    global _steps
+    assert _steps is not None
+    groups = optimizer.param_groups  # maybe of other DTensors, master weights that it copies from
+    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
+        _steps += 1
+        steps = _of_optimizers.get(optimizer)
+        if steps is None:
+            steps = _of_optimizers[optimizer] = _Steps()
+            weakref.finalize(optimizer, _of_deleted.append, steps).atexit = False
+        steps.note(optimizer, _steps)
+
+
+class Versions:
+    """The version counters of one bucket, as it was built last.
+
+    Attributes:
+        weights: the number of the values that were gathered last; each change of the weights makes another.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        global _steps
+        if _steps is None:
+            _steps = 0
+            register_optimizer_step_post_hook(_count)
+        self.number = next(_numbers)
+        self.weights = 0
+        self._bucket = weakref.ref(bucket)
+        self._sharded = [param.sharded for param in bucket.params]
+        self._at_rest = [*self._sharded, *(param.local for param in bucket.params)]
+        self._seen = (-1, -1)  # optimizer steps, and the sum of the counters at rest
+        self._unsharded_of: Any = None
+        self._unsharded: tuple[torch.Tensor, ...] = ()
+        numbered_buckets[self.number] = bucket
+
+    def note_weights(self) -> bool:
+        """Takes the weights as they are now. Returns whether they had changed."""
+        now = self._now()
+        changed = self._differs(now)
+        if changed:
+            self.weights += 1
+        self._seen = now
+        return changed
+
+    def weights_changed(self) -> bool:
+        """Whether the weights were seen to change since ``note_weights``."""
+        return self._differs(self._now())
+
+    def _differs(self, now: tuple[int, int]) -> bool:
+        steps, versions = self._seen
+        return now[1] != versions or (now[0] != steps and self._were_stepped(steps))
+
+    def _now(self) -> tuple[int, int]:
+        assert _steps is not None
+        with torch_function_off():
+            return _steps, sum(map(_version_of, self._at_rest))
+
+    def _were_stepped(self, since: int) -> bool:
+        """Whether an optimizer that has one of the weights, or copies to them, has made a step."""
+        params = set(map(id, self._sharded))
+        return any(
+            steps.last > since and (steps.copies or not params.isdisjoint(steps.params))
+            for steps in chain(_of_optimizers.values(), _of_deleted)
         )
-        key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
-        joined.setdefault(key, []).append(bucket)
-    return [each[0] if len(each) == 1 else CoalescedGather(each) for each in joined.values()]
+
+    def set_unsharded(self) -> None:
+        """Tells autograd that the unsharded parameters and their stand-ins hold the values of ``weights``."""
+        bucket = self._bucket()
+        tensors = self._of_unsharded()
+        if bucket is not None and bucket.stand_ins is not None:
+            tensors += tuple(bucket.stand_ins)
+        number = self.number % (1 << NUMBER_BITS) << VALUE_BITS
+        number |= self.weights % (1 << VALUE_BITS)
+        set_versions(tensors, (number << CHANGE_BITS,) * len(tensors))
+
+    def set_free(self) -> None:
+        """Tells autograd that the memory of the unsharded parameters is free."""
+        tensors = self._of_unsharded()
+        set_versions(tensors, (FREE | self.number,) * len(tensors))
+
+    def _of_unsharded(self) -> tuple[torch.Tensor, ...]:
+        bucket = self._bucket()
+        assert bucket is not None
+        if self._unsharded_of is not bucket.compute_params:  # of another precision, or made anew
+            self._unsharded_of = params = bucket.compute_params
+            local = [local_tensor_of(p) for p in params if isinstance(p, DTensor)]
+            self._unsharded = (*params, *local)
+        return self._unsharded
+
+
+# Storage that comes and goes while the tensors stay.
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Frees the storage of ``tensor``; every view of it is dead until ``allocate``."""
+    if type(tensor) is torch.Tensor:
+        tensor.untyped_storage().resize_(0)
+        return
+    for inner in inner_tensors(tensor):
+        inner.untyped_storage().resize_(0)
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Gives a released ``tensor`` storage again, with undefined content; storage that was kept stays."""
+    for inner in (tensor,) if type(tensor) is torch.Tensor else inner_tensors(tensor):
+        storage, size = inner.untyped_storage(), inner.numel() * inner.element_size()
+        if storage.size() != size:  # torch would take other memory for the same size too
+            storage.resize_(size)

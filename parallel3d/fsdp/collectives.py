@@ -6,23 +6,36 @@ them, and otherwise (gloo) several calls under way at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from parallel3d._torch import groups
 from parallel3d._torch.groups import (
     all_gather_members,
     all_gather_single,
     backend_name,
-    groups_members,
     reduce_scatter_members,
     reduce_scatter_single,
 )
 from parallel3d._util.trace import issuing
+
+_backends: defaultdict[str, WeakKeyDictionary[ProcessGroup, str]] = defaultdict(WeakKeyDictionary)
+
+
+def _backend(group: ProcessGroup, device_type: str) -> str:
+    """Returns ``backend_name``, which is asked once per group."""
+    name = groups.pretended_backend or _backends[device_type].get(group)
+    if name is None:
+        name = _backends[device_type][group] = backend_name(group, device_type)
+    return name
+
 
 # An all-gather over gloo of one message from each rank to each other, for large parts.
 #
@@ -65,12 +78,6 @@ class Messages:
             raise failed
 
 
-def gathers_p2p(part: torch.Tensor, group: ProcessGroup) -> bool:
-    """Whether gathering ``part`` by point-to-point messages is faster than gloo's all-gather: it is large."""
-    large = part.is_cpu and part.numel() * part.element_size() >= LEAST_BYTES
-    return large and backend_name(group, "cpu") == "gloo"
-
-
 def p2p_all_gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Messages:
     """All-gathers ``part``, (S,), into ``output``, (n * S,), in rank order, by point-to-point messages.
 
@@ -87,7 +94,7 @@ def p2p_all_gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup
     return Messages([work for work in works if work is not None])
 
 
-# Others, such as float8, are only moved, as bytes.
+# Backends don't know other dtypes, such as float8: these are sent as bytes.
 _KNOWN_TO_BACKENDS = {
     torch.float64,
     torch.float32,
@@ -101,6 +108,9 @@ _KNOWN_TO_BACKENDS = {
     torch.complex64,
     torch.complex128,
 }
+
+# Of gloo, the call with several members copies all of them into one buffer and out of it.
+_GROUPING_BACKENDS = ("nccl", "fake")
 
 
 class Works:
@@ -116,12 +126,26 @@ class Works:
                 work.wait()
 
 
+def _issue_members(
+    call: Callable[..., Any],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: ProcessGroup,
+) -> Any:
+    """Makes ``call`` for each pair of an output and an input. Returns what to wait for, or None."""
+    if len(outputs) == 1:
+        return call(outputs[0], inputs[0], group=group, async_op=True)
+    with issuing.one_call():
+        pairs = zip(outputs, inputs, strict=True)
+        return Works([call(output, given, group=group, async_op=True) for output, given in pairs])
+
+
 class ScatterWork:
     """A reduce-scatter under way; ``wait`` returns this rank's part of the sum.
 
     Attributes:
         output: that part, where the backend sums.
-        rows: where not, of each member what is to be summed here, (n, its slots).
+        rows: where it does not: of each member what is to be summed here, (n, elements of its part).
     """
 
     def __init__(
@@ -135,7 +159,7 @@ class ScatterWork:
         """Waits (on an accelerator: lets the current stream wait) and finishes the sum.
 
         Args:
-            dtype: what to add up in where that is done here; by default that of what was sent.
+            dtype: the dtype to sum in where that is done here; by default that of the input.
         """
         work, self.work = self.work, None  # which holds the input
         if work is not None:
@@ -163,9 +187,9 @@ def all_gather(
     """All-gathers ``part``, (S,), of every rank into ``output``, (n * S,), in rank order; asynchronous.
 
     Args:
-        output, part: one tensor each, or a list of several that one call carries.
+        output, part: one tensor each, or the members of the call.
         group: n ranks.
-        unit: the unit that it is for, for the record.
+        unit: name of the unit that it is for, for the recorder.
         comm: a collective of the user's to use instead; see ``set_custom_all_gather``.
 
     Returns:
@@ -176,23 +200,26 @@ def all_gather(
     if parts[0].dtype not in _KNOWN_TO_BACKENDS:
         outputs = [each.view(torch.uint8) for each in outputs]
         parts = [each.view(torch.uint8) for each in parts]
-    with issuing.as_unit(unit):
-        if len(parts) > 1:
-            if groups_members(group, parts[0].device.type):
-                return all_gather_members(outputs, parts, group)
-            with issuing.one_call():
-                return Works(
-                    [_gather_one(o, p, group) for o, p in zip(outputs, parts, strict=True)]
-                )
-        if comm is not None:
+    before, issuing.unit = issuing.unit, unit
+    try:
+        if comm is not None and len(parts) == 1:
             return comm(output_tensor=outputs[0], input_tensor=parts[0], group=group, async_op=True)
-        return _gather_one(outputs[0], parts[0], group)
+        backend = _backend(group, parts[0].device.type)
+        if len(parts) > 1 and backend in _GROUPING_BACKENDS:
+            return all_gather_members(outputs, parts, group)
+        if backend == "gloo":
+            return _issue_members(_gather_on_gloo, outputs, parts, group)
+        return _issue_members(all_gather_single, outputs, parts, group)
+    finally:
+        issuing.unit = before
 
 
-def _gather_one(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Any:
-    if gathers_p2p(part, group):
+def _gather_on_gloo(
+    output: torch.Tensor, part: torch.Tensor, *, group: ProcessGroup, async_op: bool
+) -> Any:
+    if part.is_cpu and part.numel() * part.element_size() >= LEAST_BYTES:
         return p2p_all_gather(output, part, group)
-    return all_gather_single(output, part, group=group, async_op=True)
+    return all_gather_single(output, part, group=group, async_op=async_op)
 
 
 def reduce_scatter(
@@ -202,48 +229,39 @@ def reduce_scatter(
     unit: str,
     device_type: str,
 ) -> ScatterWork:
-    """(n * S,) of every rank -> (S,) of the sum on every rank.
+    """Sums ``given``, (n * S,), over the ranks and gives each rank its part, (S,); asynchronous.
 
     gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
     rank order, is the same number on every run.
 
     Args:
-        given: or those of several members, whose results are neighbours.
+        given: one tensor, or the members of the call, whose results lie one after another.
+        unit: name of the unit that it is for, for the recorder.
     """
     n = group.size()
-    wholes = [given] if isinstance(given, torch.Tensor) else given
-    whole = wholes[0]
-    if device_type == "cpu" and backend_name(group, device_type) == "gloo":
-        return _exchange(wholes, group, unit)
-    sizes = [each.numel() // n for each in wholes]
-    output = torch.empty(sum(sizes), dtype=whole.dtype, device=whole.device)
-    with issuing.as_unit(unit):
-        if len(sizes) == 1:
-            work = reduce_scatter_single(output, whole, group=group, async_op=True)
-            return ScatterWork(work, output)
+    inputs = [given] if isinstance(given, torch.Tensor) else given
+    backend = _backend(group, device_type)
+    before, issuing.unit = issuing.unit, unit
+    try:
+        if device_type == "cpu" and backend == "gloo":
+            received = [torch.empty_like(each) for each in inputs]
+            work = _issue_members(dist.all_to_all_single, received, inputs, group)
+            return ScatterWork(work, None, [each.view(n, -1) for each in received])
+        sizes = [each.numel() // n for each in inputs]
+        output = inputs[0].new_empty(sum(sizes))
         outputs = output.split(sizes)
-        if groups_members(group, device_type):
-            return ScatterWork(reduce_scatter_members(outputs, wholes, group), output)
-        with issuing.one_call():
-            works = [
-                reduce_scatter_single(o, w, group=group, async_op=True)
-                for o, w in zip(outputs, wholes, strict=True)
-            ]
-    return ScatterWork(Works(works), output)
-
-
-def _exchange(wholes: Sequence[torch.Tensor], group: ProcessGroup, unit: str) -> ScatterWork:
-    rows = [torch.empty_like(whole) for whole in wholes]
-    with issuing.as_unit(unit), issuing.one_call():
-        works = [
-            dist.all_to_all_single(theirs, mine, group=group, async_op=True)
-            for theirs, mine in zip(rows, wholes, strict=True)
-        ]
-    work = works[0] if len(works) == 1 else Works(works)
-    return ScatterWork(work, None, [each.view(group.size(), -1) for each in rows])
+        if len(sizes) > 1 and backend in _GROUPING_BACKENDS:
+            return ScatterWork(reduce_scatter_members(outputs, inputs, group), output)
+        work = _issue_members(reduce_scatter_single, outputs, inputs, group)
+        return ScatterWork(work, output)
+    finally:
+        issuing.unit = before
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
-    """Sums ``tensor`` over ``group`` in place."""
-    with issuing.as_unit(unit):
+    """Sums ``tensor`` over ``group`` in place; asynchronous. ``unit``: as for ``reduce_scatter``."""
+    before, issuing.unit = issuing.unit, unit
+    try:
         return dist.all_reduce(tensor, group=group, async_op=True)
+    finally:
+        issuing.unit = before

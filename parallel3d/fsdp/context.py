@@ -3,95 +3,108 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_
 from threading import get_ident
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch import nn
 
 from parallel3d._torch.autograd import (
     backward_id,
     in_backward_pass,
     queue_backward_callback,
     untraced,
+    wrap_backward,
 )
+from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
+from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import StateError
-from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
+from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import Comm, limit_inputs, make_comm
-from parallel3d.fsdp.group import ParamGroup, Retain, ShardedState
-from parallel3d.fsdp.members import UnitLike, check_registered, class_name, unit_of, units_of
+from parallel3d.fsdp.comm import limit_inputs, make_comm
+from parallel3d.fsdp.explain import check_inputs, explain
+from parallel3d.fsdp.group import Retain, ShardedState
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, check_loose, class_name, unit_of, units_of
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 
+Unit = Any
+"""A ``unit.Unit``; ``unit`` imports this file."""
 
-class ContextUnit(UnitLike, Protocol):
-    """A unit, as far as its context knows it; see ``Unit``."""
+# What options are told.
 
-    group: ParamGroup
-    context: RunContext | None
-    policy: MixedPrecisionPolicy
-    input_dtype: torch.dtype | None
-    observers: list[Any]
-    forward_prefetch: list[weakref.ref] | None
-    backward_prefetch: list[weakref.ref] | None
-    prefetch: PrefetchSettings | None
-    unshard_in_backward: bool
-    reshard_after_backward: bool
-    keep_between_forwards: bool
-    sync: bool
-    manual_finalization: bool
-    shared_comm: Comm | None
-    post_optim_event: Any
-    device_type: str
-    to_run: set[int]
-    arrived: int
-    backward_begun: bool
-    ended: bool
-    reduced: bool
-    put_off: bool
 
-    @property
-    def reduce_unused(self) -> bool: ...
+class Observer:
+    """What an option is told of one unit, or of several; options put themselves into ``Unit.observers``."""
 
-    @property
-    def is_untouched(self) -> bool: ...
+    def prepare(self, unit: Unit, context: RunContext) -> None:
+        """A forward comes that is no recomputation: before the unit's parameters are gathered for it."""
 
-    def name(self, name: str) -> None: ...
+    def begin_call(self, unit: Unit) -> None:
+        """Before a forward of one of its modules."""
 
-    def issue_unshard(self, context: RunContext) -> None: ...
+    def note_call(self, call: Any) -> None:
+        """That forward is ``call``, which a backward may follow."""
 
-    def take_gradients_put_by_hand(self) -> bool: ...
+    def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
+        """A forward of the unit begins: with ``begins`` the root's, ``within`` one of that, or alone."""
 
-    def note_put_off(self) -> None: ...
+    def unshard(self, unit: Unit) -> None:
+        """The user calls ``unshard()``."""
 
-    def leave_backward(self, context: RunContext) -> None: ...
+    def reach_call(self, call: Any, context: RunContext) -> None:
+        """A gradient has reached ``call``."""
 
-    def reduce(self, comm: Comm) -> None: ...
+    def begin_backward(self, unit: Unit) -> None:
+        """It is the first to reach the unit in this backward."""
 
-    def end_backward(self) -> None: ...
+    def take_gradient(self, unit: Unit) -> None:
+        """A gradient of a parameter has arrived."""
 
-    def reset(self) -> None: ...
+    def begin_reduction(self, unit: Unit) -> None:
+        """A reduction of its gradients comes."""
+
+    def end_backward(self, unit: Unit) -> None:
+        """The root's backward is over, its reductions too."""
+
+    def abandon(self, unit: Unit) -> None:
+        """After an exception."""
+
+
+class Registrar(Protocol):
+    """An option that keeps units' unsharded parameters registered for the whole of the root's forward and
+    backward; see ``replicated``. It puts itself into ``Unit.registrar``."""
+
+    def has_registered(self, unit: Unit) -> bool:
+        """Whether it has registered those of ``unit`` now, so that the unit has nothing to do for itself."""
+
+    def before_unit(self, unit: Unit) -> None:
+        """Before such a forward of the unit."""
+
+    def after_unit(self, unit: Unit, output: Any) -> None:
+        """After it."""
 
 
 class RootOption:
     """Something that a root does beside running its units.
 
-    An option registers, in ``root_options``, what makes one for a context; None where its units have no use
-    for it.
+    An option appends to ``root_options`` a function that makes one for a context, or returns None where the
+    context's units have no use for it.
     """
 
-    def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
+    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """A forward of the root begins. Returns those of ``units`` that the context is to prepare."""
         return units
 
     def begin_forward(self) -> None:
-        """They are prepared."""
+        """The units are prepared."""
 
-    def end_forward(self, units: Sequence[Any], *, backward_to_come: bool) -> Sequence[Any]:
+    def end_forward(self, units: Sequence[Unit], *, backward_to_come: bool) -> Sequence[Unit]:
         """It ends. Returns those of ``units`` that the context is to bring to rest."""
         return units
 
@@ -104,217 +117,178 @@ class RootOption:
     def reduce(self) -> None:
         """It has brought all its gradients: issues reductions that are not the units' own."""
 
+    def leaves_in_flight(self) -> bool:
+        """Whether the option completes the reductions of this backward, which have been issued, later."""
+        return False
+
     def end_backward(self, *, keep: bool) -> None:
         """After the reductions, or an exception. ``keep``: a forward around this backward goes on."""
 
     def after_reductions(self) -> None:
         """The gradients of a backward are complete."""
 
-    def leave(self, unit: Any) -> None:
+    def abandon(self) -> None:
+        """After an exception: the reductions were dropped."""
+
+    def leave(self, unit: Unit) -> None:
         """``unit`` goes over to another root."""
 
 
 root_options: list[Callable[[Any], RootOption | None]] = []
 
 
-# Finalization: of the backwards of one root, where the user says when their gradients are to be
-# complete.
-#
-# Each backward issues its reductions, and ends without a wait for them. So their results are not
-# in ``.grad`` until ``finalize_backward``, and whoever steps or clips before it would do so with
-# what was there: that is an error. At most one backward's reductions are left behind at a time:
-# the next one completes them before it begins, so that an exception in it ends its own only.
+# Every call of autograd's engine. Hooks on tensors see a backward only when it comes to them. That
+# sharded Parameters were given as its ``inputs``, which no graph leads to, and what its error was,
+# is known where the engine is called alone.
 
-_unfinished: weakref.WeakSet[Finalization] = weakref.WeakSet()
 _watched = False
 
 
-class Stage(Enum):
-    """Where the reductions of the backwards so far are."""
-
-    COMPLETE = auto()  # in ``.grad``, or waiting there as sums
-    DUE = auto()  # a backward has ended, and was not finalized
-    REDUCING = auto()  # finalized, and nobody has waited yet
-
-
-class Finalization:
-    """Of one context.
-
-    Attributes:
-        manual: whether the user finalizes backwards.
-        stage: see ``Stage``.
-        number: of the finalization that is under way or comes next.
-    """
-
-    def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
-        self.manual = False
-        self.stage = Stage.COMPLETE
-        self.number = 0
-        self._dropped = -1
-
-    @property
-    def context(self) -> RunContext:
-        """The context whose backwards these are."""
-        context = self._context()
-        assert context is not None
-        return context
-
-    # -- backwards -----------------------------------------------------------------------------------
-
-    def put_off(self) -> None:
-        """At the end of a backward: leaves its reductions as they are."""
-        comm = self.context.comm
-        comm.settle_host()
-        comm.left_by = self._context
-        self._enter(Stage.DUE)
-
-    def take_over(self) -> None:
-        """Before a backward: what another one has left behind is completed."""
-        if self.stage is Stage.REDUCING:
-            self.complete()
-        comm = self.context.comm
-        if comm.left_by is not None:  # by this root, or by another one that shares the comm
-            comm.finish()
-
-    def check_waited(self) -> None:
-        """Before a forward.
-
-        Raises:
-            StateError: an asynchronous finalization was not waited on.
-        """
-        if self.stage is Stage.REDUCING:
-            raise _not_waited("a forward", self.context)
-
-    def spare_others(self) -> None:
-        """Before the reductions in flight are dropped: completes those that another root has left."""
-        comm = self.context.comm
-        if comm.left_by is not None and comm.left_by() is not self.context:
-            comm.finish()
-
-    def drop(self) -> None:
-        """After an exception: the reductions are no more."""
-        self._dropped = self.number
-        self._end()
-
-    # -- the user's calls ----------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Issues what is still to be issued."""
-        context = self.context
-        root = context.root.label
-        if not self.manual:
-            raise StateError(
-                f"finalize_backward() of {root!r}: each backward completes its own reductions; call "
-                "set_manual_backward_finalization(True) before the backwards"
-            )
-        if context.in_backward:
-            raise StateError(f"finalize_backward() of {root!r} within a backward; call it after it")
-        if self.stage is Stage.REDUCING:
-            raise _not_waited("finalize_backward()", context)
-        context.in_backward = True  # which ends here
-        try:
-            for unit in reversed(context.units):
-                if unit.take_gradients_put_by_hand() or unit.put_off:
-                    unit.reduce(context.comm)
-                    unit.arrived, unit.reduced = 0, False
-                    unit.note_put_off()
-                if unit.reshard_after_backward:  # which it may not have been before
-                    unit.leave_backward(context)
-        finally:
-            context.in_backward = False
-        context.comm.left_by = self._context
-        self._enter(Stage.REDUCING)
-
-    def wait(self, number: int) -> None:
-        """Completes the finalization of that number, if nothing else has.
-
-        Raises:
-            StateError: it was dropped.
-        """
-        if number == self._dropped:
-            raise StateError(
-                "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
-                "the reductions; begin the step anew, with zero_grad()"
-            )
-        if number == self.number and self.stage is Stage.REDUCING:
-            self.complete()
-
-    def complete(self) -> None:
-        """Waits for the reductions, and puts their results into ``.grad``."""
-        self.context.comm.finish()
-        self._end()
-        self.context.gradients_are_complete()
-
-    def _enter(self, stage: Stage) -> None:
-        self.stage = stage
-        _watch_steps()
-        _unfinished.add(self)
-
-    def _end(self) -> None:
-        if self.stage is Stage.REDUCING:
-            self.number += 1
-        self.stage = Stage.COMPLETE
-        _unfinished.discard(self)
-
-
-def check_inner_finalization(root: ContextUnit) -> None:
-    """Raises StateError if a unit inside ``root`` was told to be finalized by itself."""
-    for module in root.modules:
-        for unit in units_of(module, recurse=True):
-            if unit.manual_finalization and unit is not root:
-                raise StateError(
-                    f"set_manual_backward_finalization(True) was called on {unit.label!r}, which is inside "
-                    f"{root.label!r}; call it on the outermost unit"
-                )
-
-
-def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
-    """Raises StateError if gradients of one of ``params`` are still to come."""
-    for finalization in list(_unfinished):
-        context = finalization.context
-        mine = {
-            id(param.sharded): param.name
-            for unit in context.units
-            for bucket in unit.group.buckets
-            for param in bucket.params
-        }
-        name = next((mine[id(each)] for each in params if id(each) in mine), None)
-        if name is not None:
-            remedy = (
-                "call finalize_backward() of the outermost unit first"
-                if finalization.stage is Stage.DUE
-                else "wait() first on the handle that finalize_backward(async_op=True) returned"
-            )
-            raise StateError(
-                f"{what}: the gradient of parameter {name} is not in .grad yet, as "
-                f"{context.root.label!r} has set_manual_backward_finalization(True); {remedy}"
-            )
-
-
-def _watch_steps() -> None:
+def watch_backwards() -> None:
+    """From now on backwards refuse what they can't do, and their errors name units."""
     global _watched
     if not _watched:
         _watched = True
-        register_optimizer_step_pre_hook(_before_step)
+        wrap_backward(_run_backward)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _unfinished:
-        _check(optimizer)
+def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+    if inputs:
+        check_inputs(args[0], inputs)
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        message = explain(error)
+        if message is None:
+            raise
+        raise StateError(message) from error
 
 
-@torch.compiler.disable
-def _check(optimizer: Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    refuse_unfinalized(params, f"a step of {type(optimizer).__name__}")
+# What is registered in a root's modules: compared with what was there in the last forward, by
+# identity and within C; only if that differs are the modules walked, see ``members.check_loose``.
+# This rests on no event, so that none can be missed.
+
+REGISTERED_ATTRIBUTE = "_parallel3d_registered"  # of a root's first module: a ``_Registered``
+_CONTAINERS = attrgetter("_modules", "_parameters")
+_IS_TRAINABLE = attrgetter("requires_grad")
 
 
-def _not_waited(what: str, context: RunContext) -> StateError:
-    return StateError(
-        f"{what} of {context.root.label!r} after finalize_backward(async_op=True); wait() first on the "
-        "handle that it returned"
-    )
+class _Registered:
+    """What the modules of one root had when they were last found to be in order.
+
+    The root's first module has it: it refers to what is below that module, and to nothing above.
+    """
+
+    def __init__(self, root: Unit, modules: Sequence[nn.Module]) -> None:
+        loose = list(check_loose(root, modules))
+        tops = set(map(id, modules))
+        inside = {id(each): each for module in modules for each in module.modules()}
+        self._below = [
+            module
+            for key, module in inside.items()
+            if key not in tops and all(isinstance(each, dict) for each in _CONTAINERS(module))
+        ]
+        self._found = list(self._read(modules))
+        # Nobody ignored them; they were frozen.
+        self._frozen = [param for param in loose if not param.requires_grad]
+
+    def _read(self, modules: Iterable[nn.Module]) -> Iterable[Any]:
+        containers = chain.from_iterable(map(_CONTAINERS, chain(modules, self._below)))
+        return chain.from_iterable(map(dict.values, containers))
+
+    def is_of(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether they still have the same, and what was frozen still is."""
+        now = list(self._read(modules))
+        return (
+            len(now) == len(self._found)
+            and all(map(is_, now, self._found))
+            and not any(map(_IS_TRAINABLE, self._frozen))
+        )
+
+
+def check_registered(root: Unit) -> None:
+    """When a forward of ``root`` begins.
+
+    Raises:
+        Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
+    """
+    modules = root.modules
+    registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
+    if registered is None or not registered.is_of(modules):
+        vars(modules[0]).pop(REGISTERED_ATTRIBUTE, None)
+        for unit in root.context.units:  # also those that this forward does not come to
+            if not unit.group.is_registered and not unit.group.is_in_other_form:
+                unit.group.adopt_replaced()
+        vars(modules[0])[REGISTERED_ATTRIBUTE] = _Registered(root, modules)
+
+
+# The tensors that a forward of a unit leaves on its modules' attributes.
+
+_OURS = UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE
+_STANDARD = frozenset((*vars(nn.Module()), *FULLY_SHARD_KEYS, *_OURS))
+
+
+class Attributes:
+    """The attributes of a unit's modules, without those that ``nn.Module`` has by itself.
+
+    They are read after each forward, so what is to be read is listed once.
+    """
+
+    def __init__(self, tops: Iterable[weakref.ref[nn.Module]]) -> None:
+        self._tops = list(tops)  # weakly: they have the unit, which has this
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._names: list[list[str]] = []
+        self._sizes: list[int] = []
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that were computed with autograd's record: on attributes, and in what lies there."""
+        dicts = [vars(module) for ref in self._modules if (module := ref()) is not None]
+        if not dicts or _sizes_of(dicts) != self._sizes:
+            dicts = self._list()
+        try:
+            values = self._read(dicts)
+        except KeyError:  # one was deleted, and another added
+            dicts = self._list()
+            values = self._read(dicts)
+        for attributes in dicts:
+            if buffers := attributes["_buffers"]:
+                values += [b for b in buffers.values() if b is not None and b.requires_grad]
+        return tensors_with_graph(values) if values else iter(())
+
+    def _list(self) -> list[dict[str, Any]]:
+        modules = list(_own_modules([m for ref in self._tops if (m := ref()) is not None]))
+        self._modules = [weakref.ref(module) for module in modules]
+        dicts = [vars(module) for module in modules]
+        self._sizes = _sizes_of(dicts)
+        self._names = [[n for n in attributes if n not in _STANDARD] for attributes in dicts]
+        return dicts
+
+    def _read(self, dicts: list[dict[str, Any]]) -> list[Any]:
+        return [
+            value
+            for attributes, names in zip(dicts, self._names, strict=True)
+            for name in names
+            if type(value := attributes[name]) not in PLAIN_TYPES
+        ]
+
+
+def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
+    """Numbers that differ where a module or an attribute was added."""
+    return [*map(len, dicts), *(len(attributes["_modules"]) for attributes in dicts)]
+
+
+def _own_modules(tops: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """``tops`` and the modules inside, but for those of inner units."""
+    stack, seen = list(tops), set()
+    first = {id(module) for module in stack}
+    while stack:
+        module = stack.pop()
+        if id(module) in seen or (UNIT_ATTRIBUTE in vars(module) and id(module) not in first):
+            continue
+        seen.add(id(module))
+        yield module
+        stack += [child for child in module._modules.values() if child is not None]
 
 
 # Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
@@ -326,7 +300,7 @@ def _not_waited(what: str, context: RunContext) -> StateError:
 # Half a backward overlaps the one, half the other.
 
 
-def bucket_to_count(unit: ContextUnit) -> Bucket | None:
+def bucket_to_count(unit: Unit) -> Bucket | None:
     """The bucket whose gradients say when half of the backward is over; None where that is not worth it."""
     if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
         return None
@@ -344,7 +318,7 @@ class DeferredPrefetch:
         awaited: how much of the large gradients must come before it.
     """
 
-    def __init__(self, bucket: Bucket, unit: ContextUnit, context: RunContext) -> None:
+    def __init__(self, bucket: Bucket, unit: Unit, context: RunContext) -> None:
         self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
         self.context = weakref.ref(context)
@@ -367,50 +341,60 @@ class DeferredPrefetch:
             bucket.on_large_gradient = None
 
 
+class RootBackward:
+    """A backward under way through the units of one root.
+
+    Attributes:
+        callback: what autograd calls at the end, weakly: it drops it where an exception ends the backward.
+        creates_graph: whether it has ``create_graph=True``.
+        may_defer: whether gathers may be deferred. Not where ranks may use different parameters: their
+            gradients don't tell the same.
+        deferred: counts gradients for the gather that the schedule has put off.
+        ended, reduced: ids of the units whose backward is over, and whose reduction was issued.
+    """
+
+    def __init__(self, callback: Callable[[], Any], *, may_defer: bool) -> None:
+        self.callback: Callable[[], Any] = weakref.ref(callback)
+        self.creates_graph = False
+        self.may_defer = may_defer
+        self.deferred: DeferredPrefetch | None = None
+        self.ended: set[int] = set()
+        self.reduced: set[int] = set()
+
+
 class RunContext:
     """Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
 
     Attributes:
         schedule: which unit is gathered when; its units are weak references.
-        deferred: what counts gradients for the gather that the schedule has put off.
-        may_defer: whether one may be, in this backward; None before anything has asked.
-        in_backward: whether the end-of-backward callback is queued.
-        backward_id: the backward that is or was.
-        creates_graph: whether it is a backward with ``create_graph=True``.
+        backward: the backward under way; None between backwards.
+        backward_id: autograd's number of the last one.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
         options: see ``RootOption``.
         on_meta: whether parameters may still be on the meta device.
         inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
-        finalization: whether and how the user ends backwards.
     """
 
-    def __init__(self, root: ContextUnit, comm: Comm) -> None:
+    def __init__(self, root: Unit) -> None:
         self._root = root.ref
-        self.comm = comm
+        self.comm = root.shared_comm or make_comm(root.device_type)
         self._units: list[weakref.ref] = []
         self.schedule = GatherSchedule(_Units(), root.prefetch or PrefetchSettings())
-        self.deferred: DeferredPrefetch | None = None
-        self.may_defer: bool | None = None
-        self.in_backward = False
-        self._thread = get_ident()
-        self._callback: Callable[[], Any] = lambda: None
+        self.backward: RootBackward | None = None
         self.backward_id = -1
-        self.creates_graph = False
+        self._thread = get_ident()
         self.iteration = 0
         self.running = False
         self.options: list[RootOption] = []
-        self.finalization = Finalization(self)
-        self.finalization.manual = root.manual_finalization
         self.on_meta = True  # until a forward has found that none are
         self.inputs_on_meta = False
 
     @classmethod
-    def of_root(cls, root: ContextUnit) -> RunContext:
-        """That of ``root``, which is the first to run, and of the units inside it."""
-        check_inner_prefetch(root)
-        check_inner_finalization(root)
-        context = cls(root, root.shared_comm or make_comm(root.device_type))
+    def of_root(cls, root: Unit) -> RunContext:
+        """Makes that of ``root``, which is the first to run, and of the units inside it."""
+        check_settings_of_root(root)
+        context = cls(root)
         seen: set[int] = set()
         for root_module in root.modules:
             for name, module in root_module.named_modules():
@@ -423,7 +407,7 @@ class RunContext:
                 unit.context = context
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
                 unit.name(name or class_name(root_module))
-                context.add(unit)
+                context._units.append(unit.ref)
         made = (make(context) for make in root_options)
         context.options = [option for option in made if option is not None]
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
@@ -431,7 +415,7 @@ class RunContext:
         limit_inputs(context.comm, limits, at_least=context.comm.max_inputs)
         return context
 
-    def release(self, unit: ContextUnit) -> None:
+    def release(self, unit: Unit) -> None:
         """Before ``unit`` goes over to another root."""
         self.comm.finish()
         if unit.group.state is ShardedState.GATHERING:
@@ -440,20 +424,21 @@ class RunContext:
             option.leave(unit)
 
     @property
-    def root(self) -> Any:
+    def root(self) -> Unit:
         """The outermost unit."""
         root = self._root()
         assert root is not None
         return root
 
     @property
-    def units(self) -> list[Any]:
+    def units(self) -> list[Unit]:
         """All units, outer before inner, in the order of the modules."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    def add(self, unit: ContextUnit) -> None:
-        """Makes ``unit`` one of these."""
-        self._units.append(unit.ref)
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self.backward is not None
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -462,15 +447,14 @@ class RunContext:
         self.on_meta = any(unit.group.on_meta for unit in self.units)
         self.inputs_on_meta = self.on_meta and any(each.is_meta for each in tensors_in(inputs))
 
-    def begin_forward(self) -> Sequence[Any]:
+    def begin_forward(self) -> Sequence[Unit]:
         """The root's forward begins. Returns the units, to be held while its graph is there."""
         root = self.root
         check_registered(root)
-        self.finalization.check_waited()
         units = self.units
-        rest: Sequence[Any] = units
+        to_prepare: Sequence[Unit] = units
         for option in tuple(self.options):  # one may have nothing more to do
-            rest = option.before_forward(rest)
+            to_prepare = option.before_forward(to_prepare)
         self.iteration += 1
         self._thread = get_ident()
         issuing.runs += 1
@@ -480,7 +464,8 @@ class RunContext:
             issuing.on_run()
         self.running = True
         self.schedule.begin_iteration()
-        self._prepare(rest)
+        for unit in to_prepare:
+            self._prepare(unit)
         for option in self.options:
             option.begin_forward()
         if root.post_optim_event is not None:
@@ -488,15 +473,14 @@ class RunContext:
             root.post_optim_event = None
         return units
 
-    def _prepare(self, units: Sequence[Any]) -> None:
-        for unit in units:
-            group = unit.group
-            if group.state is ShardedState.GATHERING and group.retain is not Retain.USER:
-                group.reshard(self.comm)  # the last forward did not get there
-            for observer in unit.observers:
-                observer.prepare(unit, self)
-            if group.renewed:  # all at once: they overlap the first units' compute
-                group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
+    def _prepare(self, unit: Unit) -> None:
+        group = unit.group
+        if group.state is ShardedState.GATHERING and group.retain is not Retain.USER:
+            group.reshard(self.comm)  # the last forward did not get there
+        for observer in unit.observers:
+            observer.prepare(unit, self)
+        if group.renewed:  # all at once: they overlap the first units' compute
+            group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
 
     def issue_gathers(self) -> None:
         """Issues the all-gathers that the schedule asks for."""
@@ -506,12 +490,13 @@ class RunContext:
                 unit.issue_unshard(self)
 
     def end_forward(self, *, backward_to_come: bool) -> None:
-        """At the end of the root's forward all units show their shards; without a backward that is all."""
-        units: Sequence[Any] = self.units
+        """At the end of the root's forward all units register their shards; without a backward they are freed
+        too."""
+        units: Sequence[Unit] = self.units
         for option in self.options:
             units = option.end_forward(units, backward_to_come=backward_to_come)
         for unit in units:
-            unit.to_run.clear()
+            unit.forget_modules_to_run()
             if unit.group.retain is not Retain.NO:
                 continue
             unit.group.register_sharded()
@@ -523,23 +508,76 @@ class RunContext:
 
     # -- backward ------------------------------------------------------------------------------------
 
-    def begin_unit_backward(self, unit: ContextUnit, position: int) -> None:
+    def enter_backward(self) -> RootBackward:
+        """Called by every pre-backward hook; queues the callback once."""
+        if self.backward is None:
+            for option in tuple(self.options):
+                option.before_backward()
+            if (
+                self.comm.left_by is not None
+            ):  # by this root, or by another one that shares the comm
+                self.comm.finish()
+            callback = self.finish_backward
+            self._begin_backward(callback)
+            self.backward_id = backward_id()
+            self.schedule.begin_backwards()
+            queue_backward_callback(callback)
+            for option in self.options:
+                option.begin_backward()
+        assert self.backward is not None
+        return self.backward
+
+    def _begin_backward(self, callback: Callable[[], Any]) -> RootBackward:
+        may_differ = any(unit.reduce_unused for unit in self.units)
+        self.backward = RootBackward(callback, may_defer=not may_differ)
+        return self.backward
+
+    @contextmanager
+    def reducing(self) -> Iterator[RootBackward]:
+        """Within it reductions are issued as in a backward, which ends with the body or is there already."""
+        before = self.backward
+        try:
+            yield before or self._begin_backward(self.finish_backward)
+        finally:
+            self.backward = before
+
+    def begin_unit_backward(self, unit: Unit, position: int) -> None:
         """``unit`` begins the backward of its forward at ``position``: issues the gathers of that."""
         self._drop_deferred()
-        bucket = None
-        if self.schedule.settings == _USUAL and self.comm.holds_inputs and self._may_defer():
+        bucket, backward = None, self.backward
+        assert backward is not None
+        if self.schedule.settings == _USUAL and self.comm.holds_inputs and backward.may_defer:
             bucket = bucket_to_count(unit)
         if bucket is not None:
-            self.deferred = DeferredPrefetch(bucket, unit, self)
+            backward.deferred = DeferredPrefetch(bucket, unit, self)
         self.schedule.begin_backward(unit.ref, position, defer=bucket is not None)
         self.issue_gathers()
 
-    def end_unit_backward(self, unit: ContextUnit) -> None:
-        """The backward of ``unit`` is over, its parameters are freed, its reduction is still to be issued."""
-        # Where ranks may use different parameters, backwards end in another order on each.
+    def end_unit_backward(self, unit: Unit) -> None:
+        """The backward of ``unit`` is over and its parameters are freed: issues gathers, and its reduction.
+
+        Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
+        another order on each: there a unit's reduction waits until those after it in the model have been
+        issued.
+        """
         if not unit.reduce_unused:
             self.schedule.end_backward(unit.ref)
             self.issue_gathers()
+        self.reduce(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        """Issues the reductions of ``unit``, whose backward has ended; see ``end_unit_backward``."""
+        backward = self.backward
+        assert backward is not None
+        if not unit.reduce_unused:
+            unit.reduce(self.comm, backward.reduced)
+            return
+        backward.ended.add(id(unit))
+        for each in reversed(self.units):
+            if each.reduce_unused and id(each) not in backward.reduced:
+                if id(each) not in backward.ended:
+                    return
+                each.reduce(self.comm, backward.reduced)
 
     def issue_deferred(self) -> None:
         """Issues the gather that was put off, if one was."""
@@ -548,69 +586,33 @@ class RunContext:
         self.issue_gathers()
 
     def _drop_deferred(self) -> None:
-        if self.deferred is not None:
-            self.deferred.drop()
-            self.deferred = None
-
-    def _may_defer(self) -> bool:
-        """Not where ranks may use different parameters: their gradients don't tell the same."""
-        if self.may_defer is None:
-            self.may_defer = not any(unit.reduce_unused for unit in self.units)
-        return self.may_defer
-
-    def enter_backward(self) -> None:
-        """Called by every pre-backward hook; queues the callback once."""
-        if not self.in_backward:
-            for option in tuple(self.options):
-                option.before_backward()
-            self.finalization.take_over()
-            self.in_backward = True
-            self.backward_id = backward_id()
-            self.may_defer = None
-            self.schedule.begin_backwards()
-            callback = self.finish_backward
-            self._callback = weakref.ref(callback)
-            queue_backward_callback(callback)
-            for option in self.options:
-                option.begin_backward()
-
-    def reduce(self, unit: ContextUnit) -> None:
-        """Issues the reductions of ``unit``, whose backward has ended.
-
-        Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
-        another order on each: there a unit waits until those after it in the model have been reduced.
-        """
-        if not unit.reduce_unused:
-            unit.reduce(self.comm)
-            return
-        unit.ended = True
-        for each in reversed(self.units):
-            if each.reduce_unused and not each.reduced:
-                if not each.ended:
-                    return
-                each.reduce(self.comm)
+        if self.backward is not None and self.backward.deferred is not None:
+            self.backward.deferred.drop()
+            self.backward.deferred = None
 
     @untraced
     def finish_backward(self) -> None:
         """Settles what the backward has left, in the same order on every rank."""
-        units = [unit for unit in self.units if not unit.is_untouched]
+        # By hand it is called after a backward that has reached no unit, too.
+        reduced = (self.backward or self._begin_backward(self.finish_backward)).reduced
+        units = [unit for unit in self.units if not unit.is_untouched(reduced)]
         for option in self.options:
             option.reduce()
         self._drop_deferred()
         self.schedule.end_backwards()
         for unit in reversed(units):
-            unit.reduce(self.comm)
-        manual = self.finalization.manual
-        if manual:
-            self.finalization.put_off()
-        else:
+            unit.reduce(self.comm, reduced)
+        completes = True
+        for option in self.options:
+            completes = not option.leaves_in_flight() and completes
+        if completes:
             self.comm.finish()
         for unit in units:
             unit.end_backward()
         for option in self.options:
             option.end_backward(keep=self.running)
-        self.in_backward = self.creates_graph = False
-        if not manual:
+        self.backward = None
+        if completes:
             self.gradients_are_complete()
         issuing.unit = ""
 
@@ -618,21 +620,6 @@ class RunContext:
         """After reductions: their results are in ``.grad``."""
         for option in tuple(self.options):
             option.after_reductions()
-
-    def set_manual_finalization(self, enabled: bool) -> None:
-        """Whether the user ends backwards.
-
-        Raises:
-            StateError: one is under way, or not ended.
-        """
-        self.root.come_to_rest()
-        finalization = self.finalization
-        if self.in_backward or finalization.stage is not Stage.COMPLETE:
-            raise StateError(
-                f"set_manual_backward_finalization({enabled}) of {self.root.label!r} within a backward, or "
-                "before finalize_backward() has ended the last one; call it before a backward"
-            )
-        finalization.manual = enabled
 
     # -- after an exception --------------------------------------------------------------------------
 
@@ -644,44 +631,45 @@ class RunContext:
         ask. So only the one that the forwards run on can tell by itself that none is under way; for others
         it is over when autograd has dropped the callback that it was to end with.
         """
-        if not self.in_backward or in_backward_pass():
+        if self.backward is None or in_backward_pass():
             return False
-        return get_ident() == self._thread or self._callback() is None
+        return get_ident() == self._thread or self.backward.callback() is None
 
-    def leave_broken_backward(self) -> None:
-        """After a backward that an exception ended: autograd has dropped the callback with it. A forward that
-        it was within goes on."""
-        self.finalization.spare_others()
+    def abandon(self, *, backward_only: bool) -> None:
+        """After an exception: nothing is in flight any more.
+
+        Args:
+            backward_only: it has ended a backward, of which autograd has dropped the callback; a forward
+                around it goes on, and sums of earlier backwards still wait for their reduction. False: all
+                is at rest afterwards, and no sum waits.
+        """
+        if self.comm.left_by is not None and self.comm.left_by() is not self:
+            self.comm.finish()  # of another root
         self.comm.abandon()
         self._drop_deferred()
-        self.schedule.end_backwards()
-        for unit in self.units:
-            unit.end_backward()
-            for bucket in unit.group.buckets:
-                bucket.grads.forget()
-                for param in bucket.compute_params:
-                    param.grad = None  # whose hook was interrupted
+        if backward_only:
+            self.schedule.end_backwards()
+        else:
+            self.schedule.abandon()
+            self.running = False
         for option in self.options:
             option.end_backward(keep=self.running)
-        self.in_backward = self.creates_graph = False
-
-    def reset(self) -> None:
-        """After an exception anywhere: at rest, nothing in flight, no sum waiting for its reduction."""
-        self.finalization.spare_others()
-        self.comm.abandon()
-        self._drop_deferred()
-        self.running = self.in_backward = self.creates_graph = False
-        self.schedule.abandon()
-        for option in self.options:
-            option.end_backward(keep=False)
         for unit in self.units:
-            unit.reset()
-            unit.group.abandon(self.comm)
+            if backward_only:
+                unit.end_backward()
+            else:
+                unit.abandon(self.comm)
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
-                bucket.grads.drop_waiting()
-        self.finalization.drop()
-        issuing.unit = ""
+                if not backward_only:
+                    bucket.grads.drop_waiting()
+                for param in bucket.compute_params:
+                    param.grad = None  # whose hook was interrupted
+        self.backward = None
+        if not backward_only:
+            for option in self.options:
+                option.abandon()
+            issuing.unit = ""
 
 
 _USUAL = PrefetchSettings()
@@ -710,13 +698,20 @@ class _Units:
         return None if found is None else found.backward_prefetch
 
 
-def check_inner_prefetch(root: ContextUnit) -> None:
-    """Raises if a unit inside ``root`` was given prefetch settings, as if it were the outermost one."""
+def check_settings_of_root(root: Unit) -> None:
+    """Raises StateError if a unit inside ``root`` has settings that only the outermost one may have."""
     for module in root.modules:
         for unit in units_of(module, recurse=True):
-            if unit.prefetch is not None and unit is not root:
+            if unit is root:
+                continue
+            if unit.prefetch is not None:
                 raise StateError(
                     f"{unit.label!r} was given a schedule of gathers (set_backward_prefetch, "
                     f"set_forward_prefetch or set_limit_all_gathers), but it is inside {root.label!r}; call "
                     "the methods on the outermost unit"
+                )
+            if unit.manual_finalization:
+                raise StateError(
+                    f"set_manual_backward_finalization(True) was called on {unit.label!r}, which is inside "
+                    f"{root.label!r}; call it on the outermost unit"
                 )

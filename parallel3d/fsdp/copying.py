@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from parallel3d.errors import StateError
-from parallel3d.fsdp.context import Stage
+from parallel3d.fsdp.context import REGISTERED_ATTRIBUTE
 from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.members import REGISTERED_ATTRIBUTE, UNIT_ATTRIBUTE, get_unit
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit
+from parallel3d.fsdp.options.finalization import is_finalized
 from parallel3d.fsdp.options.precision import set_up_precision
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
 from parallel3d.fsdp.unit import Unit
@@ -45,7 +47,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     unit.come_to_rest()
     if unit.depth or unit.backward_begun or unit.group.is_in_other_form:
         raise StateError(f"unit {unit.label} is being used; deep-copy it between steps")
-    if unit.context is not None and unit.context.finalization.stage is not Stage.COMPLETE:
+    if not is_finalized(unit):
         raise StateError(
             f"unit {unit.label} has gradients to come; deep-copy it after finalize_backward()"
         )
@@ -84,7 +86,7 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
         modules, ParamGroup(buckets), unit.policy, unit.reshard_after_forward, unit.device_type
     )
     set_up_precision(new)
-    new.take_settings(unit)
+    _take_settings(new, unit)
     new.label = unit.label
     for bucket in buckets:
         for param in bucket.params:
@@ -116,3 +118,19 @@ def _copied_holder(holder: Any, memo: dict[int, Any]) -> Any:
     if isinstance(holder, OwnSetattr):
         return OwnSetattr(memo[id(holder.module())])
     return memo[id(holder)]
+
+
+def _take_settings(unit: Unit, other: Unit) -> None:
+    """Takes the settings of ``other``, of which this is a copy, but for those that refer to units and
+    streams."""
+    if other.prefetch is not None:
+        unit.prefetch = replace(other.prefetch)
+    for name in (
+        "keep_between_forwards",
+        "reshard_after_backward",
+        "unshard_in_backward",
+        "sync",
+        "all_reduce",
+        "manual_finalization",
+    ):
+        setattr(unit, name, getattr(other, name))

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import gradient_hooks, has_gradient_hooks, set_grad
-from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
+from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, new_dtensor
 from parallel3d._torch.kernels import chunk_cat
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.param import ShardedParam
@@ -51,6 +51,7 @@ class GradientBucket(Reduced, Protocol):
     grad_dtype: torch.dtype
     reduce_unused: bool
     small_grads: list[bool]
+    tensor_classes: list[type[DTensor]]
     packs_as_chunks: bool
     replicate_groups: list[ProcessGroup]
     over_replicate: list[Stage]
@@ -633,7 +634,8 @@ class ReduceInput:
             grads = [self.kept[i] for i in indices]
             if len({grad.dtype for grad in grads}) > 1:  # one was summed on its way here
                 grads = [grad.to(bucket.reduce_dtype) for grad in grads]
-            chunk_cat(grads, bucket.num_shards, packed.view(bucket.num_shards, -1))
+            n = bucket.num_shards
+            chunk_cat(grads, dim=0, num_chunks=n, out=packed.view(n, -1))
             self.kept.clear()
             return packed
         for index in indices:
@@ -659,7 +661,8 @@ def make_gradients(
     low = flat.dtype if flat.dtype != bucket.dtype else None
     grads: list[torch.Tensor] = []
     for index, (param, part) in enumerate(zip(bucket.params, parts, strict=True)):
-        grad = make_dtensor(part, param.spec if low is None else param.reduced_spec(low))
+        spec = param.spec if low is None else param.reduced_spec(low)
+        grad = new_dtensor(bucket.tensor_classes[index], part, spec, requires_grad=False)
         setattr(grad, PLACE, (flat, index, bucket.slot_sizes))
         grads.append(grad)
     return grads

@@ -10,52 +10,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import untraced
-from parallel3d._torch.dtensor import get_local_tensor, keep_partial_gradients, make_dtensor
-from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import Bucket, CoalescedGather, plan_gathers
+from parallel3d._torch.dtensor import keep_partial_gradients
+from parallel3d._torch.kernels import foreach_copy_
+from parallel3d.errors import StateError
+from parallel3d.fsdp.bucket import Bucket, allocate
+from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.versions import WATCHED_BY
+from parallel3d.fsdp.param import ShardedParam, check_replacement, gradient_for
 
-# What stands where a unit's Parameter was: whether its values may become the unit's, and its
-# gradient.
-
-
-def gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
-    """What ``.grad`` becomes when ``given`` takes the Parameter's place: that of ``given``, or None."""
-    grad, dtype = given.grad, param.sharded.dtype
-    if grad is None or isinstance(grad, DTensor):
-        return None if grad is None else grad.to(dtype)
-    return make_dtensor(param.shard_of(grad, tp_local=False).to(dtype, copy=True), param.spec)
-
-
-def _is_of(param: ShardedParam, given: torch.Tensor) -> bool:
-    """Whether ``given`` has the memory of ``param``."""
-    if not isinstance(given, DTensor) or given.is_meta or param.sharded.is_meta:
-        return False
-    return get_local_tensor(given).is_set_to(param.local)
-
-
-def check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
-    """Whether the values of ``given`` may become those of ``param``.
-
-    Raises:
-        Parallel3dError: it is no Parameter, or of another shape.
-    """
-    if not (isinstance(given, nn.Parameter) or _is_of(param, given)):
-        raise Parallel3dError(
-            f"a tensor that is no Parameter stands in place of parameter {param.name}, as "
-            "torch.func.functional_call puts it there; its values would become the model's for good. Call it "
-            "with the model's own parameters (or .detach() of them), or before fully_shard"
-        )
-    if given.shape != param.global_shape:
-        raise Parallel3dError(
-            f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
-            f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
-        )
+WATCHED_BY = "_parallel3d_watched_by"  # on an unsharded parameter: the unit its gradient hook calls
 
 
 class ShardedState(Enum):
@@ -512,23 +479,22 @@ class ParamGroup:
     def is_stale(self) -> bool:
         """Whether the weights were seen to change since the group was gathered."""
         return self.state is ShardedState.UNSHARDED and any(
-            bucket.versions.weights.is_old() for bucket in self.buckets
+            bucket.versions.weights_changed() for bucket in self.buckets
         )
 
     def note_changes(self) -> bool:
         """Tells autograd, where the unsharded parameters are the weights themselves and these were seen to
         change: what forward has computed with before is there no more. Whether that is so.
         """
-        changed = [bucket for bucket in self.direct if bucket.versions.weights.is_old()]
+        changed = [bucket for bucket in self.direct if bucket.versions.note_weights()]
         for bucket in changed:
-            bucket.versions.weights.take()
             bucket.versions.set_unsharded()
         return bool(changed)
 
     @property
     def weights(self) -> list[int]:
         """The numbers of the values that were gathered last."""
-        return [bucket.versions.weights.number for bucket in self.buckets]
+        return [bucket.versions.weights for bucket in self.buckets]
 
     def abandon(self, comm: Comm) -> None:
         """After an exception: nothing in flight, nothing gathered."""
@@ -541,6 +507,96 @@ class ParamGroup:
         if self.state is ShardedState.GATHERING:
             self._enter(Event.FINISH)
         self.reshard(comm)
+
+
+# CoalescedGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+#
+# Buckets are apart for the sake of their gradients; on the wire their shards go together.
+
+
+class CoalescedGather:
+    """Buckets that compute in one dtype and are sharded over one group.
+
+    Attributes:
+        unit: name of the unit, for the record.
+        gathering: the all-gather under way; see ``Bucket``.
+    """
+
+    reads_host = False
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.shard_group: ProcessGroup | None = buckets[0].shard_group
+        self.packed = sum(bucket.packed for bucket in buckets)
+        self.unit = buckets[0].unit
+        self.gathering: Any = None
+        self._output: torch.Tensor | None = None
+
+    def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
+        """Issues the all-gather; returns what to wait for."""
+        assert self.shard_group is not None
+        return all_gather(outputs, parts, self.shard_group, unit=self.unit)
+
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs and inputs of the all-gather, in compute dtype: what travels in place, and of all buckets
+        together what is packed."""
+        first = self.buckets[0]
+        outputs, inputs, packed = [], [], []
+        for bucket in self.buckets:
+            if bucket.zero_copy:
+                allocate(bucket.unsharded)
+            mine = bucket.members(bucket.flat.to(first.compute_dtype))
+            inputs += mine[: bucket.zero_copy]
+            packed += mine[bucket.zero_copy :]
+            outputs += bucket.gather_outputs[: bucket.zero_copy]
+        if packed:
+            part = torch.cat(packed)
+            self._output = part.new_empty(first.num_shards * self.packed)
+            inputs.append(part)
+            outputs.append(self._output)
+        return outputs, inputs
+
+    def copy_out(self) -> None:
+        """The gathered rows into the parameters' places."""
+        if self._output is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
+            sizes = [bucket.packed for bucket in self.buckets]
+            columns = self._output.view(-1, self.packed).split(sizes, dim=1)
+        for bucket, held in zip(self.buckets, columns, strict=True):
+            if not bucket.zero_copy:
+                allocate(bucket.unsharded)
+            if bucket.packed:
+                pairs = bucket.copy_pairs(held, since=bucket.zero_copy)
+                foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
+
+    def free_gathered(self) -> None:
+        """After ``copy_out``."""
+        self._output = None
+
+    def cast_whole(self) -> None:
+        """Nothing here is whole at rest: what isn't sharded is gathered by itself."""
+
+    def free_unsharded(self) -> None:
+        """Frees what the unsharded parameters live in."""
+        for bucket in self.buckets:
+            bucket.free_unsharded()
+
+
+def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
+    """What to gather by one call each: buckets joined where they can be, in order of their first."""
+    joined: dict[object, list[Bucket]] = {}
+    for bucket in buckets:
+        alone = (
+            not bucket.joinable
+            or bucket.shard_group is None
+            or bucket.gather_comm is not None
+            or bucket.part is not None
+            or bucket.reads_host
+        )
+        key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
+        joined.setdefault(key, []).append(bucket)
+    return [each[0] if len(each) == 1 else CoalescedGather(each) for each in joined.values()]
 
 
 class _GradHook:

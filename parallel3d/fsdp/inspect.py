@@ -19,7 +19,6 @@ test sees to it. What is not here may change without a word.
 
 from parallel3d.fsdp.api import check_policy, strategy_options
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.context import refuse_unfinalized
 from parallel3d.fsdp.gradients import flat_gradient, flat_gradients_of, waits_for_reduction
 from parallel3d.fsdp.members import (
     check_param,
@@ -30,6 +29,7 @@ from parallel3d.fsdp.members import (
     units_of,
 )
 from parallel3d.fsdp.options.checks import StepGuard, guard_of
+from parallel3d.fsdp.options.finalization import refuse_unfinalized
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket
 from parallel3d.fsdp.param import ShardedParam, owner_of
 from parallel3d.fsdp.placement import data_axes

@@ -227,20 +227,20 @@ class TorchState(_Answers):
     @property
     def _pre_forward_hook_handle(self) -> RemovableHandle:
         """Torch's FSDPMemTracker puts a hook of its own in its place, which calls ``_pre_forward``."""
-        return self._unit.members.forward_handle(self._alive, before=True)
+        return self._unit.members.handles[id(self._alive)][0]
 
     @_pre_forward_hook_handle.setter
     def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        self._unit.members.take_forward_handle(self._alive, handle, before=True)
+        self._unit.members.handles[id(self._alive)][0] = handle
 
     @property
     def _post_forward_hook_handle(self) -> RemovableHandle:
         """The same, and ``_post_forward``."""
-        return self._unit.members.forward_handle(self._alive, before=False)
+        return self._unit.members.handles[id(self._alive)][1]
 
     @_post_forward_hook_handle.setter
     def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        self._unit.members.take_forward_handle(self._alive, handle, before=False)
+        self._unit.members.handles[id(self._alive)][1] = handle
 
     def _lazy_init(self) -> None:
         self._unit.ready_context()
@@ -345,20 +345,17 @@ class TorchParamGroup(_Answers):
             type(unit).finish_backward(unit, *called_by_the_engine)
             return
         context = unit.ready_context()
-        if unit.reached and unit.sync and not self._has_gradients():
+        if unit.has_unreduced and unit.sync and not self._has_gradients():
             raise StateError(
                 f"unit {unit.label}: backwards came through it, but none of its {unit.group.trainable} "
                 "trainable parameters has a gradient. A zero-bubble schedule looks for them where the "
                 "parameters are between forward and backward: give fully_shard reshard_after_forward=False"
             )
-        unit.reached = False
-        before, context.in_backward = context.in_backward, True  # it ends by the caller's callback
-        try:
+        unit.has_unreduced = False
+        with context.reducing():  # the backward ends by the caller's callback
             unit.take_gradients_put_by_hand()
             unit.leave_backward(context)
             context.reduce(unit)
-        finally:
-            context.in_backward = before
 
     def _has_gradients(self) -> bool:
         group = self._unit.group

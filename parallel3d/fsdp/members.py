@@ -1,50 +1,23 @@
-"""Which unit a module belongs to, which modules a unit has, and what is put or left on them."""
+"""Which unit a module belongs to, which modules and parameters a unit takes, and what is put into them."""
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from parallel3d._torch.autograd import gradient_hooks, has_tensor_hooks
-from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam, mark_taken, owner_at, owner_of
 from parallel3d.fsdp.placement import DataAxes
 
-
-class UnitLike(Protocol):
-    """A unit, as far as the layers below it know one; see ``Unit``."""
-
-    label: str
-    ref: weakref.ref
-    group: Any
-    context: Any
-    depth: int
-
-    @property
-    def modules(self) -> list[nn.Module]: ...
-
-    def come_to_rest(self) -> None: ...
-
-    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> Any: ...
-
-    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any: ...
-
-    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None: ...
+UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
 
 
 def class_name(module: nn.Module) -> str:
@@ -88,7 +61,7 @@ def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
     return [at_rest.get(id(param), param) for param in module.parameters()]
 
 
-def unit_around(unit: UnitLike) -> Any:
+def unit_around(unit: Any) -> Any:
     """The unit that ``unit`` is inside of, if one of that unit's modules is also inside ``unit``.
 
     Parameters tied across units have then made an outer unit and one further inside the same.
@@ -101,71 +74,6 @@ def unit_around(unit: UnitLike) -> Any:
             if mine <= {id(m) for top in other.modules for m in top.modules()}:
                 return other
     return None
-
-
-class Members:
-    """The modules of one unit, which hold it, and are referred to weakly."""
-
-    def __init__(self) -> None:
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._handles: dict[int, list[RemovableHandle]] = {}
-        self._tops: set[int] | None = None
-        self._attributes: Attributes | None = None
-
-    @property
-    def attributes(self) -> Attributes:
-        """What lies on the unit's modules."""
-        if self._attributes is None:
-            self._attributes = Attributes(self.modules)
-        return self._attributes
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules given to ``fully_shard``."""
-        return [module for ref in self._modules if (module := ref()) is not None]
-
-    @property
-    def tops(self) -> set[int]:
-        """Ids of the modules that are not inside another of them."""
-        if self._tops is None:  # found in the first forward: looked for with each, many take long
-            modules = self.modules
-            inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
-            self._tops = {id(m) for m in modules} - inside
-        return self._tops
-
-    def attach(self, module: nn.Module, unit: UnitLike) -> None:
-        """Makes ``module`` one of them, with the hooks of ``unit``."""
-        self._modules.append(weakref.ref(module))
-        self._tops = self._attributes = None
-        setattr(module, UNIT_ATTRIBUTE, unit)
-        self._handles[id(module)] = [
-            module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(unit.post_forward),
-            module.register_load_state_dict_post_hook(unit.after_load),
-        ]
-
-    def detach(self) -> list[nn.Module]:
-        """Gives the modules up, and removes the hooks."""
-        modules = self.modules
-        for module in modules:
-            for handle in self._handles[id(module)]:
-                handle.remove()
-        self._modules, self._handles = [], {}
-        return modules
-
-    def forward_handle(self, module: nn.Module, *, before: bool) -> RemovableHandle:
-        """The handle of the unit's hook before or after the forwards of ``module``."""
-        return self._handles[id(module)][0 if before else 1]
-
-    def take_forward_handle(
-        self, module: nn.Module, handle: RemovableHandle, *, before: bool
-    ) -> None:
-        """``handle`` is of the hook that does now what that one did."""
-        self._handles[id(module)][0 if before else 1] = handle
-
-    def hook_ids(self, module: nn.Module) -> list[int]:
-        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
-        return [handle.id for handle in self._handles[id(module)]]
 
 
 # What ``fully_shard`` refuses.
@@ -369,20 +277,13 @@ def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tupl
 # module keeps the unit's own, so that an optimizer made from ``model.parameters()`` afterwards
 # trains what forward computes with.
 #
-# Anything else that is new is looked for when the root's forward begins: what every module has is
-# compared, by identity and within C, with what it had in the last one, and only if that differs
-# are the modules walked. This rests on no event, so that none can be missed. A trainable parameter
-# that no unit has, and nobody has ignored, is an error there: no rank would average its gradient
-# with the others'.
+# Anything else that is new is looked for when the root's forward begins, see
+# ``context.check_registered``. A trainable parameter that no unit has, and nobody has ignored, is
+# an error there: no rank would average its gradient with the others'.
 
-REGISTERED_ATTRIBUTE = "_parallel3d_registered"  # of a root's first module, see ``_Registered``
 _IGNORED = (
     "_parallel3d_ignored"  # of a module: names of its parameters that a unit was told to ignore
 )
-
-_CONTAINERS = attrgetter("_modules", "_parameters")
-_IS_TRAINABLE = attrgetter("requires_grad")
-
 
 # -- a Parameter is assigned ---------------------------------------------------------------------------
 
@@ -438,57 +339,7 @@ def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
             vars(module)[_IGNORED] = names | vars(module).get(_IGNORED, set())
 
 
-def check_registered(root: UnitLike) -> None:
-    """When a forward of ``root`` begins.
-
-    Raises:
-        Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
-    """
-    modules = root.modules
-    registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
-    if registered is None or not registered.is_of(modules):
-        vars(modules[0]).pop(REGISTERED_ATTRIBUTE, None)
-        assert root.context is not None
-        for unit in root.context.units:  # also those that this forward does not come to
-            if not unit.group.is_registered and not unit.group.is_in_other_form:
-                unit.group.adopt_replaced()
-        vars(modules[0])[REGISTERED_ATTRIBUTE] = _Registered(root, modules)
-
-
-class _Registered:
-    """What the modules of one root had when they were last found to be in order.
-
-    The root's first module has it: it refers to what is below that module, and to nothing above.
-    """
-
-    def __init__(self, root: UnitLike, modules: Sequence[nn.Module]) -> None:
-        loose = list(_check_loose(root, modules))
-        tops = set(map(id, modules))
-        inside = {id(each): each for module in modules for each in module.modules()}
-        self._below = [
-            module
-            for key, module in inside.items()
-            if key not in tops and all(isinstance(each, dict) for each in _CONTAINERS(module))
-        ]
-        self._found = list(self._read(modules))
-        # Nobody ignored them; they were frozen.
-        self._frozen = [param for param in loose if not param.requires_grad]
-
-    def _read(self, modules: Iterable[nn.Module]) -> Iterable[Any]:
-        containers = chain.from_iterable(map(_CONTAINERS, chain(modules, self._below)))
-        return chain.from_iterable(map(dict.values, containers))
-
-    def is_of(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether they still have the same, and what was frozen still is."""
-        now = list(self._read(modules))
-        return (
-            len(now) == len(self._found)
-            and all(map(is_, now, self._found))
-            and not any(map(_IS_TRAINABLE, self._frozen))
-        )
-
-
-def _check_loose(root: UnitLike, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+def check_loose(root: Any, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     """Raises if a parameter should be of a unit; yields those that need not, but for those ignored."""
     for prefix, module in _all_modules(modules):
         for name, param in module._parameters.items():
@@ -503,7 +354,7 @@ def _check_loose(root: UnitLike, modules: Sequence[nn.Module]) -> Iterator[nn.Pa
 
 
 def _loose_error(
-    root: UnitLike, prefix: str, module: nn.Module, name: str, owner: ShardedParam | None
+    root: Any, prefix: str, module: nn.Module, name: str, owner: ShardedParam | None
 ) -> Parallel3dError:
     full_name = f"{prefix}.{name}" if prefix else name
     where = (
@@ -522,11 +373,11 @@ def _loose_error(
     )
 
 
-def _unit_around(root: UnitLike, prefix: str) -> str:
+def _unit_around(root: Any, prefix: str) -> str:
     """The label of the innermost unit whose module holds the one that ``prefix`` leads to."""
     module, label = root.modules[0], root.label
     for part in filter(None, prefix.split(".")):
-        module = module._modules.get(part)  # type: ignore[assignment]
+        module = module._modules.get(part)
         if module is None:  # of a root of several modules: in another than the first
             return label
         unit = unit_of(module)
@@ -549,181 +400,3 @@ def _all_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]
         for name, child in reversed(module._modules.items()):
             if child is not None:
                 waiting.append((f"{prefix}.{name}" if prefix else name, child))
-
-
-# What a forward of a unit leaves behind: the tensors that it returns, and those on its modules' attributes.
-
-
-UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
-
-_SCALARS = (int, float, str, type(None))  # most of what is found; told apart quickly
-_OPAQUE = (
-    *(str, bytes, bytearray, int, float, complex, type, ModuleType, BuiltinFunctionType),
-    *(nn.Module, torch.dtype, torch.device, torch.Size, torch.Generator, weakref.ref),
-)
-_MOST = 2000  # objects to look into: who returns a graph of more has an error at worst
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``: in containers, dataclasses, objects of any class, closures, generators.
-
-    It sees what the garbage collector sees: not what is in objects of C++.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    stack = [value]
-    seen: set[int] = set()
-    while stack and len(seen) < _MOST:
-        each = stack.pop()
-        if isinstance(each, _SCALARS) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (tuple, list)):
-            stack += reversed(each)
-        elif type(each) is dict:
-            stack += reversed(each.values())
-        elif isinstance(each, FunctionType):  # not its globals
-            stack += each.__closure__ or ()
-            stack += each.__defaults__ or ()
-        elif isinstance(each, Mapping) and not gc.is_tracked(each):
-            stack += each.values()
-        elif not isinstance(each, _OPAQUE):
-            stack += gc.get_referents(each)
-
-
-_STANDARD = frozenset((*vars(nn.Module()), *FULLY_SHARD_KEYS, UNIT_ATTRIBUTE))
-_NOT_THE_USERS = ("torch.", "parallel3d.")
-_PLAIN = frozenset(  # types of values that neither are tensors nor have any
-    (int, float, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
-    + (FunctionType, BuiltinFunctionType, MethodType)
-)
-
-
-class Attributes:
-    """Those of a unit's modules, without what ``nn.Module`` has by itself.
-
-    Read after each forward, so it looks at types in passes that stay within C, and at values only where one
-    may be or hold a tensor.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._tops = [weakref.ref(module) for module in modules]
-        # Weakly too: the top ones have the unit, which has this.
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._sizes: list[int] = []
-        self._getters: list[Any] = []
-        self._plain: list[Any] | None = (
-            None  # the values of last time, where none can be or hold a tensor
-        )
-
-    def _list(self) -> list[dict[str, Any]]:
-        modules = list(_own_modules([m for ref in self._tops if (m := ref()) is not None]))
-        self._modules = [weakref.ref(module) for module in modules]
-        dicts = list(map(vars, modules))
-        self._sizes = _sizes_of(dicts)
-        self._getters, self._plain = [], None
-        for attributes in dicts:
-            names = [name for name in attributes if name not in _STANDARD]
-            # Of one name it gives the value itself, of several a tuple.
-            self._getters.append(itemgetter(*names, *names[:1]) if names else _nothing)
-        return dicts
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that were computed with autograd's record: on attributes, and in what lies there."""
-        dicts = [vars(module) for module in map(call, self._modules) if module is not None]
-        if not dicts or _sizes_of(dicts) != self._sizes:
-            dicts = self._list()
-        try:
-            values = self._read(dicts)
-        except KeyError:  # one was deleted, and another added
-            dicts = self._list()
-            values = self._read(dicts)
-        plain = self._plain
-        if plain is None or not all(map(is_, values, plain)):
-            others = [
-                value
-                for value in values
-                if type(value) not in _PLAIN and not _is_plain_tuple(value)
-            ]
-            self._plain = None if others else values
-            yield from _with_graph(others)
-        for buffers in filter(None, map(_buffers_of, dicts)):
-            if any(b is not None and b.requires_grad for b in buffers.values()):
-                yield from _with_graph(buffers.values())
-
-    def _read(self, dicts: list[dict[str, Any]]) -> list[Any]:
-        return list(chain.from_iterable(map(call, self._getters, dicts)))
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and _PLAIN.issuperset(map(type, value))
-
-
-_buffers_of = itemgetter("_buffers")
-_children_of = itemgetter("_modules")
-
-
-def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
-    """What is another where a module or an attribute was added."""
-    return [*map(len, dicts), *map(len, map(_children_of, dicts))]
-
-
-def _nothing(_: Any) -> tuple:
-    return ()
-
-
-def _own_modules(tops: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """``tops`` and the modules inside, but for those of inner units."""
-    stack, seen = list(tops), set()
-    first = {id(module) for module in stack}
-    while stack:
-        module = stack.pop()
-        if id(module) in seen or (UNIT_ATTRIBUTE in vars(module) and id(module) not in first):
-            continue
-        seen.add(id(module))
-        yield module
-        stack += [child for child in module._modules.values() if child is not None]
-
-
-def _with_graph(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for tensor in _tensors_near(values):
-        if tensor.requires_grad and not tensor.is_leaf:
-            yield tensor
-
-
-def _tensors_near(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in ``values`` and in containers, and on the attributes of other objects there.
-
-    Not further: a module may have a reference to all of the program.
-    """
-    stack = list(values)
-    seen: set[int] = set()
-    while stack and len(seen) < _MOST:
-        each = stack.pop()
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif type(each) in _PLAIN or id(each) in seen or isinstance(each, _OPAQUE):
-            continue
-        else:
-            seen.add(id(each))
-            if isinstance(each, (list, tuple, set, frozenset, deque)):
-                stack += each
-            elif isinstance(each, dict):
-                stack += each.values()
-            elif not type(each).__module__.startswith(_NOT_THE_USERS):
-                for value in _attributes_of(each):
-                    if isinstance(value, torch.Tensor):
-                        yield value
-                    elif isinstance(value, (list, tuple, dict, deque)):
-                        stack.append(value)
-
-
-def _attributes_of(value: Any) -> Iterator[Any]:
-    yield from getattr(value, "__dict__", {}).values()
-    for cls in type(value).__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            yield getattr(value, name, None)

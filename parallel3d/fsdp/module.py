@@ -17,18 +17,16 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
-from parallel3d._torch.autograd import no_frame_of_its_own
 from parallel3d._torch.groups import backend_name
 from parallel3d._torch.memory import has_group_memory
 from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import limit_inputs
-from parallel3d.fsdp.context import Finalization
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, state_of
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit, parameters_at_rest, unit_of, units_of
+from parallel3d.fsdp.members import get_unit, parameters_at_rest, unit_of, units_of
 from parallel3d.fsdp.options.checks import refuse_accumulation
 from parallel3d.fsdp.options.comm_hooks import (
     AllReduceHook,
@@ -50,11 +48,16 @@ from parallel3d.fsdp.options.comm_hooks import (
     separate_group,
     set_reduce_scatter,
 )
+from parallel3d.fsdp.options.finalization import (
+    Finalization,
+    finalization_of,
+    set_manual_finalization,
+)
 from parallel3d.fsdp.reduction import SUMS
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.fsdp.state_dict.full_params import check_not_shown
 from parallel3d.fsdp.state_dict.model_state_dict import saved_in_form
-from parallel3d.fsdp.unit import Unit
+from parallel3d.fsdp.unit import Unit, UnitModule
 
 _TorchHandle: type = getattr(torch_fsdp, "GradientReductionHandle", object)
 
@@ -91,7 +94,7 @@ class UnshardHandle(TorchUnshardHandle):
             unit.group.register_unsharded()
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(UnitModule, TorchFSDPModule):
     """Mixed into the class of every module that ``fully_shard`` was applied to.
 
     An instance of torch's class too, which its pipelining and others ask for; every method is our own.
@@ -104,19 +107,6 @@ class FSDPModule(TorchFSDPModule):
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
-
-    @no_frame_of_its_own
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward of the module. However it ends, its unit is at rest afterwards or waits for its backward:
-        hooks of ``nn.Module`` see an ``Exception``, but no ``KeyboardInterrupt`` or ``SystemExit``.
-        """
-        unit = vars(self)[UNIT_ATTRIBUTE]
-        depth = unit.depth
-        try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            unit.leave_failed_forward(depth)
-            raise
 
     # -- unshard / reshard ---------------------------------------------------------------------------
 
@@ -147,7 +137,7 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Puts this unit's sharded Parameters back and frees the unsharded ones. Not recursive."""
         unit = get_unit(self)
-        if unit.is_shown_by_root:  # until the root's forward or backward ends
+        if unit.is_registered_by_root:  # until the root's forward or backward ends
             unit.group.retain = Retain.NO
             return
         unit.group.register_sharded()
@@ -307,7 +297,7 @@ class FSDPModule(TorchFSDPModule):
                 f"reset_iter_state was called on {unit.label!r}; call it on the outermost unit, "
                 f"{unit.context.root.label!r}"
             )
-        unit.ready_context().reset()
+        unit.ready_context().abandon(backward_only=False)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``: the sharded ones, also after a backward that has failed."""
@@ -374,7 +364,7 @@ class FSDPModule(TorchFSDPModule):
         """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""
         unit = get_unit(self)
         check_not_shown(unit, "a conversion of the module")
-        shown = unit.is_shown_by_root
+        shown = unit.is_registered_by_root
         unit.group.register_sharded()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
@@ -715,9 +705,7 @@ class FSDPModule(TorchFSDPModule):
             return
         if enabled:
             refuse_accumulation(units_of(self, True), "set_manual_backward_finalization(True)")
-        if unit.context is not None:
-            unit.context.set_manual_finalization(enabled)
-        unit.manual_finalization = enabled
+        set_manual_finalization(unit, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Completes what backwards since the last call have begun, after all of them.
@@ -736,10 +724,15 @@ class FSDPModule(TorchFSDPModule):
         """
         async_op = as_bool("async_op", async_op)
         unit = _outermost(self, "finalize_backward")
-        finalization = None if unit.context is None else unit.context.finalization
+        finalization = finalization_of(unit)
         if finalization is not None:
             unit.come_to_rest()
             finalization.begin()
+        elif unit.context is not None:
+            raise StateError(
+                f"finalize_backward() of {unit.label!r}: each backward completes its own reductions; call "
+                "set_manual_backward_finalization(True) before the backwards"
+            )
         if async_op:
             return GradientReductionHandle(finalization)
         if finalization is not None:

@@ -26,8 +26,10 @@ from parallel3d._torch.dtensor import (
     make_spec,
     set_local_tensor,
 )
+from parallel3d._util import dry_run
 from parallel3d._util.storage import own_copy
 from parallel3d.errors import Parallel3dError
+from parallel3d.fsdp.layout import ACCELERATOR_BYTES, CPU_BYTES, can_be_zero_copy
 from parallel3d.fsdp.placement import DataAxes, ParamAxes, ceil_div, chunk_length
 
 # Where a module's parameters are put: in its ``_parameters``, or by its own ``__setattr__``.
@@ -467,3 +469,112 @@ def _product(sizes: Sequence[int]) -> int:
     for size in sizes:
         result *= size
     return result
+
+
+# Which parameters are zero-copy.
+#
+# Each zero-copy parameter is one tensor more in the bucket's collective call, which costs time of
+# its own. So small parameters are packed together instead, which costs a copy.
+
+
+def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
+    """In the order of a bucket: zero-copy, packed, and last those whose gradient is partial over tp.
+
+    The sum of partial gradients over tp is then one collective on the buffer's tail. Among each, those that
+    the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order modules have.
+    """
+
+    def place(param: ShardedParam) -> tuple[object, ...]:
+        large = _is_large(param, device_type)
+        # In reverse order among the packed ones: the last zero-copy one and the first packed one are then
+        # cut by the same axes, if any two are.
+        cut = [is_cut == large for is_cut in _cut_by(param)]
+        return *_is_last(param), not large, cut
+
+    return sorted(params, key=place)
+
+
+def _cut_by(param: ShardedParam) -> list[bool]:
+    """Whether each axis has ranks with other parts of it."""
+    sizes = param.spec.mesh.shape
+    return [
+        size > 1 and not isinstance(placement, Replicate)
+        for size, placement in zip(sizes, param.spec.placements, strict=True)
+    ]
+
+
+def _is_last(param: ShardedParam) -> tuple[bool, bool]:
+    """Whether its gradient is partial over tp, always or maybe."""
+    return param.layout.tp_grad == "partial", param.may_be_partial
+
+
+def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
+    """How many of ``params``, which are in the order of a bucket, are zero-copy."""
+    count = sum(_is_large(p, device_type) for p in params)
+    # A lone parameter costs no further tensor in the call.
+    return 1 if len(params) == 1 and _is_possible(params[0]) else count
+
+
+def _is_possible(param: ShardedParam) -> bool:
+    return can_be_zero_copy(
+        parts=param.num_shards,
+        dim=param.dim,
+        even=param.even,
+        slot_numel=param.slot_numel,
+        partial=any(_is_last(param)),
+    )
+
+
+def _is_large(param: ShardedParam, device_type: str) -> bool:
+    return _is_possible(param) and not is_small(param, device_type)
+
+
+def is_small(param: ShardedParam, device_type: str) -> bool:
+    """Whether a copy of it is worth less than a call."""
+    on_cpu = device_type == "cpu" and dry_run.accelerator() is None
+    least = CPU_BYTES if on_cpu else ACCELERATOR_BYTES
+    return param.num_shards * param.slot_numel * param.dtype.itemsize < least
+
+
+def packs_as_chunks(param: ShardedParam) -> bool:
+    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
+    cut = param.dim == 0 or (param.num_shards == 1 and len(param.compute_shape) > 0)
+    return cut and param.fills_slot and param.slot_numel > 0
+
+
+# What stands where a unit's Parameter was: whether its values may become the unit's, and its
+# gradient.
+
+
+def gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
+    """What ``.grad`` becomes when ``given`` takes the Parameter's place: that of ``given``, or None."""
+    grad, dtype = given.grad, param.sharded.dtype
+    if grad is None or isinstance(grad, DTensor):
+        return None if grad is None else grad.to(dtype)
+    return make_dtensor(param.shard_of(grad, tp_local=False).to(dtype, copy=True), param.spec)
+
+
+def _shares_memory(param: ShardedParam, given: torch.Tensor) -> bool:
+    """Whether ``given`` has the memory of ``param``."""
+    if not isinstance(given, DTensor) or given.is_meta or param.sharded.is_meta:
+        return False
+    return get_local_tensor(given).is_set_to(param.local)
+
+
+def check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
+    """Whether the values of ``given`` may become those of ``param``.
+
+    Raises:
+        Parallel3dError: it is no Parameter, or of another shape.
+    """
+    if not (isinstance(given, nn.Parameter) or _shares_memory(param, given)):
+        raise Parallel3dError(
+            f"a tensor that is no Parameter stands in place of parameter {param.name}, as "
+            "torch.func.functional_call puts it there; its values would become the model's for good. Call it "
+            "with the model's own parameters (or .detach() of them), or before fully_shard"
+        )
+    if given.shape != param.global_shape:
+        raise Parallel3dError(
+            f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
+            f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
+        )

@@ -22,7 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from parallel3d._layout.packed import PackedShard
 from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import local_chunk
-from parallel3d._torch.dtensor import StridedShard, concatenate_meshes, root_mesh
+from parallel3d._torch.dtensor import (
+    StridedShard,
+    concatenate_meshes,
+    root_mesh,
+    unflatten_mesh,
+)
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.layout import ceil_div, is_exact
 from parallel3d.mesh.axes import Role, names_of
@@ -536,3 +541,20 @@ def chunk_length(size: int, parts: int, index: int) -> int:
     """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
     chunk = ceil_div(size, parts)
     return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
+
+
+def post_forward_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
+    """The mesh of ``axes`` with its shard axis cut into (groups, ``ranks``), the latter named ``within``."""
+    shard = axes.shard
+    assert shard is not None
+    key = ("post_forward_group", axes.group(shard).group_name, ranks)
+    return kept_with(axes.mesh, key, lambda: _make_post_forward_mesh(axes.mesh, shard, ranks))
+
+
+def _make_post_forward_mesh(mesh: DeviceMesh, shard: int, ranks: int) -> DeviceMesh:
+    names = ("between", "within")
+    if mesh.mesh_dim_names is None:
+        rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
+        return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
+    axis = mesh[mesh.mesh_dim_names[shard]]
+    return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)

@@ -1,83 +1,84 @@
 """Unit: the hooks that move one unit's parameters through forward and backward.
 
-Forward: unshard, show, compute, hide, reshard. Backward: a hook on the outputs unshards and shows; gradients
-are taken as they arrive; when all have, and the gradients of the unit's inputs are done, the unit is
-hidden and resharded and its reduction issued. What remains (parameters without a gradient) is settled in
-one callback at the end of the backward.
+Forward: unshard, register, compute, register the sharded ones again, reshard. Backward: a hook on the outputs
+unshards and registers; gradients are taken as they arrive; when all have, and the gradients of the unit's
+inputs are done, the unit is resharded and its reduction issued. What remains (parameters without a gradient)
+is settled in one callback at the end of the backward.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from parallel3d._torch.autograd import functorch_is_active, hook_gradient, untraced
+from parallel3d._torch.autograd import functorch_is_active, no_frame_of_its_own, untraced
+from parallel3d._util.reachable import tensors_of
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import cast_floats, map_tensors, tensors_in, to_device
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.context import Attributes, Registrar, RunContext, watch_backwards
+from parallel3d.fsdp.context import Observer as Observer
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
-from parallel3d.fsdp.members import Members, class_name, tensors_of, unit_around
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
 from parallel3d.fsdp.schedule import PrefetchSettings
-from parallel3d.fsdp.versions import watch_backwards
 
 
-class Observer:
-    """What an option is told of one unit, or of several. Units have those that options have given them."""
+class UnitModule:
+    """Base of the class that ``fully_shard`` gives a module: however a forward ends, its unit is at rest."""
 
-    def prepare(self, unit: Unit, context: RunContext) -> None:
-        """A forward comes that is no recomputation: before the unit's parameters are gathered for it."""
-
-    def begin_call(self, unit: Unit) -> None:
-        """Before a forward of one of its modules."""
-
-    def note_call(self, call: Call) -> None:
-        """That forward is one that a backward may follow."""
-
-    def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
-        """A forward of the unit begins: with ``begins`` the root's, ``within`` one of that, or alone."""
-
-    def unshard(self, unit: Unit) -> None:
-        """The user calls ``unshard()``."""
-
-    def reach_call(self, call: Call, context: RunContext) -> None:
-        """A gradient has reached ``call``."""
-
-    def begin_backward(self, unit: Unit) -> None:
-        """It is the first to reach the unit in this backward."""
-
-    def take_gradient(self, unit: Unit) -> None:
-        """A gradient of a parameter has arrived."""
-
-    def begin_reduction(self, unit: Unit) -> None:
-        """A reduction of its gradients comes."""
-
-    def end_backward(self, unit: Unit) -> None:
-        """The root's backward is over, its reductions too."""
-
-    def abandon(self, unit: Unit) -> None:
-        """After an exception."""
+    @no_frame_of_its_own
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward of the module. Afterwards its unit is at rest or waits for its backward, also where
+        the forward ends by what hooks of ``nn.Module`` don't see: ``KeyboardInterrupt`` or ``SystemExit``.
+        """
+        unit = vars(self)[UNIT_ATTRIBUTE]
+        depth = unit.depth
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            unit.leave_failed_forward(depth)
+            raise
 
 
-class Stand(Protocol):
-    """An option that registers a unit's parameters for the whole of the root's passes; see ``replicated``."""
+@dataclass(slots=True)
+class ForwardPass:
+    """A forward of a unit, from its first module's begin to its last one's end.
 
-    def shows(self, unit: Unit) -> bool:
-        """Whether they are registered by it now, so that there is nothing to do for the unit itself."""
+    Attributes:
+        depth: forwards of the unit's modules under way, one inside the other.
+        to_run: ids of those of several modules that are still to run.
+        position: its place in the order of forwards under the root.
+        call: what its outputs tell of gradients that reach them; None without autograd.
+    """
 
-    def begin_unit(self, unit: Unit) -> None:
-        """Before such a forward of the unit."""
+    depth: int = 0
+    to_run: set[int] = field(default_factory=set)
+    position: int = 0
+    call: Call | None = None
 
-    def end_unit(self, unit: Unit, output: Any) -> None:
-        """After it."""
+
+@dataclass(slots=True)
+class BackwardPass:
+    """A backward of a unit, from the first gradient that reaches it until it is resharded.
+
+    Attributes:
+        calls: ids of the calls (which hold the unit) that it has reached and not yet left.
+        arrived: number of parameters whose gradient has arrived.
+        has_begun: whether a gradient has reached one of the unit's outputs, so that its parameters are there.
+    """
+
+    calls: set[int] = field(default_factory=set)
+    arrived: int = 0
+    has_begun: bool = False
 
 
 class Unit:
@@ -95,23 +96,19 @@ class Unit:
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
         post_optim_event: of the root: what the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
-        manual_finalization: of the root: whether the user ends backwards; see ``Finalization``.
+        manual_finalization: of the root: whether the user ends backwards; see ``options/finalization``.
         form: of its state dicts, see ``state_dict_type``; None: sharded.
 
     Attributes:
         group: its parameters.
         members: its modules, and the hooks on them.
         observers: what options want to be told.
-        shown_by: the option that registers its parameters for the whole of the root's passes, if one does.
-        to_run: ids of those of several modules that have not run since the unit was gathered.
-        depth: forwards of the unit's modules under way, one inside the other.
-        call: the forward call under way.
-        begun: ids of the calls (which hold the unit) that this backward has reached and not yet left.
+        registrar: the option that registers its parameters for the whole of the root's passes, if one does.
+        forward, backward: the passes under way; None outside of them.
         computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
-        reached: whether a backward has come through that was not reduced yet.
-        ended, reduced: whether this backward is over here, and its reduction issued.
-        put_off: whether the last one was not to be reduced, or not over all axes.
+        has_unreduced: whether a backward has come through that was not reduced yet.
+        put_off: whether the last backward was not to be reduced, or not over all axes.
         tracked: whether torch's memory tracker has put itself around hooks and methods of the unit.
         is_new_to_tracker: whether it does not know the unit's buffers yet.
     """
@@ -138,7 +135,7 @@ class Unit:
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
         self.observers: list[Observer] = []
-        self.shown_by: Stand | None = None
+        self.registrar: Registrar | None = None
         self.manual_finalization = False
         self.form: Any = None
         self.ref = weakref.ref(self)
@@ -148,18 +145,11 @@ class Unit:
         self.device_type = device_type
         self.label = class_name(modules[0])
         self.context: RunContext | None = None
-        self.to_run: set[int] = set()
-        self.depth = 0
-        self.position = 0
-        self.begun: set[int] = set()
+        self.forward: ForwardPass | None = None
+        self.backward: BackwardPass | None = None
         self.gathered_in = -1  # the iteration whose forward gathered the group
-        self.call: Call | None = None
         self.computed_with: list[int] | None = None
-        self.arrived = 0
-        self.backward_begun = False
-        self.reached = False
-        self.ended = False
-        self.reduced = self.put_off = False
+        self.has_unreduced = self.put_off = False
         self.members = Members()
         watch_backwards()
         group.watch_gradients(self.ref)
@@ -170,6 +160,16 @@ class Unit:
     def modules(self) -> list[nn.Module]:
         """The modules given to ``fully_shard``."""
         return self.members.modules
+
+    @property
+    def depth(self) -> int:
+        """How many forwards of the unit's modules are under way, one inside the other."""
+        return 0 if self.forward is None else self.forward.depth
+
+    @property
+    def backward_begun(self) -> bool:
+        """Whether a backward has reached the unit, and is not over there."""
+        return self.backward is not None and self.backward.has_begun
 
     # -- context -------------------------------------------------------------------------------------
 
@@ -206,31 +206,34 @@ class Unit:
         self, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """Hook before each module's forward."""
-        if self.shown_by is not None and self.shown_by.shows(self):
+        if self.registrar is not None and self.registrar.has_registered(self):
             issuing.unit = self.label
-            self.shown_by.begin_unit(self)
+            self.registrar.before_unit(self)
             return None
         context = self.ready_context()
         for observer in self.observers:
             observer.begin_call(self)
-        self.depth += 1
+        forward = self.forward
+        if forward is None:
+            forward = self.forward = ForwardPass()
+        forward.depth += 1
         others: Sequence[Unit] = ()
-        if self.depth > 1 and self.group.is_stale:
+        if forward.depth > 1 and self.group.is_stale:
             self.group.gather_anew(context.comm)
-            if self.call is not None:
-                self.call.weights = self.group.weights
-        if self.depth == 1 and self._is_fresh(module):
+            if forward.call is not None:
+                forward.call.weights = self.group.weights
+        if forward.depth == 1 and self._is_fresh(forward, module):
             if context.on_meta and not context.running:
                 context.note_meta((args, kwargs))
-            others = self._begin_forward(context)
+            others = self._begin_forward(forward, context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = to_device((args, kwargs), self.device_type)
-            self.call = None
+            forward.call = None
             issuing.unit = self.label
             if len(self.members.tops) > 1:
-                self.to_run = set(self.members.tops)
-        if self.call is None and torch.is_grad_enabled():  # of a list, the first may run without
-            call = self.call = Call(self, self.position, others)
+                forward.to_run = set(self.members.tops)
+        if forward.call is None and torch.is_grad_enabled():  # of a list, the first may run without
+            call = forward.call = Call(self, forward.position, others)
             for observer in self.observers:
                 observer.note_call(call)
             args = call.alias(args)
@@ -240,20 +243,20 @@ class Unit:
             args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
 
-    def _is_fresh(self, module: nn.Module) -> bool:
+    def _is_fresh(self, forward: ForwardPass, module: nn.Module) -> bool:
         """Whether a forward of the unit begins with ``module``, and does not go on with it."""
-        if not self.to_run or not self.group.is_registered:
+        if not forward.to_run or not self.group.is_registered:
             return True
-        return self.is_root and id(module) not in self.to_run
+        return self.is_root and id(module) not in forward.to_run
 
-    def _begin_forward(self, context: RunContext) -> Sequence[Unit]:
+    def _begin_forward(self, forward: ForwardPass, context: RunContext) -> Sequence[Unit]:
         others: Sequence[Unit] = ()
         self.come_to_rest()
-        self.depth = 1
-        begins = self.is_root and not context.in_backward
+        recomputes = context.backward is not None
+        begins = self.is_root and not recomputes
         for observer in self.observers:
             observer.begin_forward(
-                self, begins=begins, within=context.running, recomputes=context.in_backward
+                self, begins=begins, within=context.running, recomputes=recomputes
             )
         if begins:
             others = context.begin_forward()
@@ -263,18 +266,18 @@ class Unit:
         self.group.unshard(context.comm)
         self._check_recomputed(context)
         self.group.register_unsharded()
-        self.position = 0
-        if context.running and not context.in_backward:
-            self.position = context.schedule.begin_forward(self.ref)
+        forward.position = 0
+        if context.running and not recomputes:
+            forward.position = context.schedule.begin_forward(self.ref)
             context.issue_gathers()
         return others
 
     def _check_recomputed(self, context: RunContext) -> None:
-        """What is recomputed in a backward computes with the weights of the forward before."""
+        """What is recomputed in a backward must compute with the weights of the forward before."""
         if self.group.direct:
             self.group.note_changes()
         weights = self.group.weights
-        if not context.in_backward:
+        if context.backward is None:
             self.computed_with = weights
         elif self.computed_with not in (None, weights):
             raise self.weights_changed()
@@ -282,8 +285,8 @@ class Unit:
     def issue_unshard(self, context: RunContext) -> None:
         """Starts a forward's all-gather, with what the user has changed since the last one."""
         group = self.group
-        if not context.in_backward:
-            if not (self.depth or self.to_run):
+        if context.backward is None:
+            if self.forward is None:
                 for observer in self.observers:
                     observer.prepare(self, context)
             current = context.running and self.gathered_in == context.iteration
@@ -310,19 +313,21 @@ class Unit:
     @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Hook after each module's forward."""
-        context = self.context
+        context, forward = self.context, self.forward
         assert context is not None
-        if self.shown_by is not None and self.shown_by.shows(self):
-            self.shown_by.end_unit(self, output)
+        if self.registrar is not None and self.registrar.has_registered(self):
+            self.registrar.after_unit(self, output)
             return output
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
+        if forward is None:  # ``reset_iter_state`` was called within it
+            return output
         grad = torch.is_grad_enabled()
-        ends = self.depth == 1 and not context.in_backward
-        output = watch_output(self, output, self.call if grad else None, attributes=ends)
-        self.depth -= 1
-        self.to_run.discard(id(module))
-        if not self.depth and not self.to_run:
+        ends = forward.depth == 1 and context.backward is None
+        output = watch_output(self, output, forward.call if grad else None, attributes=ends)
+        forward.depth -= 1
+        forward.to_run.discard(id(module))
+        if not forward.depth and not forward.to_run:
             self._leave_forward(context, backward_to_come=grad)
         return output
 
@@ -331,21 +336,32 @@ class Unit:
         """After an exception of any kind in a forward of one of the modules, before which ``self.depth`` was
         ``depth``. Nothing is left to do where the forward had been left, or not been entered.
         """
-        context = self.context
-        if self.depth <= depth:
+        context, forward = self.context, self.forward
+        if forward is None or forward.depth <= depth:
             goes_on = context is not None and context.running and self.is_root
-            if depth or not (self.to_run or goes_on):
+            if depth or not (forward is not None or goes_on):
                 return
-        self.depth = depth
-        self.to_run.clear()
-        if not depth and context is not None:
+        if depth:
+            assert forward is not None
+            forward.depth = depth
+            forward.to_run.clear()
+        elif context is not None:
             self._leave_forward(context, backward_to_come=False)
+        else:
+            self.forward = None
+
+    def forget_modules_to_run(self) -> None:
+        """The modules that have not run in the forward under way are not waited for any longer."""
+        if self.forward is not None:
+            self.forward.to_run.clear()
+            if not self.forward.depth:
+                self.forward = None
 
     def _leave_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
-        self.call = None
+        self.forward = None
         if self.is_root:
             self.come_to_rest()  # after a backward within the forward
-        if context.in_backward:  # recomputed for a backward that comes next
+        if context.backward is not None:  # recomputed for a backward that comes next
             return
         self._end_forward(context, backward_to_come=backward_to_come)
         if self.is_root:
@@ -371,18 +387,36 @@ class Unit:
 
     # -- backward ------------------------------------------------------------------------------------
 
+    def begin_call_backward(self, call: Call) -> None:
+        """A gradient has reached ``call``."""
+        backward = self.backward
+        if backward is None:
+            backward = self.backward = BackwardPass()
+        if id(call) not in backward.calls:
+            backward.calls.add(id(call))
+            call.remaining = call.inputs
+        self.pre_backward(call)
+
+    def end_call_backward(self, call: Call) -> None:
+        """The gradients of all inputs of ``call`` are complete."""
+        if self.backward is not None:
+            self.backward.calls.discard(id(call))
+            self.maybe_end_backward()
+
     def pre_backward(self, call: Call) -> None:
         """A gradient has reached ``call``: the parameters must be there."""
         context = self.context
         assert context is not None
-        context.enter_backward()
+        root_backward = context.enter_backward()
         for observer in self.observers:
             observer.reach_call(call, context)
-        if self.backward_begun:
+        backward = self.backward
+        assert backward is not None
+        if backward.has_begun:
             return
         if torch.is_grad_enabled():
-            context.creates_graph = True
-        self.backward_begun = self.reached = True
+            root_backward.creates_graph = True
+        backward.has_begun = self.has_unreduced = True
         for observer in self.observers:
             observer.begin_backward(self)
         if self.unshard_in_backward:
@@ -404,9 +438,9 @@ class Unit:
         )
 
     def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        """Takes what a backward has brought for parameter ``index`` of ``bucket``."""
+        """Takes the gradient of parameter ``index`` of ``bucket``, or a further summand of it."""
         context = self.context
-        if context is not None and not context.in_backward:
+        if context is not None and context.backward is None:
             context.enter_backward()  # the parameter was used outside a forward of ours
         for observer in self.observers:
             observer.take_gradient(self)
@@ -416,17 +450,20 @@ class Unit:
                 "but it would end at their reduction over ranks; use torch.autograd.grad(loss, inputs, "
                 "create_graph=True)"
             )
-        fresh = index not in bucket.grads.arrived
+        is_first = index not in bucket.grads.arrived
         bucket.grads.accept(index, grad, sync=self.sync)
         del grad  # what follows may free it
-        if fresh:
-            self.arrived += 1
-            if self.arrived >= self.group.trainable:
+        if is_first:
+            backward = self.backward
+            if backward is None:
+                backward = self.backward = BackwardPass()
+            backward.arrived += 1
+            if backward.arrived >= self.group.trainable:
                 self.maybe_end_backward()
 
     def take_gradients_put_by_hand(self) -> bool:
         """Takes what was put into ``.grad`` of the unsharded parameters, as zero-bubble schedules do with the
-        gradients that they compute apart. Whether there was any."""
+        gradients that they compute apart. Returns whether there was any."""
         found = False
         for bucket in self.group.buckets:
             for index, param in enumerate(bucket.compute_params):
@@ -442,7 +479,8 @@ class Unit:
         That is when all gradients have arrived and those of every call's inputs are complete. A call
         without inputs that have a gradient is over when the whole backward is.
         """
-        if self.begun or self.arrived < self.group.trainable:
+        backward = self.backward
+        if backward is None or backward.calls or backward.arrived < self.group.trainable:
             return
         context = self.context
         assert context is not None
@@ -451,13 +489,12 @@ class Unit:
 
     def finish_backward(self, context: RunContext) -> None:
         """Reshards the group and issues its reduction."""
-        if context.deferred is not None and context.deferred.unit is self.ref:
+        deferred = None if context.backward is None else context.backward.deferred
+        if deferred is not None and deferred.unit is self.ref:
             context.issue_deferred()
         self.leave_backward(context)
         context.end_unit_backward(self)
-        context.reduce(self)
-        self.arrived = 0
-        self.backward_begun = False
+        self.backward = None
 
     def leave_backward(self, context: RunContext) -> None:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
@@ -466,40 +503,42 @@ class Unit:
         if self.group.stands_in:
             return  # to the option that has made it so
         # What the user keeps gathered may be differentiated again by what a graph was made for.
-        wanted = context.creates_graph and self.group.retain is Retain.USER
-        if self.reshard_after_backward and not wanted:
+        creates_graph = context.backward is not None and context.backward.creates_graph
+        if self.reshard_after_backward and not (creates_graph and self.group.retain is Retain.USER):
             self.group.register_sharded()
             self.group.reshard(context.comm)
         else:
             self.group.hold()
 
-    def reduce(self, comm: Comm) -> None:
-        """Issues the reductions that are due."""
+    def reduce(self, comm: Comm, reduced: set[int]) -> None:
+        """Issues the reductions that are due.
+
+        Args:
+            reduced: ids of the units whose reductions were issued in this backward.
+        """
         for bucket in self.group.buckets:
             due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
-            if not due and bucket.reduce_unused and self.sync and not self.reduced:
+            if not due and bucket.reduce_unused and self.sync and id(self) not in reduced:
                 due = any(p.requires_grad for p in bucket.compute_params)
             if due:
                 for observer in self.observers:
                     observer.begin_reduction(self)
                 comm.reduce(bucket, all_reduce=self.all_reduce)
-        self.reduced = True
-        self.reached = self.reached and not self.sync
+        reduced.add(id(self))
+        self.has_unreduced = self.has_unreduced and not self.sync
 
     def end_backward(self) -> None:
-        """After the reductions: back to rest."""
+        """After the reductions of the root's backward, or after an exception that has ended it."""
         context = self.context
         assert context is not None
         if self.is_root:
             for observer in self.observers:
                 observer.end_backward(self)
-        self.to_run.clear()
+        self.forget_modules_to_run()
         self.leave_backward(context)
         for bucket in self.group.buckets:
             bucket.grads.arrived.clear()
-        self.begun.clear()
-        self.arrived = 0
-        self.backward_begun = self.ended = self.reduced = False
+        self.backward = None
         self.note_put_off()
 
     def note_put_off(self) -> None:
@@ -509,43 +548,40 @@ class Unit:
     # -- at rest -------------------------------------------------------------------------------------
 
     @property
-    def is_shown_by_root(self) -> bool:
+    def is_registered_by_root(self) -> bool:
         """Whether an option has registered its parameters, so that there is nothing to do for it now."""
-        return self.shown_by is not None and self.shown_by.shows(self)
+        return self.registrar is not None and self.registrar.has_registered(self)
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether a backward has brought nothing to it but what an option has taken."""
-        begun = self.backward_begun or self.begun or self.arrived or self.reduced
-        if begun or not self.group.stands_in:
+    def is_untouched(self, reduced: set[int]) -> bool:
+        """Whether a backward has brought nothing to it but what an option has taken; ``reduced``: see
+        ``reduce``."""
+        if self.backward is not None or not self.group.stands_in or id(self) in reduced:
             return False
         return not any(
             bucket.grads.is_busy or bucket.reduce_unused for bucket in self.group.buckets
         )
 
-    def reset(self) -> None:
-        """After an exception, what ``reset_iter_state`` promises."""
-        self.call = None
+    def abandon(self, comm: Comm) -> None:
+        """After an exception: at rest, nothing in flight."""
         for observer in self.observers:
             observer.abandon(self)
-        self.to_run.clear()
-        self.begun.clear()
-        self.depth = self.arrived = 0
-        self.backward_begun = self.reached = self.ended = self.reduced = False
+        self.forward = self.backward = None
+        self.has_unreduced = False
+        self.group.abandon(comm)
 
     def show_shards(self) -> None:
-        """The sharded parameters for whoever saves or loads, unless a forward is using the others."""
+        """Registers the sharded parameters for whoever saves or loads, unless a forward uses the others."""
         self.come_to_rest()
-        busy = self.depth or self.backward_begun or self.is_shown_by_root
+        busy = self.depth or self.backward_begun or self.is_registered_by_root
         if self.group.is_registered and not busy:
             self.group.register_sharded()
             self.group.reshard(self.ready_context().comm)
 
     def come_to_rest(self) -> None:
-        """Shows the shards again where an exception has ended a backward half-way."""
+        """Ends a backward that an exception has broken off."""
         context = self.context
         if context is not None and context.backward_has_failed:
-            context.leave_broken_backward()
+            context.abandon(backward_only=True)
 
     @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
@@ -553,19 +589,58 @@ class Unit:
         if self.group.registered is Registered.SHARDED:
             self.group.adopt(partly=len(self.modules) > 1)
 
-    def take_settings(self, other: Unit) -> None:
-        """Those of ``other``, of which this is a copy, but for what refers to units and streams."""
-        if other.prefetch is not None:
-            self.prefetch = replace(other.prefetch)
-        for name in (
-            "keep_between_forwards",
-            "reshard_after_backward",
-            "unshard_in_backward",
-            "sync",
-            "all_reduce",
-            "manual_finalization",
-        ):
-            setattr(self, name, getattr(other, name))
+
+class Members:
+    """The modules of one unit, which hold it, and are referred to weakly.
+
+    Attributes:
+        handles: by id of the module: of the unit's hooks before its forward, after it, and after a load.
+        attributes: see ``Attributes``.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self.handles: dict[int, list[RemovableHandle]] = {}
+        self._tops: set[int] | None = None
+        self.attributes = Attributes(())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules given to ``fully_shard``."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def tops(self) -> set[int]:
+        """Ids of the modules that are not inside another of them."""
+        if self._tops is None:  # found in the first forward: looked for with each, many take long
+            modules = self.modules
+            inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
+            self._tops = {id(m) for m in modules} - inside
+        return self._tops
+
+    def attach(self, module: nn.Module, unit: Unit) -> None:
+        """Makes ``module`` one of them, with the hooks of ``unit``."""
+        self._modules.append(weakref.ref(module))
+        self._tops, self.attributes = None, Attributes(self._modules)
+        setattr(module, UNIT_ATTRIBUTE, unit)
+        self.handles[id(module)] = [
+            module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(unit.post_forward),
+            module.register_load_state_dict_post_hook(unit.after_load),
+        ]
+
+    def detach(self) -> list[nn.Module]:
+        """Gives the modules up, and removes the hooks."""
+        modules = self.modules
+        for module in modules:
+            for handle in self.handles[id(module)]:
+                handle.remove()
+        self._modules, self.handles = [], {}
+        return modules
+
+    def hook_ids(self, module: nn.Module) -> list[int]:
+        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
+        return [handle.id for handle in self.handles[id(module)]]
 
 
 def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
@@ -609,7 +684,7 @@ class Call:
         remaining: of them, those whose gradient is still to come.
     """
 
-    __slots__ = (*("__weakref__", "inputs", "others", "position", "remaining", "unit", "weights"),)
+    __slots__ = ("__weakref__", "inputs", "others", "position", "remaining", "unit", "weights")
 
     def __init__(self, unit: Unit, position: int, others: Sequence[Unit] = ()) -> None:
         self.unit = unit
@@ -632,7 +707,7 @@ class Call:
             return value
         view = value.view_as(value)
         if view.requires_grad:  # else a transform of torch.func has it on an inner level
-            hook_gradient(view, self.input_done)
+            view.register_hook(self.input_done)
             self.inputs += 1
         return view
 
@@ -642,7 +717,7 @@ class Call:
         A leaf outlives the graph. Its hook must not keep this call, and goes with it.
         """
         if not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
-            hook_gradient(tensor, method)
+            tensor.register_hook(method)
             return
         weak = weakref.WeakMethod(method)
 
@@ -661,10 +736,7 @@ class Call:
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: the first gradient to reach this call."""
-        if id(self) not in self.unit.begun:
-            self.unit.begun.add(id(self))
-            self.remaining = self.inputs
-        self.unit.pre_backward(self)
+        self.unit.begin_call_backward(self)
 
     @untraced
     def input_done(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -673,8 +745,7 @@ class Call:
         """
         self.remaining -= 1
         if self.remaining == 0:
-            self.unit.begun.discard(id(self))
-            self.unit.maybe_end_backward()
+            self.unit.end_call_backward(self)
         return self.watched(grad) if torch.is_grad_enabled() else None
 
 
@@ -689,7 +760,7 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
     """
     retained = unit.group.retain is Retain.USER
     frees = bool(unit.reshards()) or (call is None and not retained)
-    for tensor in tensors_of(output):
+    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
         if unit.group.owns(tensor if tensor._base is None else tensor._base):
             if frees:
                 raise Parallel3dError(
@@ -701,10 +772,8 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
             call.hook(tensor, call.begin_backward)
     if call is not None and attributes:
         for tensor in unit.members.attributes.tensors():
-            watchers = vars(tensor).setdefault(
-                _WATCHERS, set()
-            )  # it may stay there for many forwards
-            if unit.ref not in watchers:
+            watchers = vars(tensor).setdefault(_WATCHERS, set())
+            if unit.ref not in watchers:  # it may stay there for many forwards
                 watchers.add(unit.ref)
                 call.hook(tensor, call.begin_backward)
     if call is not None and functorch_is_active():  # a hook is of one level of its transforms

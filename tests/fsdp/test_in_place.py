@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.groups import all_gather_single
-from parallel3d.fsdp import bucket, fully_shard
+from parallel3d.fsdp import fully_shard, param
 from parallel3d.fsdp.comm import CpuComm
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
@@ -24,7 +24,7 @@ ALL, SOME, NONE = 0, 300, 2**20
 @pytest.fixture
 def least(monkeypatch):
     """Sets them."""
-    return lambda size: monkeypatch.setattr(bucket, "CPU_BYTES", size)
+    return lambda size: monkeypatch.setattr(param, "CPU_BYTES", size)
 
 
 class EvenNet(nn.Module):

@@ -52,7 +52,7 @@ def sharded(plain: Net, layout: MeshLayout) -> Net:
 
 def check_at_rest(model: Net, plain: Net) -> None:
     for unit in units_of(model, recurse=True):
-        assert not (unit.depth or unit.to_run or unit.group.is_registered), unit.label
+        assert not (unit.forward or unit.backward or unit.group.is_registered), unit.label
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(p, DTensor), name

@@ -8,13 +8,13 @@ from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d.fsdp import bucket, fully_shard
+from parallel3d.fsdp import fully_shard, param
 from parallel3d.testing import assert_parity, record_collectives
 
 
 def parity(sizes: tuple[int, int, int], hidden: int) -> dict[str, float]:
     """Runs on every rank; returns the gradients' differences."""
-    least, bucket.CPU_BYTES = bucket.CPU_BYTES, 0
+    least, param.CPU_BYTES = param.CPU_BYTES, 0
     try:
         return assert_parity(
             functools.partial(Lm, hidden=hidden),
@@ -27,12 +27,12 @@ def parity(sizes: tuple[int, int, int], hidden: int) -> dict[str, float]:
             fp32=False,
         ).grads
     finally:
-        bucket.CPU_BYTES = least
+        param.CPU_BYTES = least
 
 
 def calls() -> list[tuple[str, int]]:
     """(operation, bytes) of a step, on every rank."""
-    least, bucket.CPU_BYTES = bucket.CPU_BYTES, 0
+    least, param.CPU_BYTES = param.CPU_BYTES, 0
     try:
         mesh = build_mesh(MeshLayout(shard=4), device_type="cpu")
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 3))
@@ -41,7 +41,7 @@ def calls() -> list[tuple[str, int]]:
             model(torch.randn(2, 8)).sum().backward()
         return [(c.op, c.bytes) for c in recorder.calls if c.unit]
     finally:
-        bucket.CPU_BYTES = least
+        param.CPU_BYTES = least
 
 
 # 23 rows are 12 on one rank of tp and 11 on the other: in place, and gathered half-way, on the first alone.

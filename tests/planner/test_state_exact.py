@@ -6,7 +6,7 @@ from _support.planner.held_by_engine import Held, local_of
 from _support.planner.state_models import Case, Net, random_case, spec_of
 
 from parallel3d import build_mesh, optim, parallelize
-from parallel3d.fsdp import bucket
+from parallel3d.fsdp import param
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.planner.memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
@@ -22,7 +22,7 @@ def predicted(model: Net, case: Case) -> StateMemory:
 
 
 def made_parallel(case: Case, patch: pytest.MonkeyPatch) -> tuple[Net, StateMemory]:
-    patch.setattr(bucket, "CPU_BYTES", case.large)
+    patch.setattr(param, "CPU_BYTES", case.large)
     torch.manual_seed(0)
     model = Net(case)
     wanted = predicted(model, case)

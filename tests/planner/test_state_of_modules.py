@@ -7,7 +7,7 @@ from llama import Llama, LlamaConfig
 from test_plan_is_legal import spec_of, tp_plan
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
-from parallel3d.fsdp import bucket
+from parallel3d.fsdp import param
 from parallel3d.planner import Workload, spec_from_hf_config, spec_from_module
 from parallel3d.planner.memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
@@ -33,7 +33,7 @@ def on_cpu(spec, layout: MeshLayout, sequence: bool) -> StateMemory:
 
 def held(model, layout: MeshLayout, plan, patch: pytest.MonkeyPatch) -> tuple[int, int, int]:
     """The engine's bytes in a second step: unsharded at the loss, the backward's peak, gradients."""
-    patch.setattr(bucket, "CPU_BYTES", LARGE)
+    patch.setattr(param, "CPU_BYTES", LARGE)
     tokens = torch.zeros(2, 8, dtype=torch.long)
 
     def loss():

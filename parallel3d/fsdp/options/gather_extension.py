@@ -21,16 +21,15 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.autograd import preserved_versions
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.simulated import LocalTensor, inner_tensors, ranks_are_simulated
-from parallel3d._util.storage import allocate, own_copy, release
+from parallel3d._util.storage import own_copy
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.bucket import Bucket, count_zero_copy, is_small, post_forward_mesh
+from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import GradientSlots
-from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.placement import DataAxes, chunk_length
-from parallel3d.fsdp.versions import Versions
+from parallel3d.fsdp.param import ShardedParam, count_zero_copy, is_small
+from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 
 # Extension: one parameter that has its own way of being gathered, by torch's all-gather extension
 # protocol.

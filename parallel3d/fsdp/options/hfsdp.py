@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.kernels import foreach_copy_
-from parallel3d._util.storage import allocate
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.bucket import Bucket, allocate
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import GradientSlots, HeldSum
 from parallel3d.fsdp.options.gather_extension import is_extended
@@ -206,7 +205,7 @@ class HybridBucket(Bucket):
     @property
     def is_old(self) -> bool:
         """Whether there is no copy yet, or the weights were seen to change since the last renewal began."""
-        return self.is_new or self.versions.weights.is_old()
+        return self.is_new or self.versions.weights_changed()
 
     def note_weights(self, comm: Comm) -> None:
         """As a Bucket does: what is gathered is the copy, of the values that it was renewed with."""
@@ -228,7 +227,7 @@ class HybridBucket(Bucket):
         # Here, because an exception on the way leaves the copy in need of it.
         self.renewing = (work, parts)
         self.is_new = False
-        self.versions.weights.take()
+        self.versions.note_weights()
 
     def finish_renewal(self) -> None:
         """Lets who comes next, on an accelerator the current stream, wait for the copy."""

@@ -24,7 +24,7 @@ from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.members import units_modules
-from parallel3d.fsdp.unit import Call, Observer, Unit
+from parallel3d.fsdp.unit import BackwardPass, Call, Observer, Unit
 
 
 def switch_precision(bucket: Bucket, full: bool) -> None:
@@ -106,9 +106,10 @@ def go_back_to(unit: Unit, call: Call, own: bool, context: RunContext) -> None:
     Raises:
         StateError: it is not, or a forward of the unit is under way.
     """
-    if unit.backward_begun and unit.arrived >= unit.group.trainable:
+    backward = unit.backward
+    if backward is not None and backward.has_begun and backward.arrived >= unit.group.trainable:
         unit.finish_backward(context)
-        unit.begun = {id(call)}
+        unit.backward = BackwardPass(calls={id(call)})
     if unit.backward_begun or unit.depth:
         raise StateError(
             f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train mode "

@@ -26,7 +26,6 @@ from parallel3d._torch.autograd import (
     functorch_is_active,
     functorch_left,
     has_gradient_hooks,
-    hook_gradient,
     set_backward_order,
     torch_function_off,
     untraced,
@@ -479,7 +478,7 @@ def is_replicated(unit: Unit) -> bool:
         unit.sync
         and unit.all_reduce
         and not unit.observers
-        and not (unit.context is not None and unit.context.finalization.manual)
+        and not (unit.context is not None and unit.context.root.manual_finalization)
         and not unit.tracked
         and unit.input_dtype is None
         and unit.policy.output_dtype is None
@@ -578,7 +577,7 @@ class ReplicatedUnits(RootOption):
         units = self._alive()
         for unit in units:
             for bucket in unit.group.buckets:
-                if bucket.versions.weights.take_if_old():
+                if bucket.versions.note_weights():
                     bucket.versions.set_unsharded()
         self._register(units)
 
@@ -594,8 +593,8 @@ class ReplicatedUnits(RootOption):
         self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if unit.shown_by is self:
-            unit.shown_by = None
+        if unit.registrar is self:
+            unit.registrar = None
             unit.group.register_sharded()
             unit.group.use_stand_ins(None)
 
@@ -613,13 +612,13 @@ class ReplicatedUnits(RootOption):
         if group.on_meta:
             group.check_has_values()
         group.count_trainable()
-        unit.shown_by = self
+        unit.registrar = self
         if not group.stands_in:
             sinks = [GradientSink(bucket, unit.ref) for bucket in group.buckets]
             self._sinks.update(zip(group.buckets, sinks, strict=True))
             group.use_stand_ins([sink.outputs for sink in sinks])
             for bucket in group.buckets:
-                bucket.versions.weights.take()
+                bucket.versions.note_weights()
                 bucket.versions.set_unsharded()
         return True
 
@@ -653,28 +652,28 @@ class ReplicatedUnits(RootOption):
             if unit.group.retain is not Retain.USER:
                 unit.group.register_sharded()
 
-    # -- what units ask, see ``Stand`` -----------------------------------------------------------------
+    # -- what units ask, see ``Registrar`` -----------------------------------------------------------------
 
-    def shows(self, unit: Unit) -> bool:
-        """See ``Stand``."""
+    def has_registered(self, unit: Unit) -> bool:
+        """See ``Registrar``."""
         group = unit.group
         return (
             self.registers
             and group.stands_in
             and group.is_registered
-            and not (unit.depth or unit.to_run)
+            and not unit.forward
             and not self.context.backward_has_failed
         )
 
-    def begin_unit(self, unit: Unit) -> None:
-        """See ``Stand``."""
+    def before_unit(self, unit: Unit) -> None:
+        """See ``Registrar``."""
         if self.changed and unit.group in self.changed:
             raise unit.weights_changed()
 
-    def end_unit(self, unit: Unit, output: Any) -> None:
+    def after_unit(self, unit: Unit, output: Any) -> None:
         """Lets the first gradient that reaches one of ``output`` begin the backward."""
         context = self.context
-        if not torch.is_grad_enabled() or context.in_backward:
+        if not torch.is_grad_enabled() or context.backward is not None:
             return
         if (
             functorch_is_active()
@@ -683,7 +682,7 @@ class ReplicatedUnits(RootOption):
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             # A parameter that is passed on outlives the graph.
             if tensor.requires_grad and not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
-                hook_gradient(tensor, _BeginBackward(unit))
+                tensor.register_hook(_BeginBackward(unit))
 
     # -- backward ------------------------------------------------------------------------------------
 

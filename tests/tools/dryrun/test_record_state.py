@@ -13,7 +13,7 @@ from plans import LLAMA_TP_PLAN
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, optim, parallelize
-from parallel3d.fsdp import bucket
+from parallel3d.fsdp import param
 from parallel3d.planner import Workload
 from parallel3d.planner.from_module import spec_from_module
 from parallel3d.planner.memory import state_memory
@@ -46,7 +46,7 @@ def steps_of(case: Case) -> None:
 )
 def test_random_models_and_layouts(seed, monkeypatch):
     case = random_case(seed)
-    monkeypatch.setattr(bucket, "CPU_BYTES", case.large)
+    monkeypatch.setattr(param, "CPU_BYTES", case.large)
     run = record(lambda: steps_of(case), case.layout.world_size, backend="gloo")
     wanted = state_memory(
         spec_of(Net(case), case),
@@ -66,7 +66,7 @@ def planned(layers: int) -> tuple[int, int, int]:
     with torch.device("meta"):
         model: nn.Module = Llama(Training((16, 32, 8), size="70b", layers=layers).config)
     spec = spec_from_module(model, tp_plan=LLAMA_TP_PLAN, seq_len=32)
-    wanted = state_memory(spec, LAYOUT, WORKLOAD, zero_copy_bytes=bucket.CPU_BYTES, streams=False)
+    wanted = state_memory(spec, LAYOUT, WORKLOAD, zero_copy_bytes=param.CPU_BYTES, streams=False)
     return wanted.parameters, wanted.gradients, wanted.optimizer
 
 

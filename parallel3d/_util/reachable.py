@@ -1,0 +1,97 @@
+"""The tensors that can be reached from a value: those that an output holds, or an attribute of a module."""
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_SCALARS = (int, float, str, type(None))  # most of what is found; told apart quickly
+_OPAQUE = (
+    *(str, bytes, bytearray, int, float, complex, type, ModuleType, BuiltinFunctionType),
+    *(nn.Module, torch.dtype, torch.device, torch.Size, torch.Generator, weakref.ref),
+)
+_MOST = 2000  # objects to look into: who returns a graph of more has an error at worst
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``: in containers, dataclasses, objects of any class, closures, generators.
+
+    It sees what the garbage collector sees: not what is in objects of C++.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    stack = [value]
+    seen: set[int] = set()
+    while stack and len(seen) < _MOST:
+        each = stack.pop()
+        if isinstance(each, _SCALARS) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (tuple, list)):
+            stack += reversed(each)
+        elif type(each) is dict:
+            stack += reversed(each.values())
+        elif isinstance(each, FunctionType):  # not its globals
+            stack += each.__closure__ or ()
+            stack += each.__defaults__ or ()
+        elif isinstance(each, Mapping) and not gc.is_tracked(each):
+            stack += each.values()
+        elif not isinstance(each, _OPAQUE):
+            stack += gc.get_referents(each)
+
+
+_NOT_THE_USERS = ("torch.", "parallel3d.")
+PLAIN_TYPES = frozenset(  # types of values that neither are tensors nor have any
+    (int, float, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+    + (FunctionType, BuiltinFunctionType, MethodType)
+)
+
+
+def tensors_with_graph(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in ``values`` that were computed with autograd's record."""
+    for tensor in _tensors_near(values):
+        if tensor.requires_grad and not tensor.is_leaf:
+            yield tensor
+
+
+def _tensors_near(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors in ``values`` and in containers, and on the attributes of other objects there.
+
+    Not further: a module may have a reference to all of the program.
+    """
+    stack = list(values)
+    seen: set[int] = set()
+    while stack and len(seen) < _MOST:
+        each = stack.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif type(each) in PLAIN_TYPES or id(each) in seen or isinstance(each, _OPAQUE):
+            continue
+        else:
+            seen.add(id(each))
+            if isinstance(each, (list, tuple, set, frozenset, deque)):
+                stack += each
+            elif isinstance(each, dict):
+                stack += each.values()
+            elif not type(each).__module__.startswith(_NOT_THE_USERS):
+                for value in _attributes_of(each):
+                    if isinstance(value, torch.Tensor):
+                        yield value
+                    elif isinstance(value, (list, tuple, dict, deque)):
+                        stack.append(value)
+
+
+def _attributes_of(value: Any) -> Iterator[Any]:
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            yield getattr(value, name, None)

@@ -1,0 +1,215 @@
+"""Finalization: the user says when the gradients of backwards are to be complete.
+
+Each backward issues its reductions, and ends without a wait for them. So their results are not in ``.grad``
+until ``finalize_backward``, and whoever steps or clips before it would do so with what was there: that is an
+error. At most one backward's reductions are in flight at a time: the next one completes them before it
+begins, so that an exception in it ends its own only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from parallel3d.errors import StateError
+from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.unit import Unit
+
+
+class Stage(Enum):
+    """Where the reductions of the backwards so far are."""
+
+    COMPLETE = auto()  # in ``.grad``, or waiting there as sums
+    DUE = auto()  # a backward has ended, and was not finalized
+    REDUCING = auto()  # finalized, and nobody has waited yet
+
+
+class Finalization(RootOption):
+    """The option of one root whose ``set_manual_backward_finalization`` is True.
+
+    Attributes:
+        stage: see ``Stage``.
+        number: of the finalization that is under way or comes next.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+        self.stage = Stage.COMPLETE
+        self.number = 0
+        self._dropped = -1
+
+    @property
+    def context(self) -> RunContext:
+        """The context whose backwards are finalized."""
+        context = self._context()
+        assert context is not None
+        return context
+
+    # -- see ``RootOption`` --------------------------------------------------------------------------
+
+    def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
+        """Raises StateError if an asynchronous finalization was not waited on."""
+        if self.stage is Stage.REDUCING:
+            raise _not_waited("a forward", self.context)
+        return units
+
+    def before_backward(self) -> None:
+        """Completes the reductions of the finalization before."""
+        if self.stage is Stage.REDUCING:
+            self.complete()
+
+    def leaves_in_flight(self) -> bool:
+        """See ``RootOption``."""
+        self.context.comm.settle_host()
+        self._enter(Stage.DUE)
+        return True
+
+    def abandon(self) -> None:
+        """See ``RootOption``."""
+        self._dropped = self.number
+        self._end()
+
+    # -- the user's calls ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Issues the reductions that are still to be issued."""
+        context = self.context
+        root = context.root.label
+        if context.backward is not None:
+            raise StateError(f"finalize_backward() of {root!r} within a backward; call it after it")
+        if self.stage is Stage.REDUCING:
+            raise _not_waited("finalize_backward()", context)
+        with context.reducing() as backward:
+            for unit in reversed(context.units):
+                if unit.take_gradients_put_by_hand() or unit.put_off:
+                    unit.reduce(context.comm, backward.reduced)
+                    unit.backward = None
+                    unit.note_put_off()
+                if unit.reshard_after_backward:  # which it may not have been before
+                    unit.leave_backward(context)
+        self._enter(Stage.REDUCING)
+
+    def wait(self, number: int) -> None:
+        """Completes the finalization of that number, if nothing else has.
+
+        Raises:
+            StateError: it was dropped.
+        """
+        if number == self._dropped:
+            raise StateError(
+                "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
+                "the reductions; begin the step anew, with zero_grad()"
+            )
+        if number == self.number and self.stage is Stage.REDUCING:
+            self.complete()
+
+    def complete(self) -> None:
+        """Waits for the reductions, and puts their results into ``.grad``."""
+        self.context.comm.finish()
+        self._end()
+        self.context.gradients_are_complete()
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage = stage
+        self.context.comm.left_by = self._context
+        _watch_steps()
+        _unfinished.add(self)
+
+    def _end(self) -> None:
+        if self.stage is Stage.REDUCING:
+            self.number += 1
+        self.stage = Stage.COMPLETE
+        _unfinished.discard(self)
+
+
+root_options.append(
+    lambda context: Finalization(context) if context.root.manual_finalization else None
+)
+
+_unfinished: weakref.WeakSet[Finalization] = weakref.WeakSet()
+_watched = False
+
+
+def finalization_of(unit: Unit) -> Finalization | None:
+    """The option of the root that ``unit`` runs under; None: each backward completes its reductions."""
+    options = () if unit.context is None else unit.context.options
+    return next((each for each in options if isinstance(each, Finalization)), None)
+
+
+def is_finalized(unit: Unit) -> bool:
+    """Whether no gradient of ``unit`` is still to come."""
+    option = finalization_of(unit)
+    return option is None or option.stage is Stage.COMPLETE
+
+
+def set_manual_finalization(unit: Unit, enabled: bool) -> None:
+    """Sets whether the user ends the backwards of ``unit``, the outermost one.
+
+    Raises:
+        StateError: one is under way, or not ended.
+    """
+    context = unit.context
+    if context is not None:
+        unit.come_to_rest()
+        if context.backward is not None or not is_finalized(unit):
+            raise StateError(
+                f"set_manual_backward_finalization({enabled}) of {context.root.label!r} within a backward, "
+                "or before finalize_backward() has ended the last one; call it before a backward"
+            )
+        context.options = [each for each in context.options if not isinstance(each, Finalization)]
+        if enabled:
+            context.options.insert(0, Finalization(context))
+    unit.manual_finalization = enabled
+
+
+def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
+    """Raises StateError if gradients of one of ``params`` are still to come."""
+    for finalization in list(_unfinished):
+        context = finalization.context
+        names = {
+            id(param.sharded): param.name
+            for unit in context.units
+            for bucket in unit.group.buckets
+            for param in bucket.params
+        }
+        name = next((names[id(param)] for param in params if id(param) in names), None)
+        if name is not None:
+            remedy = (
+                "call finalize_backward() of the outermost unit first"
+                if finalization.stage is Stage.DUE
+                else "wait() first on the handle that finalize_backward(async_op=True) returned"
+            )
+            raise StateError(
+                f"{what}: the gradient of parameter {name} is not in .grad yet, as "
+                f"{context.root.label!r} has set_manual_backward_finalization(True); {remedy}"
+            )
+
+
+def _watch_steps() -> None:
+    global _watched
+    if not _watched:
+        _watched = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _unfinished:
+        _check(optimizer)
+
+
+@torch.compiler.disable
+def _check(optimizer: Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    refuse_unfinalized(params, f"a step of {type(optimizer).__name__}")
+
+
+def _not_waited(what: str, context: RunContext) -> StateError:
+    return StateError(
+        f"{what} of {context.root.label!r} after finalize_backward(async_op=True); wait() first on the "
+        "handle that it returned"
+    )
