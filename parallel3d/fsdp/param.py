@@ -29,8 +29,16 @@ from parallel3d._torch.dtensor import (
 from parallel3d._util import dry_run
 from parallel3d._util.storage import own_copy
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.layout import ACCELERATOR_BYTES, CPU_BYTES, can_be_zero_copy
-from parallel3d.fsdp.placement import DataAxes, ParamAxes, ceil_div, chunk_length
+from parallel3d.fsdp.layout import (
+    ACCELERATOR_BYTES,
+    CPU_BYTES,
+    PartialGrad,
+    Segment,
+    are_zero_copy,
+    bucket_order,
+    padded_shape,
+)
+from parallel3d.fsdp.placement import DataAxes, ParamAxes, chunk_length
 
 # Where a module's parameters are put: in its ``_parameters``, or by its own ``__setattr__``.
 
@@ -219,9 +227,7 @@ class ShardedParam:
 
     def _set_shapes(self) -> None:
         largest = self.on.largest(self.global_shape)
-        padded = list(largest)
-        if self.dim is not None:
-            padded[self.dim] = ceil_div(largest[self.dim], self.num_shards) * self.num_shards
+        padded = padded_shape(largest, self.dim, self.num_shards)
         chunk = list(padded)
         if self.dim is not None:
             chunk[self.dim] //= self.num_shards
@@ -478,72 +484,48 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
-    """In the order of a bucket: zero-copy, packed, and last those whose gradient is partial over tp.
-
-    The sum of partial gradients over tp is then one collective on the buffer's tail. Among each, those that
-    the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order modules have.
-    """
-
-    def place(param: ShardedParam) -> tuple[object, ...]:
-        large = _is_large(param, device_type)
-        # In reverse order among the packed ones: the last zero-copy one and the first packed one are then
-        # cut by the same axes, if any two are.
-        cut = [is_cut == large for is_cut in _cut_by(param)]
-        return *_is_last(param), not large, cut
-
-    return sorted(params, key=place)
+    """``params`` in the order of a bucket: see ``layout.bucket_order``."""
+    itemsize, least = params[0].dtype.itemsize, _zero_copy_bytes(device_type)
+    return [params[i] for i in bucket_order([*map(segment_of, params)], itemsize, least)]
 
 
-def _cut_by(param: ShardedParam) -> list[bool]:
-    """Whether each axis has ranks with other parts of it."""
-    sizes = param.spec.mesh.shape
-    return [
-        size > 1 and not isinstance(placement, Replicate)
-        for size, placement in zip(sizes, param.spec.placements, strict=True)
-    ]
-
-
-def _is_last(param: ShardedParam) -> tuple[bool, bool]:
-    """Whether its gradient is partial over tp, always or maybe."""
-    return param.layout.tp_grad == "partial", param.may_be_partial
+def segment_of(param: ShardedParam) -> Segment:
+    """``param`` as the arithmetic of ``layout`` takes it."""
+    partial = PartialGrad.MAYBE if param.may_be_partial else PartialGrad.NEVER
+    return Segment(
+        ndim=len(param.compute_shape),
+        dim=param.dim,
+        num_shards=param.num_shards,
+        numel=param.slot_numel,
+        even=param.even,
+        fills=param.fills_slot,
+        partial=PartialGrad.ALWAYS if param.layout.tp_grad == "partial" else partial,
+        is_cut=tuple(
+            size > 1 and not isinstance(placement, Replicate)
+            for size, placement in zip(param.spec.mesh.shape, param.spec.placements, strict=True)
+        ),
+    )
 
 
 def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
     """How many of ``params``, which are in the order of a bucket, are zero-copy."""
-    count = sum(_is_large(p, device_type) for p in params)
-    # A lone parameter costs no further tensor in the call.
-    return 1 if len(params) == 1 and _is_possible(params[0]) else count
-
-
-def _is_possible(param: ShardedParam) -> bool:
-    return can_be_zero_copy(
-        parts=param.num_shards,
-        dim=param.dim,
-        even=param.even,
-        slot_numel=param.slot_numel,
-        partial=any(_is_last(param)),
-    )
-
-
-def _is_large(param: ShardedParam, device_type: str) -> bool:
-    return _is_possible(param) and not is_small(param, device_type)
+    itemsize, least = params[0].dtype.itemsize, _zero_copy_bytes(device_type)
+    return sum(are_zero_copy([*map(segment_of, params)], itemsize, least))
 
 
 def is_small(param: ShardedParam, device_type: str) -> bool:
-    """Whether a copy of it is worth less than a call."""
+    """Whether a copy of ``param`` takes less time than one more tensor in the bucket's call."""
+    return segment_of(param).is_small(param.dtype.itemsize, _zero_copy_bytes(device_type))
+
+
+def _zero_copy_bytes(device_type: str) -> int:
     on_cpu = device_type == "cpu" and dry_run.accelerator() is None
-    least = CPU_BYTES if on_cpu else ACCELERATOR_BYTES
-    return param.num_shards * param.slot_numel * param.dtype.itemsize < least
+    return CPU_BYTES if on_cpu else ACCELERATOR_BYTES
 
 
 def packs_as_chunks(param: ShardedParam) -> bool:
     """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
-    cut = param.dim == 0 or (param.num_shards == 1 and len(param.compute_shape) > 0)
-    return cut and param.fills_slot and param.slot_numel > 0
-
-
-# What stands where a unit's Parameter was: whether its values may become the unit's, and its
-# gradient.
+    return segment_of(param).packs_as_chunks
 
 
 def gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""What the engine holds during a backward, event by event: gathers, gradients, reductions. Bytes.
+"""What the engine holds during a backward, event by event: unsharded parameters, gradients, buffers. Bytes.
 
-Which unit is gathered when is the engine's own ``fsdp/schedule.py``, fed with the events of a step whose
-predecessors have taught it its order; how parameters lie in buckets follows ``fsdp/layout.py``.
+The planner runs the engine's own arithmetic: ``fsdp/layout.py`` says how parameters lie in buckets,
+``fsdp/schedule.py``, fed with the events of a step, which unit is gathered when.
 """
 
 from __future__ import annotations
@@ -13,67 +13,71 @@ from math import prod
 from typing import Any
 
 from parallel3d.fsdp.layout import (
-    FIRST_BYTES,
-    MOST_BYTES,
     NODE_BYTES,
-    can_be_zero_copy,
+    PartialGrad,
+    Segment,
+    are_zero_copy,
+    bucket_order,
     ceil_div,
+    coalesced,
     is_exact,
+    padded_shape,
 )
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 from parallel3d.planner.model_spec import Parameter, Unit
 
-# How the engine lays out a unit's parameters: slots, buckets, which of them travel in place.
-#
-# The same arithmetic as ``fsdp/param.py``, ``fsdp/bucket.py`` and ``make_buckets.py``,
-# from shapes and without torch; ``tests/planner/test_state_exact.py`` compares the two.
+# The buckets of a unit, from the shapes of its parameters.
 
 
 @dataclass(frozen=True, slots=True)
 class Grad:
-    """What a parameter's gradient is to its bucket.
+    """The gradient of one parameter in its bucket.
 
     Attributes:
-        numel: elements as autograd brings it. padded: elements of its copy with padding; 0: none is made.
-        kept: whether it waits as it is: in place, or to be packed with others.
-        zero_copy: whether it is reduced from where it is.
+        numel: elements as autograd brings it.
+        padded: elements of its copy with padding; 0: no copy is made.
+        waits: whether it stays as it is until the reduction: zero-copy, or small, to be packed with others.
+        zero_copy: whether it is reduced from where autograd has put it.
     """
 
     numel: int
     padded: int
-    kept: bool
+    waits: bool
     zero_copy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket. Elements; n is the number of shards.
+    """A bucket. Sizes are numbers of elements.
 
     Attributes:
-        parts: n. numel: S, of a shard, padding included. packed: those of S that don't travel in place.
-        trainable: whether it has gradients. resident: whether its shards can be its unsharded parameters, as
-            far as its layout says.
-        counts: whether its gradients can tell when half of a backward is over.
-        chunks: whether one kernel packs its small gradients.
-        grads: in the order of the bucket.
+        num_shards: n, ranks that it is sharded over.
+        numel: S, elements of a rank's shard, padding included.
+        packed: those of S that are not zero-copy.
+        trainable: whether its parameters have gradients.
+        replicated: whether its shards can be its unsharded parameters, as far as its layout says.
+        has_large: whether it has large zero-copy gradients, of which the arrival of half issues deferred
+            gathers.
+        packs_as_chunks: whether one kernel packs its small gradients.
+        grads: its gradients, in the order of the bucket.
     """
 
-    parts: int
+    num_shards: int
     numel: int
     packed: int
     trainable: bool
-    resident: bool
-    counts: bool
-    chunks: bool
+    replicated: bool
+    has_large: bool
+    packs_as_chunks: bool
     grads: tuple[Grad, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """A unit.
+    """The buckets of ``count`` equal units.
 
     Attributes:
-        arrivals: (index of the bucket, of its gradient), in the order of a backward.
+        arrivals: (index of the bucket, of the gradient in it), in the order in which backward brings them.
     """
 
     kind: str
@@ -83,133 +87,112 @@ class UnitLayout:
 
     @property
     def trainable(self) -> bool:
-        """Whether any of it is trained."""
+        """Whether any of its parameters is trained."""
         return any(bucket.trainable for bucket in self.buckets)
 
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    parts: int
-    numel: int
-    compute: int
-    region: int
-    even: bool
-    dim: int | None
-    chunks: bool
-    partial: bool
-    cut: bool
-
     @property
-    def possible(self) -> bool:
-        """Whether it can travel in place."""
-        return can_be_zero_copy(
-            parts=self.parts,
-            dim=self.dim,
-            even=self.even,
-            slot_numel=self.numel,
-            partial=self.partial,
-        )
-
-    def small(self, itemsize: int, large: int) -> bool:
-        """Whether it is packed all the same."""
-        return self.parts * self.numel * itemsize < large
+    def unsharded_numel(self) -> int:
+        """Elements of the unsharded parameters of one unit, padding included."""
+        return sum(bucket.num_shards * bucket.numel for bucket in self.buckets)
 
 
 @lru_cache(maxsize=65536)
 def unit_layout(
-    unit: Unit, shard: int, tp: int, itemsize: int, sequence_parallel: bool, large: int
+    unit: Unit, shard: int, tp: int, itemsize: int, sequence_parallel: bool, zero_copy_bytes: int
 ) -> UnitLayout:
-    """Of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most.
+    """The buckets of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most.
 
     Args:
-        itemsize: bytes of a parameter at rest.
-        large: unsharded bytes from which a parameter travels in place.
+        itemsize: bytes of an element at rest.
+        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy.
     """
-    members: dict[tuple[bool, int], list[int]] = {}
-    slots = [_slot(p, shard, tp, sequence_parallel) for p in unit.parameters]
-    for index, (parameter, slot) in enumerate(zip(unit.parameters, slots, strict=True)):
-        members.setdefault((parameter.trainable, slot.parts), []).append(index)
+    layouts = [_segment(p, shard, tp, sequence_parallel) for p in unit.parameters]
+    members: dict[tuple[bool, int, int], list[int]] = {}
+    for index, (parameter, (segment, _)) in enumerate(zip(unit.parameters, layouts, strict=True)):
+        key = parameter.trainable, segment.num_shards, parameter.itemsize
+        members.setdefault(key, []).append(index)
     place: dict[int, tuple[int, int]] = {}
     buckets = []
-    for number, ((trainable, _), indices) in enumerate(members.items()):
-        indices.sort(key=lambda i: _place(slots[i], itemsize, large))
-        buckets.append(_bucket([slots[i] for i in indices], trainable, itemsize, large))
+    for number, ((trainable, *_), indices) in enumerate(members.items()):
+        order = bucket_order([layouts[i][0] for i in indices], itemsize, zero_copy_bytes)
+        indices = [indices[i] for i in order]
+        buckets.append(_bucket([layouts[i] for i in indices], trainable, itemsize, zero_copy_bytes))
         place.update({index: (number, at) for at, index in enumerate(indices)})
-    arrivals = [place[i] for i in reversed(range(len(slots))) if unit.parameters[i].trainable]
+    arrivals = [place[i] for i in reversed(range(len(layouts))) if unit.parameters[i].trainable]
     return UnitLayout(unit.kind, unit.count, tuple(buckets), tuple(arrivals))
 
 
-def _bucket(slots: list[_Slot], trainable: bool, itemsize: int, large: int) -> BucketLayout:
-    parts = slots[0].parts
-    small = [s.small(itemsize, large) for s in slots]
-    # A lone one is no member more.
-    zero_copy = [
-        s.possible and (len(slots) == 1 or not little)
-        for s, little in zip(slots, small, strict=True)
-    ]
-    grads = tuple(
-        Grad(s.compute, 0 if s.even else s.region, there or little, there)
-        for s, there, little in zip(slots, zero_copy, small, strict=True)
-    )
-    packed = [s for s, there in zip(slots, zero_copy, strict=True) if not there]
+def _bucket(
+    layouts: list[tuple[Segment, int]], trainable: bool, itemsize: int, zero_copy_bytes: int
+) -> BucketLayout:
+    segments = [segment for segment, _ in layouts]
+    zero_copy = are_zero_copy(segments, itemsize, zero_copy_bytes)
+    small = [segment.is_small(itemsize, zero_copy_bytes) for segment in segments]
+    packed = [s for s, is_zero_copy in zip(segments, zero_copy, strict=True) if not is_zero_copy]
+    num_shards = segments[0].num_shards
     return BucketLayout(
-        parts=parts,
-        numel=sum(s.numel for s in slots),
+        num_shards=num_shards,
+        numel=sum(s.numel for s in segments),
         packed=sum(s.numel for s in packed),
         trainable=trainable,
-        resident=parts == 1 and all(s.even and not s.partial for s in slots),
-        counts=any(there and not little for there, little in zip(zero_copy, small, strict=True)),
-        chunks=all(s.chunks for s in packed),
-        grads=grads,
+        replicated=num_shards == 1 and all(s.even and not s.partial for s in segments),
+        has_large=zero_copy[0] and not small[0],
+        packs_as_chunks=all(s.packs_as_chunks for s in packed),
+        grads=tuple(
+            Grad(numel, 0 if s.even else s.num_shards * s.numel, zero or little, zero)
+            for (s, numel), zero, little in zip(layouts, zero_copy, small, strict=True)
+        ),
     )
 
 
-def _place(slot: _Slot, itemsize: int, large: int) -> tuple[bool, bool, bool]:
-    """The order of a bucket: see ``put_first``."""
-    zero_copy = slot.possible and not slot.small(itemsize, large)
-    return slot.partial, not zero_copy, slot.cut == zero_copy
-
-
-def _slot(parameter: Parameter, shard: int, tp: int, sequence_parallel: bool) -> _Slot:
-    shape, cut = list(parameter.shape), parameter.tp_dim if tp > 1 else None
-    uneven, grouped = False, False
-    if cut is not None:
-        rows, grouped, uneven = _rows(parameter, shape[cut], tp)
-        if grouped:
-            cut = None
-        else:
-            uneven = uneven or shape[cut] % tp != 0
-            largest = [*shape[:cut], rows, *shape[cut + 1 :]]
-    if cut is None:
-        largest = shape
+def _segment(
+    parameter: Parameter, shard: int, tp: int, sequence_parallel: bool
+) -> tuple[Segment, int]:
+    """The segment of ``parameter``, and the elements of the first rank's unsharded parameter."""
+    shape = parameter.shape
+    cut = parameter.tp_dim if tp > 1 and not _is_grouped(parameter, tp) else None
     packing = cut is not None and _is_packed(parameter, tp)
+    largest = list(shape)
+    if cut is not None:
+        largest[cut] = rank_rows(parameter, tp)
     dim = next(
         (
             d
             for d, size in enumerate(shape)
-            if (d != cut or (not packing and is_exact(size, (), (tp,), shard)))
+            if d != cut or (not packing and is_exact(size, (), (tp,), shard))
         ),
         None,
     )
-    parts = 1 if dim is None else shard
-    padded = list(largest)
-    if dim is not None:
-        padded[dim] = ceil_div(largest[dim], parts) * parts
-    fills = not uneven
-    whole = cut is None and tp > 1
-    by_kind = {"never": False, "always": True, "sequence": sequence_parallel}
-    region = prod(padded)
-    return _Slot(
-        parts=parts,
-        numel=region // parts,
-        compute=prod(largest),
-        region=region,
-        even=fills and padded == largest,
-        dim=dim,
-        chunks=(dim == 0 or (parts == 1 and len(shape) > 0)) and fills and region > 0,
-        partial=grouped or (whole and by_kind[parameter.tp_partial]),
-        cut=cut is not None,
+    num_shards = 1 if dim is None else shard
+    padded = padded_shape(largest, dim, num_shards)
+    fills = cut is None or not (packing or shape[cut] % tp)
+    partial = (
+        cut is None
+        and {
+            "never": False,
+            "always": tp > 1,
+            "sequence": tp > 1 and sequence_parallel,
+        }[parameter.tp_partial]
     )
+    segment = Segment(
+        ndim=len(shape),
+        dim=dim,
+        num_shards=num_shards,
+        numel=prod(padded) // num_shards,
+        even=fills and padded == largest,
+        fills=fills,
+        partial=PartialGrad.ALWAYS if partial or _is_grouped(parameter, tp) else PartialGrad.NEVER,
+        is_cut=(cut is not None,),
+    )
+    return segment, prod(largest)
+
+
+def _is_grouped(parameter: Parameter, tp: int) -> bool:
+    """Whether it makes keys or values of fewer heads than ranks: all tp ranks hold it whole."""
+    if parameter.heads is None or parameter.tp_dim is None or not parameter.kv or tp == 1:
+        return False
+    heads, kv_heads = parameter.heads
+    return kv_heads < tp <= heads
 
 
 def _is_packed(parameter: Parameter, tp: int) -> bool:
@@ -225,25 +208,17 @@ def _is_packed(parameter: Parameter, tp: int) -> bool:
 def rank_rows(parameter: Parameter, tp: int) -> int:
     """Rows along ``tp_dim`` that the first of ``tp`` ranks has at rest, before they are sharded."""
     size = parameter.shape[parameter.tp_dim or 0]
-    return size if tp == 1 else _rows(parameter, size, tp)[0]
-
-
-def _rows(parameter: Parameter, size: int, tp: int) -> tuple[int, bool, bool]:
-    """(rows of the first rank, whether all ranks hold all of them, whether ranks hold more and less)."""
-    if parameter.heads is None:
-        return ceil_div(size, tp), False, False
+    if tp == 1 or _is_grouped(parameter, tp):
+        return size
+    if parameter.heads is None or not _is_packed(parameter, tp):
+        return ceil_div(size, tp)
     heads, kv_heads = parameter.heads
-    if kv_heads < tp <= heads and parameter.kv:
-        return size, True, False
-    if not _is_packed(parameter, tp):
-        return ceil_div(size, tp), False, False
     units = kv_heads if kv_heads >= tp else heads
-    return ceil_div(units, tp) * (size // units), False, True
+    return ceil_div(units, tp) * (size // units)
 
 
-# Units whose shards are their unsharded parameters, and whose gradients come together.
-#
-# See ``fsdp/options/replicated.py``.
+# Replicated units: their shards are their unsharded parameters, and gradients of several arrive together. See
+# ``fsdp/options/replicated.py``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,45 +229,30 @@ class Widths:
     compute: int
     reduce: int
 
-    @property
-    def same(self) -> bool:
-        """Whether nothing is cast."""
-        return self.rest == self.compute == self.reduce
 
-
-def is_resident(unit: UnitLayout, widths: Widths) -> bool:
-    """Whether nothing of it is gathered, cast or padded."""
-    return widths.same and all(bucket.resident for bucket in unit.buckets)
+def is_replicated(unit: UnitLayout, widths: Widths) -> bool:
+    """Whether nothing of ``unit`` is gathered, cast or padded."""
+    same = widths.rest == widths.compute == widths.reduce
+    return same and all(bucket.replicated for bucket in unit.buckets)
 
 
 def node_gradients(order: Sequence[UnitLayout], widths: Widths) -> dict[int, int]:
-    """By the index of the unit whose gradients come last among those that come together: their bytes."""
+    """Bytes of gradients that arrive together, by index of the unit in whose backward they do."""
+    buckets = [
+        (index, bucket)
+        for index in reversed(range(len(order)))
+        if is_replicated(order[index], widths)
+        for bucket in reversed(order[index].buckets)
+        if bucket.trainable
+    ]
+    sizes = [bucket.numel * widths.rest for _, bucket in buckets]
     found: dict[int, int] = {}
-    joint = node = plans = grads = 0
-    last: int | None = None
-    for index in reversed(range(len(order))):
-        if not is_resident(order[index], widths):
-            continue
-        for bucket in reversed(order[index].buckets):
-            if not bucket.trainable:
-                continue
-            size = bucket.numel * widths.rest
-            limit = FIRST_BYTES if plans == 1 else MOST_BYTES
-            if last is None or joint + size > limit:
-                plans += 1
-                joint, new = 0, True
-            else:
-                new = node + size > NODE_BYTES
-            if new and last is not None:
-                found[last] = max(found.get(last, 0), grads)
-            if new:
-                node = grads = 0
-            joint += size
-            node += size
-            grads += sum(g.numel for g in bucket.grads) * widths.compute
-            last = index
-    if last is not None:
-        found[last] = max(found.get(last, 0), grads)
+    for together in coalesced(sizes):
+        for node in coalesced([sizes[i] for i in together], first=NODE_BYTES, most=NODE_BYTES):
+            members = [buckets[together[i]] for i in node]
+            grads = sum(grad.numel for _, bucket in members for grad in bucket.grads)
+            last, _ = members[-1]
+            found[last] = max(found.get(last, 0), grads * widths.compute)
     return found
 
 
@@ -349,7 +309,7 @@ def run_backward(
 def _expanded(units: Sequence[UnitLayout], widths: Widths) -> Iterator[tuple[UnitLayout, int]]:
     """(unit, how many equal ones after it are left out): of many equal ones the first and last two."""
     for unit in units:
-        if unit.count <= 5 or is_resident(unit, widths):
+        if unit.count <= 5 or is_replicated(unit, widths):
             yield from ((unit, 0) for _ in range(unit.count))
         else:
             yield from ((unit, 0), (unit, 0), (unit, unit.count - 5), (unit, 0), (unit, 0))
@@ -386,11 +346,11 @@ class _Unit:
     def __post_init__(self) -> None:
         buckets, widths = self.layout.buckets, self.widths
         self.whole = sum(
-            b.parts * b.numel * widths.compute
+            b.num_shards * b.numel * widths.compute
             for b in buckets
-            if b.parts > 1 or widths.compute != widths.rest
+            if b.num_shards > 1 or widths.compute != widths.rest
         )
-        self.resident = is_resident(self.layout, widths)
+        self.resident = is_replicated(self.layout, widths)
         self.kept = [[0] * len(b.grads) for b in buckets]
         self.written = [False] * len(buckets)
 
@@ -464,7 +424,7 @@ class _Timeline:
         if unit.gathers_in_backward:
             self.issue(unit)
             self.finish(unit)
-        counting = next((i for i, b in enumerate(unit.layout.buckets) if b.counts), None)
+        counting = next((i for i, b in enumerate(unit.layout.buckets) if b.has_large), None)
         if counting is not None and not unit.layout.buckets[counting].trainable:
             counting = None
         defer = self.holds and counting is not None
@@ -505,9 +465,9 @@ class _Timeline:
         if unit.gathered or unit.gathering is not None:
             return
         unit.gathering = []
-        joined = [b for b in unit.layout.buckets if b.parts > 1]
+        joined = [b for b in unit.layout.buckets if b.num_shards > 1]
         for bucket in unit.layout.buckets:
-            if bucket.parts == 1:  # the cast copy comes when it is used
+            if bucket.num_shards == 1:  # the cast copy comes when it is used
                 cast = self.widths.compute != self.widths.rest
                 later = bucket.numel * self.widths.compute if cast else 0
                 unit.gathering.append((0, later))
@@ -519,7 +479,7 @@ class _Timeline:
         later = beside = passing = 0
         alone, cast = len(joined) == 1, w.compute != w.rest
         for bucket in joined:
-            whole = bucket.parts * bucket.numel * w.compute
+            whole = bucket.num_shards * bucket.numel * w.compute
             there = bucket.packed < bucket.numel
             if there:
                 self.unsharded += whole
@@ -531,7 +491,7 @@ class _Timeline:
             else:
                 passing += copy
         packed = sum(bucket.packed for bucket in joined)
-        beside += packed * (joined[0].parts + (not alone)) * w.compute
+        beside += packed * (joined[0].num_shards + (not alone)) * w.compute
         self.buffers += beside + passing
         self.note()
         self.buffers -= passing
@@ -560,14 +520,14 @@ class _Timeline:
                 self.note()
                 self.buffers -= size
                 size = smaller
-            if grad.kept:
+            if grad.waits:
                 unit.kept[number][index] = size
                 if grad.zero_copy:
-                    self.count(unit, number, grad.numel / bucket.parts)
+                    self.count(unit, number, grad.numel / bucket.num_shards)
                 continue
             if not unit.written[number]:
                 unit.written[number] = True
-                self.buffers += bucket.parts * bucket.packed * w.reduce
+                self.buffers += bucket.num_shards * bucket.packed * w.reduce
             padded = grad.padded * w.compute
             self.buffers += padded
             self.note()
@@ -608,10 +568,10 @@ class _Timeline:
         self.holds = False
         inputs = self.cast_in_place(unit, number, bucket)
         if bucket.packed:
-            inputs += bucket.parts * bucket.packed * w.reduce
+            inputs += bucket.num_shards * bucket.packed * w.reduce
             self.pack(unit, number, bucket)
         self.note()
-        if bucket.parts > 1:
+        if bucket.num_shards > 1:
             self.held, self.holds = inputs, True
         else:  # it is the result
             self.buffers -= inputs
@@ -636,9 +596,9 @@ class _Timeline:
         fresh = not unit.written[number]
         unit.written[number] = False
         if fresh:
-            self.buffers += bucket.parts * bucket.packed * w.reduce
+            self.buffers += bucket.num_shards * bucket.packed * w.reduce
             self.note()
-        if fresh and bucket.chunks and all(g.kept for g in bucket.grads):
+        if fresh and bucket.packs_as_chunks and all(g.waits for g in bucket.grads):
             self.buffers -= sum(kept)
             kept[:] = [0] * len(kept)
             return

@@ -164,12 +164,8 @@ def _sharded(
         at_loss=backward.at_loss,
         results=_results(layouts, widths),
         results_again=_results(layouts, widths, again=True),
-        block=max((_whole_unit(u) for u in layouts if u.kind == "block"), default=0),
+        block=max((u.unsharded_numel for u in layouts if u.kind == "block"), default=0),
     )
-
-
-def _whole_unit(unit: UnitLayout) -> int:
-    return sum(b.parts * b.numel for b in unit.buckets)
 
 
 def _results(layouts: list[UnitLayout], widths: Widths, *, again: bool = False) -> int:
@@ -201,7 +197,7 @@ def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
         unit_layout(u, 1, layout.tp, work.param_itemsize, work.sequence_parallel, ACCELERATOR_BYTES)
         for u in model.units
     ]
-    numel = sum(u.count * _whole_unit(u) for u in layouts)
+    numel = sum(u.count * u.unsharded_numel for u in layouts)
     over = layout.replicate if work.sharding == "zero1" else 1
     part = ceil(numel / over)
     master = work.param_itemsize if work.compute_itemsize != work.param_itemsize else 0

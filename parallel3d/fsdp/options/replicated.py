@@ -38,7 +38,7 @@ from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import make_gradients
 from parallel3d.fsdp.group import ParamGroup, Retain
-from parallel3d.fsdp.layout import FIRST_BYTES, MOST_BYTES, NODE_BYTES
+from parallel3d.fsdp.layout import NODE_BYTES, coalesced
 from parallel3d.fsdp.param import OwnSetattr
 from parallel3d.fsdp.reduction import SUMS, AllReduce, Reduction, divisor_before_sum, stages_of
 from parallel3d.fsdp.unit import Unit
@@ -176,19 +176,13 @@ def plan_reductions(buckets: Iterable[Bucket]) -> list[CoalescedAllReduce]:
     A bucket that is larger than the limit is by itself. Only neighbours go together, of one dtype, summed
     over the same ranks and divided by the same number.
     """
-    plan: list[list[Bucket]] = []
-    size, before = 0, None
-    for bucket in buckets:
-        groups = [group.group_name for group in bucket.replicate_groups]
-        kind = (bucket.dtype, bucket.storage_device, groups, bucket.divisor)
-        limit = FIRST_BYTES if len(plan) == 1 else MOST_BYTES
-        if kind != before or size + bucket.flat.nbytes > limit:
-            plan.append([])
-            size = 0
-        plan[-1].append(bucket)
-        size += bucket.flat.nbytes
-        before = kind
-    return [CoalescedAllReduce(together) for together in plan]
+    buckets = list(buckets)
+    kinds = [
+        (b.dtype, b.storage_device, [g.group_name for g in b.replicate_groups], b.divisor)
+        for b in buckets
+    ]
+    groups = coalesced([bucket.flat.nbytes for bucket in buckets], kinds)
+    return [CoalescedAllReduce([buckets[i] for i in group]) for group in groups]
 
 
 class CoalescedAllReduce:
@@ -273,15 +267,9 @@ class CoalescedAllReduce:
 
     def share_nodes(self) -> list[list[Bucket]]:
         """Which of the buckets have a node of the graph together; see ``GradientSink``."""
-        nodes: list[list[Bucket]] = []
-        size = 0
-        for bucket in self.buckets:
-            if not nodes or size + bucket.flat.nbytes > NODE_BYTES:
-                nodes.append([])
-                size = 0
-            nodes[-1].append(bucket)
-            size += bucket.flat.nbytes
-        return nodes
+        sizes = [bucket.flat.nbytes for bucket in self.buckets]
+        nodes = coalesced(sizes, first=NODE_BYTES, most=NODE_BYTES)
+        return [[self.buckets[i] for i in node] for node in nodes]
 
     # -- arrival -----------------------------------------------------------------------------------
 
