@@ -1,0 +1,169 @@
+"""The planner's buckets are the engine's: both run the arithmetic of ``fsdp/layout.py``."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from llama import Llama, LlamaConfig
+from test_plan_is_legal import tp_plan
+from torch import Tensor, nn
+
+from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.fsdp import bucket
+from parallel3d.fsdp.inspect import units_of
+from parallel3d.planner import engine, spec_from_module
+from parallel3d.testing import fake_world
+
+LARGE = 2**12
+LAYOUTS = [MeshLayout(1, 4, 1), MeshLayout(2, 4, 1), MeshLayout(1, 2, 2), MeshLayout(4, 1, 1)]
+
+
+class Block(nn.Module):
+    """Sizes that 4 and 2 don't divide, a scalar, frozen parameters, and a dtype of its own.
+
+    Attributes:
+        wide: more than ``LARGE`` bytes, also in bf16.
+    """
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(features)
+        self.up = nn.Linear(features, 33)
+        self.down = nn.Linear(33, features, bias=False)
+        self.wide = nn.Linear(features, 512)
+        self.back = nn.Linear(512, features)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.scale * self.down(self.up(y).relu()) + self.back(self.wide(y).relu())
+
+
+class Blocks(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, features)
+        self.layers = nn.ModuleList(Block(features) for _ in range(3))
+        self.norm = nn.LayerNorm(features)
+        self.head = nn.Linear(features, 17, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def plain() -> nn.Module:
+    return Blocks(9)
+
+
+def even() -> nn.Module:
+    return Blocks(16)
+
+
+def frozen() -> nn.Module:
+    model = Blocks(16)
+    for layer in model.layers:
+        layer.wide.requires_grad_(False)
+        layer.up.bias.requires_grad_(False)
+    return model
+
+
+def mixed() -> nn.Module:
+    model = frozen()
+    for layer in model.layers:
+        layer.back.to(torch.bfloat16)
+        layer.norm.to(torch.bfloat16)
+    return model
+
+
+PLAN = {
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "layers.*.wide": "colwise",
+    "layers.*.back": "rowwise",
+}
+
+
+def descriptions(layouts: list[engine.UnitLayout]) -> list[tuple]:
+    return sorted(
+        (
+            *(each.num_shards, each.numel, each.packed, each.trainable),
+            *(each.has_large, each.packs_as_chunks),
+            sorted((grad.numel, grad.zero_copy, grad.waits) for grad in each.grads),
+        )
+        for unit in layouts
+        for _ in range(unit.count)
+        for each in unit.buckets
+    )
+
+
+def engines(model: nn.Module) -> list[tuple]:
+    return sorted(
+        (
+            *(each.num_shards, each.numel, each.packed, bool(each.count_trainable())),
+            each.zero_copy > 0 and not each.small_grads[0],
+            each.packs_as_chunks,
+            sorted(
+                (view.numel(), index < each.zero_copy, index < each.zero_copy or small)
+                for index, (view, small) in enumerate(
+                    zip(each.compute_params, each.small_grads, strict=True)
+                )
+            ),
+        )
+        for unit in units_of(model, recurse=True)
+        for each in unit.group.buckets
+    )
+
+
+def compare(model: nn.Module, plan: object, layout: MeshLayout, itemsize: int) -> list[tuple]:
+    spec = spec_from_module(model, tp_plan=plan, seq_len=8)
+    planned = [
+        engine.unit_layout(unit, layout.shard, layout.tp, itemsize, False, LARGE)
+        for unit in spec.units
+    ]
+    with fake_world(0, layout.world_size):
+        mesh = build_mesh(layout, device_type="cpu")
+        parallelize(model, mesh, plan if layout.tp > 1 else None)
+        found = engines(model)
+    assert descriptions(planned) == found
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("make", [plain, even, frozen, mixed], ids=lambda make: make.__name__)
+def test_buckets_equal_the_engines(make, layout, monkeypatch):
+    monkeypatch.setattr(bucket, "CPU_BYTES", LARGE)
+    found = compare(make(), PLAN, layout, 4)
+    if make in (even, frozen, mixed) and layout.shard > 1:
+        assert any(any(zero_copy for _, zero_copy, _ in each[-1]) for each in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_of_other_dtypes(dtype, layout, monkeypatch):
+    monkeypatch.setattr(bucket, "CPU_BYTES", LARGE)
+    compare(frozen().to(dtype), PLAN, layout, dtype.itemsize)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (6, 3), (6, 1)], ids=str)
+def test_of_a_transformer_with_uneven_heads(heads, layout, monkeypatch):
+    monkeypatch.setattr(bucket, "CPU_BYTES", LARGE)
+    config = LlamaConfig(48 if 6 in heads else 64, 4, *heads, 67, 9, 16)
+    compare(Llama(config), tp_plan(False), layout, 4)
+
+
+def test_the_shared_files_import_no_torch():
+    """Of ``fsdp`` the planner may import these and ``fsdp.inspect``; ``tests/house.py`` sees to it."""
+    folder = Path(bucket.__file__).parent
+    for name in ("layout", "schedule"):
+        nodes = ast.walk(ast.parse((folder / f"{name}.py").read_text()))
+        imports = [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
+        nodes = ast.walk(ast.parse((folder / f"{name}.py").read_text()))
+        imports += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert not [i for i in imports if i.split(".")[0] in ("torch", "parallel3d")], name
