@@ -57,7 +57,7 @@ class ForwardPass:
         depth: forwards of the unit's modules under way, one inside the other.
         to_run: ids of those of several modules that are still to run.
         position: its place in the order of forwards under the root.
-        call: what its outputs tell of gradients that reach them; None without autograd.
+        call: what its outputs' hooks call in backward; None without autograd.
     """
 
     depth: int = 0
@@ -174,7 +174,7 @@ class Unit:
     # -- context -------------------------------------------------------------------------------------
 
     def ready_context(self) -> RunContext:
-        """The shared context; made here if this unit is the first to run, as the root of those below."""
+        """Returns the context. The first unit to run is the root of those inside it, and makes theirs."""
         if self.context is not None:
             return self.context
         outer = unit_around(self)
@@ -183,7 +183,7 @@ class Unit:
         return RunContext.of_root(self)
 
     def name(self, name: str) -> None:
-        """Names the unit in messages and records."""
+        """Sets the name that messages and records have for the unit."""
         self.label = name
         for bucket in self.group.buckets:
             bucket.unit = name
@@ -195,7 +195,7 @@ class Unit:
 
     @property
     def reduce_unused(self) -> bool:
-        """Whether parameters without a gradient are reduced as zeros, as other ranks may have one."""
+        """Whether parameters without a gradient are reduced as zeros, since other ranks may have one."""
         buckets = self.group.buckets
         return bool(buckets) and buckets[0].reduce_unused
 
@@ -244,10 +244,9 @@ class Unit:
         return args, kwargs
 
     def _is_fresh(self, forward: ForwardPass, module: nn.Module) -> bool:
-        """Whether a forward of the unit begins with ``module``, and does not go on with it."""
-        if not forward.to_run or not self.group.is_registered:
-            return True
-        return self.is_root and id(module) not in forward.to_run
+        """Whether a new forward of the unit begins with ``module``."""
+        again = self.is_root and id(module) not in forward.to_run
+        return again or not forward.to_run or not self.group.is_registered
 
     def _begin_forward(self, forward: ForwardPass, context: RunContext) -> Sequence[Unit]:
         others: Sequence[Unit] = ()
@@ -273,7 +272,7 @@ class Unit:
         return others
 
     def _check_recomputed(self, context: RunContext) -> None:
-        """What is recomputed in a backward must compute with the weights of the forward before."""
+        """Raises StateError if what a backward recomputes would not see the weights of the forward before."""
         if self.group.direct:
             self.group.note_changes()
         weights = self.group.weights
@@ -283,7 +282,7 @@ class Unit:
             raise self.weights_changed()
 
     def issue_unshard(self, context: RunContext) -> None:
-        """Starts a forward's all-gather, with what the user has changed since the last one."""
+        """Issues a forward's all-gather, after taking over what the user has changed since the last."""
         group = self.group
         if context.backward is None:
             if self.forward is None:
@@ -297,10 +296,8 @@ class Unit:
             self.gathered_in = context.iteration
             if group.is_in_other_form or not group.is_sharded:
                 pass
-            elif (
-                group.stands_in and group.is_registered
-            ):  # its backward may come when it no longer is
-                group.note_weights(context.comm)
+            elif group.stands_in and group.is_registered:
+                group.note_weights(context.comm)  # its backward may come when it no longer is
             else:
                 group.register_sharded()  # an option's doing, if it was converted within this forward
                 group.adopt()
@@ -333,25 +330,23 @@ class Unit:
 
     @untraced
     def leave_failed_forward(self, depth: int) -> None:
-        """After an exception of any kind in a forward of one of the modules, before which ``self.depth`` was
-        ``depth``. Nothing is left to do where the forward had been left, or not been entered.
+        """Ends a forward of one of the modules that an exception has broken off, unless it is over.
+
+        Args:
+            depth: what ``self.depth`` was before it.
         """
         context, forward = self.context, self.forward
-        if forward is None or forward.depth <= depth:
-            goes_on = context is not None and context.running and self.is_root
-            if depth or not (forward is not None or goes_on):
-                return
         if depth:
-            assert forward is not None
-            forward.depth = depth
-            forward.to_run.clear()
-        elif context is not None:
-            self._leave_forward(context, backward_to_come=False)
-        else:
+            if forward is not None and forward.depth > depth:
+                forward.depth = depth
+                forward.to_run.clear()
+        elif context is None:
             self.forward = None
+        elif forward is not None or (context.running and self.is_root):
+            self._leave_forward(context, backward_to_come=False)
 
     def forget_modules_to_run(self) -> None:
-        """The modules that have not run in the forward under way are not waited for any longer."""
+        """Ends a forward of several modules of which some did not run."""
         if self.forward is not None:
             self.forward.to_run.clear()
             if not self.forward.depth:
@@ -368,7 +363,7 @@ class Unit:
             context.end_forward(backward_to_come=backward_to_come)
 
     def reshards(self) -> bool | int:
-        """Whether the end of a forward frees the parameters, or to how many ranks it reshards them."""
+        """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
         reshard = self.reshard_after_forward
         return not self.is_root if reshard is None else reshard
 
@@ -501,8 +496,8 @@ class Unit:
         if self.depth:  # a forward around this backward goes on
             return
         if self.group.stands_in:
-            return  # to the option that has made it so
-        # What the user keeps gathered may be differentiated again by what a graph was made for.
+            return  # the option that has made it so sees to it
+        # What the user keeps gathered, a backward of this backward may read.
         creates_graph = context.backward is not None and context.backward.creates_graph
         if self.reshard_after_backward and not (creates_graph and self.group.retain is Retain.USER):
             self.group.register_sharded()
@@ -528,7 +523,7 @@ class Unit:
         self.has_unreduced = self.has_unreduced and not self.sync
 
     def end_backward(self) -> None:
-        """After the reductions of the root's backward, or after an exception that has ended it."""
+        """Brings the unit to rest after the root's backward, whether it is complete or broken off."""
         context = self.context
         assert context is not None
         if self.is_root:
@@ -542,7 +537,7 @@ class Unit:
         self.note_put_off()
 
     def note_put_off(self) -> None:
-        """Whether a backward that ends now leaves sums that wait, on this rank or on others."""
+        """Notes whether a backward that ends now leaves sums that wait, on this rank or on others."""
         self.put_off = not (self.sync and self.all_reduce)
 
     # -- at rest -------------------------------------------------------------------------------------
@@ -591,10 +586,10 @@ class Unit:
 
 
 class Members:
-    """The modules of one unit, which hold it, and are referred to weakly.
+    """The modules of one unit. They hold the unit, which refers to them weakly.
 
     Attributes:
-        handles: by id of the module: of the unit's hooks before its forward, after it, and after a load.
+        handles: by id of a module, the unit's hooks before a forward, after it, and after a load.
         attributes: see ``Attributes``.
     """
 
@@ -611,7 +606,7 @@ class Members:
 
     @property
     def tops(self) -> set[int]:
-        """Ids of the modules that are not inside another of them."""
+        """Ids of those modules that are not inside another one of the unit."""
         if self._tops is None:  # found in the first forward: looked for with each, many take long
             modules = self.modules
             inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
@@ -619,7 +614,7 @@ class Members:
         return self._tops
 
     def attach(self, module: nn.Module, unit: Unit) -> None:
-        """Makes ``module`` one of them, with the hooks of ``unit``."""
+        """Adds ``module``, with the hooks of ``unit``."""
         self._modules.append(weakref.ref(module))
         self._tops, self.attributes = None, Attributes(self._modules)
         setattr(module, UNIT_ATTRIBUTE, unit)
@@ -630,7 +625,7 @@ class Members:
         ]
 
     def detach(self) -> list[nn.Module]:
-        """Gives the modules up, and removes the hooks."""
+        """Removes all modules and the hooks on them; returns the modules."""
         modules = self.modules
         for module in modules:
             for handle in self.handles[id(module)]:
@@ -644,16 +639,14 @@ class Members:
 
 
 def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
-    """(args, kwargs) as the forward of ``module``, one of a unit that casts its inputs, is to see them."""
+    """Returns (args, kwargs) as the forward of ``module`` sees them in a unit that casts inputs."""
     lower = unit.input_dtype
     assert lower is not None
     if isinstance(module, unit.policy.full_precision_modules):
         return inputs  # it casts them itself, to its own dtype
     if not unit.group.own_dtype:
         args, kwargs = inputs
-        if (
-            len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
-        ):  # most blocks' only input
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as of most blocks
             if args[0].dtype == lower or not args[0].is_floating_point():
                 return inputs
             return (args[0].to(lower),), kwargs
@@ -664,24 +657,24 @@ def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tu
     return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)
 
 
-# Call: one forward call of a unit, and when its backward is over.
-
 _WATCHERS = "_parallel3d_watchers"  # of a tensor on an attribute: the units that its gradient tells
 
 
 class Call:
-    """It passes the inputs on as aliases, whose gradients are this call's share alone: a hook on an
-    input itself would wait for everything else that uses the input.
+    """One forward call of a unit.
+
+    The module is given aliases of its inputs, so that a hook on an alias sees this call's share of the
+    gradient alone: a hook on the input itself would wait for everything else that uses the input.
 
     The autograd graph holds the call and the call holds the unit, so that a backward still works after
     the model itself is gone. The unit lets go of the call when its forward ends.
 
     Attributes:
-        position: place in the order of forwards.
-        others: where the unit is a root, all units: those that it shows have no calls of their own.
-        weights: the numbers of the weights' values that it computed with.
-        inputs: number of inputs that have a gradient; when all have theirs, the backward is over.
-        remaining: of them, those whose gradient is still to come.
+        position: its place in the order of forwards.
+        others: of a root, all units: those whose parameters an option registers have no calls.
+        weights: the numbers of the weights' values that it has computed with.
+        inputs: number of inputs that require a gradient. When all have theirs, the call's backward is over.
+        remaining: how many of them are still to get it.
     """
 
     __slots__ = ("__weakref__", "inputs", "others", "position", "remaining", "unit", "weights")
@@ -694,7 +687,8 @@ class Call:
         self.inputs = self.remaining = 0
 
     def alias(self, value: Any) -> Any:
-        """``value`` with its tensors aliased. Other containers stay: the module may write to them."""
+        """Returns ``value`` with its tensors aliased, in tuples too. Of other containers, which the module
+        may write to, the tensors themselves are hooked."""
         if type(value) is tuple:
             return tuple(map(self.alias, value))
         if not isinstance(value, torch.Tensor):
@@ -714,7 +708,7 @@ class Call:
     def hook(self, tensor: torch.Tensor, method: Callable[[torch.Tensor], Any]) -> None:
         """Calls ``method``, of this call, with the gradient of ``tensor``.
 
-        A leaf outlives the graph. Its hook must not keep this call, and goes with it.
+        A leaf outlives the graph: its hook refers to this call weakly, and is removed when this call is gone.
         """
         if not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
             tensor.register_hook(method)
@@ -728,19 +722,20 @@ class Call:
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
     def watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, but a gradient that reaches it at any level of ``torch.func`` begins a backward."""
+        """Returns an alias of ``tensor``: a gradient that reaches it begins the backward, on any level of
+        ``torch.func``."""
         if tensor.is_floating_point() or tensor.is_complex():
             return _Watched.apply(self, tensor)
         return tensor
 
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
-        """Hook on every output: the first gradient to reach this call."""
+        """Hook on every output: a gradient has reached this call."""
         self.unit.begin_call_backward(self)
 
     @untraced
     def input_done(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Hook on every alias. With ``create_graph=True`` the gradient is an output as those of forward are:
+        """Hook on every alias of an input. With ``create_graph=True`` the gradient is watched as outputs are:
         a backward that comes to it needs the parameters again.
         """
         self.remaining -= 1
@@ -750,10 +745,11 @@ class Call:
 
 
 def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool) -> Any:
-    """Hooks ``call`` to the outputs of ``unit``, and to what is left on its modules.
+    """Hooks ``call`` to the outputs of a forward, and to the tensors that it has left on modules' attributes.
 
     Args:
-        attributes: whether to look there: a forward of the unit's has ended, or of one of its modules.
+        call: None: no backward can follow.
+        attributes: whether to look at the attributes, as the outermost forward of a module has ended.
 
     Raises:
         Parallel3dError: an output is a parameter, whose memory is freed now.
@@ -782,7 +778,7 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
 
 
 class _Watched(torch.autograd.Function):
-    """The identity, whose backward begins the call's; of tangents too."""
+    """The identity, of tensors and tangents; its backward begins the call's."""
 
     generate_vmap_rule = True
 
