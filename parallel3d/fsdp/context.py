@@ -1,4 +1,7 @@
-"""RunContext: what the units under one root share: their order, the communication, the end of a backward."""
+"""RunContext: what the units under one root share: their order, the communication, the end of a backward.
+
+Here too is what options are told of units (``Observer``) and of roots (``RootOption``).
+"""
 
 from __future__ import annotations
 
@@ -40,40 +43,46 @@ Unit = Any
 
 
 class Observer:
-    """What an option is told of one unit, or of several; options put themselves into ``Unit.observers``."""
+    """Base of an option that is told what units do. It puts itself into ``Unit.observers``."""
 
     def prepare(self, unit: Unit, context: RunContext) -> None:
-        """A forward comes that is no recomputation: before the unit's parameters are gathered for it."""
+        """Called before the parameters of ``unit`` are gathered for a forward, but not for a recomputation."""
 
     def begin_call(self, unit: Unit) -> None:
-        """Before a forward of one of its modules."""
+        """Called before each forward of a module of ``unit``."""
 
     def note_call(self, call: Any) -> None:
-        """That forward is ``call``, which a backward may follow."""
+        """Called with the ``Call`` of a forward, if a backward may follow it."""
 
     def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
-        """A forward of the unit begins: with ``begins`` the root's, ``within`` one of that, or alone."""
+        """Called when a forward of ``unit`` begins.
+
+        Args:
+            begins: whether ``unit`` is the root, and it is no recomputation.
+            within: whether the root's forward is under way.
+            recomputes: whether a backward recomputes it (activation checkpointing).
+        """
 
     def unshard(self, unit: Unit) -> None:
-        """The user calls ``unshard()``."""
+        """Called when the user calls ``unshard()``."""
 
     def reach_call(self, call: Any, context: RunContext) -> None:
-        """A gradient has reached ``call``."""
+        """Called when a gradient has reached an output of ``call``."""
 
     def begin_backward(self, unit: Unit) -> None:
-        """It is the first to reach the unit in this backward."""
+        """Called when the first gradient of a backward has reached ``unit``."""
 
     def take_gradient(self, unit: Unit) -> None:
-        """A gradient of a parameter has arrived."""
+        """Called when the gradient of a parameter has arrived."""
 
     def begin_reduction(self, unit: Unit) -> None:
-        """A reduction of its gradients comes."""
+        """Called before gradients of ``unit`` are reduced."""
 
     def end_backward(self, unit: Unit) -> None:
-        """The root's backward is over, its reductions too."""
+        """Called when the root's backward is over, its reductions too."""
 
     def abandon(self, unit: Unit) -> None:
-        """After an exception."""
+        """Called after an exception."""
 
 
 class Registrar(Protocol):
@@ -81,57 +90,58 @@ class Registrar(Protocol):
     backward; see ``replicated``. It puts itself into ``Unit.registrar``."""
 
     def has_registered(self, unit: Unit) -> bool:
-        """Whether it has registered those of ``unit`` now, so that the unit has nothing to do for itself."""
+        """Whether the unsharded parameters of ``unit`` are registered now; its hooks then do nothing else than
+        to call the two methods below."""
 
     def before_unit(self, unit: Unit) -> None:
-        """Before such a forward of the unit."""
+        """Called before such a forward of ``unit``."""
 
     def after_unit(self, unit: Unit, output: Any) -> None:
-        """After it."""
+        """Called after it."""
 
 
 class RootOption:
-    """Something that a root does beside running its units.
+    """Base of an option of a whole root, which takes part in its forwards and backwards.
 
     An option appends to ``root_options`` a function that makes one for a context, or returns None where the
     context's units have no use for it.
     """
 
     def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """A forward of the root begins. Returns those of ``units`` that the context is to prepare."""
+        """Called when a forward of the root begins. Returns those of ``units`` that the context prepares."""
         return units
 
     def begin_forward(self) -> None:
-        """The units are prepared."""
+        """Called when the context has prepared its units."""
 
     def end_forward(self, units: Sequence[Unit], *, backward_to_come: bool) -> Sequence[Unit]:
-        """It ends. Returns those of ``units`` that the context is to bring to rest."""
+        """Called when the root's forward ends. Returns those of ``units`` that the context reshards."""
         return units
 
     def before_backward(self) -> None:
-        """A backward begins; nothing has communicated in it."""
+        """Called when a backward begins, before anything has communicated in it."""
 
     def begin_backward(self) -> None:
-        """The context has entered it."""
+        """Called when the context has entered the backward."""
 
     def reduce(self) -> None:
-        """It has brought all its gradients: issues reductions that are not the units' own."""
+        """Called when all gradients have arrived; issues reductions that are not the units' own."""
 
     def leaves_in_flight(self) -> bool:
-        """Whether the option completes the reductions of this backward, which have been issued, later."""
+        """Returns True if the option itself will complete the reductions that this backward has issued."""
         return False
 
     def end_backward(self, *, keep: bool) -> None:
-        """After the reductions, or an exception. ``keep``: a forward around this backward goes on."""
+        """Called after the reductions, or an exception. ``keep``: a forward around this backward goes on."""
 
     def after_reductions(self) -> None:
-        """The gradients of a backward are complete."""
+        """Called when the gradients of a backward are complete."""
 
     def abandon(self) -> None:
-        """After an exception: the reductions were dropped."""
+        """Called after an exception, when the reductions were dropped."""
 
     def leave(self, unit: Unit) -> None:
-        """``unit`` goes over to another root."""
+        """Called before ``unit`` becomes a unit of another root."""
 
 
 root_options: list[Callable[[Any], RootOption | None]] = []
@@ -175,9 +185,9 @@ _IS_TRAINABLE = attrgetter("requires_grad")
 
 
 class _Registered:
-    """What the modules of one root had when they were last found to be in order.
+    """The modules and parameters that were registered in the modules of one root at its last forward.
 
-    The root's first module has it: it refers to what is below that module, and to nothing above.
+    It is an attribute of the root's first module, and refers to what is below that module alone.
     """
 
     def __init__(self, root: Unit, modules: Sequence[nn.Module]) -> None:
@@ -198,7 +208,7 @@ class _Registered:
         return chain.from_iterable(map(dict.values, containers))
 
     def is_of(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether they still have the same, and what was frozen still is."""
+        """Whether ``modules`` still have the same ones, and what was frozen still is."""
         now = list(self._read(modules))
         return (
             len(now) == len(self._found)
@@ -208,7 +218,7 @@ class _Registered:
 
 
 def check_registered(root: Unit) -> None:
-    """When a forward of ``root`` begins.
+    """Takes over what was registered in the modules of ``root`` since its last forward.
 
     Raises:
         Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
@@ -311,11 +321,11 @@ def bucket_to_count(unit: Unit) -> Bucket | None:
 
 
 class DeferredPrefetch:
-    """Counts the gradients that a deferred gather waits for.
+    """Counts the gradients that a deferred all-gather waits for.
 
     Attributes:
-        unit: the unit whose backward it is put off in.
-        awaited: how much of the large gradients must come before it.
+        unit: the unit whose gradients they are.
+        awaited: how many elements of large gradients must still arrive before the all-gather is issued.
     """
 
     def __init__(self, bucket: Bucket, unit: Unit, context: RunContext) -> None:
@@ -326,7 +336,7 @@ class DeferredPrefetch:
         bucket.on_large_gradient = self.count
 
     def count(self, index: int) -> None:
-        """A large gradient has come."""
+        """Called when the gradient of the zero-copy parameter ``index`` has arrived."""
         bucket, context = self.bucket(), self.context()
         assert bucket is not None
         self.awaited -= bucket.slot_sizes[index]
@@ -335,7 +345,7 @@ class DeferredPrefetch:
             context.issue_deferred()
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Stops counting."""
         bucket = self.bucket()
         if bucket is not None:
             bucket.on_large_gradient = None
@@ -363,7 +373,9 @@ class RootBackward:
 
 
 class RunContext:
-    """Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
+    """The state that the units under one root share.
+
+    Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
 
     Attributes:
         schedule: which unit is gathered when; its units are weak references.
@@ -392,7 +404,7 @@ class RunContext:
 
     @classmethod
     def of_root(cls, root: Unit) -> RunContext:
-        """Makes that of ``root``, which is the first to run, and of the units inside it."""
+        """Makes the context of ``root``, which is the first unit to run, and of the units inside it."""
         check_settings_of_root(root)
         context = cls(root)
         seen: set[int] = set()
@@ -416,7 +428,7 @@ class RunContext:
         return context
 
     def release(self, unit: Unit) -> None:
-        """Before ``unit`` goes over to another root."""
+        """Completes what was issued here for ``unit``, before it becomes a unit of another root."""
         self.comm.finish()
         if unit.group.state is ShardedState.GATHERING:
             unit.group.unshard(self.comm)
@@ -443,12 +455,12 @@ class RunContext:
     # -- forward -------------------------------------------------------------------------------------
 
     def note_meta(self, inputs: Any) -> None:
-        """Before a forward with ``inputs``, as long as parameters may be on the meta device."""
+        """Notes before a forward with ``inputs`` whether parameters, and inputs, are on the meta device."""
         self.on_meta = any(unit.group.on_meta for unit in self.units)
         self.inputs_on_meta = self.on_meta and any(each.is_meta for each in tensors_in(inputs))
 
     def begin_forward(self) -> Sequence[Unit]:
-        """The root's forward begins. Returns the units, to be held while its graph is there."""
+        """Begins the root's forward. Returns the units: the graph holds them."""
         root = self.root
         check_registered(root)
         units = self.units
@@ -490,8 +502,8 @@ class RunContext:
                 unit.issue_unshard(self)
 
     def end_forward(self, *, backward_to_come: bool) -> None:
-        """At the end of the root's forward all units register their shards; without a backward they are freed
-        too."""
+        """Ends the root's forward: all units register their sharded parameters, and reshard if no backward
+        follows."""
         units: Sequence[Unit] = self.units
         for option in self.options:
             units = option.end_forward(units, backward_to_come=backward_to_come)
@@ -509,7 +521,7 @@ class RunContext:
     # -- backward ------------------------------------------------------------------------------------
 
     def enter_backward(self) -> RootBackward:
-        """Called by every pre-backward hook; queues the callback once."""
+        """Called by every hook that a backward reaches; the first call begins the backward."""
         if self.backward is None:
             for option in tuple(self.options):
                 option.before_backward()
@@ -534,7 +546,7 @@ class RunContext:
 
     @contextmanager
     def reducing(self) -> Iterator[RootBackward]:
-        """Within it reductions are issued as in a backward, which ends with the body or is there already."""
+        """A context in which reductions may be issued outside of a backward, as if in one."""
         before = self.backward
         try:
             yield before or self._begin_backward(self.finish_backward)
@@ -542,7 +554,7 @@ class RunContext:
             self.backward = before
 
     def begin_unit_backward(self, unit: Unit, position: int) -> None:
-        """``unit`` begins the backward of its forward at ``position``: issues the gathers of that."""
+        """Issues the all-gathers that are due when ``unit`` begins the backward of its forward at ``position``."""
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
@@ -554,7 +566,7 @@ class RunContext:
         self.issue_gathers()
 
     def end_unit_backward(self, unit: Unit) -> None:
-        """The backward of ``unit`` is over and its parameters are freed: issues gathers, and its reduction.
+        """Issues the all-gathers and the reduction that are due when the backward of ``unit`` is over.
 
         Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
         another order on each: there a unit's reduction waits until those after it in the model have been
@@ -580,7 +592,7 @@ class RunContext:
                 each.reduce(self.comm, backward.reduced)
 
     def issue_deferred(self) -> None:
-        """Issues the gather that was put off, if one was."""
+        """Issues the all-gather that was deferred, if one was."""
         self._drop_deferred()
         self.schedule.issue_deferred()
         self.issue_gathers()
@@ -592,7 +604,7 @@ class RunContext:
 
     @untraced
     def finish_backward(self) -> None:
-        """Settles what the backward has left, in the same order on every rank."""
+        """Ends the backward: reduces what is still to be reduced, in the same order on every rank."""
         # By hand it is called after a backward that has reached no unit, too.
         reduced = (self.backward or self._begin_backward(self.finish_backward)).reduced
         units = [unit for unit in self.units if not unit.is_untouched(reduced)]
@@ -617,7 +629,7 @@ class RunContext:
         issuing.unit = ""
 
     def gradients_are_complete(self) -> None:
-        """After reductions: their results are in ``.grad``."""
+        """Tells options that the gradients of a backward are in ``.grad``."""
         for option in tuple(self.options):
             option.after_reductions()
 
@@ -676,7 +688,7 @@ _USUAL = PrefetchSettings()
 
 
 class _Units:
-    """What the schedule asks of units that it knows by weak references."""
+    """Answers the schedule's questions about units, which it knows by weak references."""
 
     def is_gathering(self, unit: Hashable) -> bool:
         found = unit()  # type: ignore[operator]

@@ -59,7 +59,7 @@ def _of_versions(text: str) -> str | None:
 
 
 def _free_at(offset: int) -> list[Bucket]:
-    """The free buckets with a parameter at ``offset``."""
+    """Returns the buckets whose memory is free and that have a parameter at the storage offset ``offset``."""
     return [
         bucket
         for bucket in numbered_buckets.values()
@@ -77,7 +77,7 @@ def _read_while_free(buckets: Iterable[Bucket]) -> str | None:
 
 
 def read_while_free(names: str) -> str:
-    """What an error says of a backward that came to units, whose ``names`` these are, unnoticed."""
+    """Returns the message for a backward that has come to the units ``names`` while their memory is free."""
     return (
         f"unit {names}: a backward reads parameters of the unit while they are freed. It came there by a "
         "tensor that the engine does not know of: one that the unit's forward neither has returned nor left "
@@ -92,7 +92,7 @@ def _names(buckets: Iterable[Bucket]) -> str:
 
 
 def unit_that_watches(unsharded: torch.Tensor) -> Any:
-    """The unit that has ``unsharded`` as one of its unsharded parameters; None: it is another tensor."""
+    """Returns the unit that ``unsharded`` is an unsharded parameter of, or None."""
     unit = getattr(unsharded, WATCHED_BY, None)
     return None if unit is None else unit()
 
@@ -114,7 +114,7 @@ def _of_recomputation(error: BaseException) -> str | None:
 
 
 def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Raises if a gradient is wanted of a sharded Parameter whose unit ``outputs`` were computed with."""
+    """Raises StateError if ``inputs`` of a backward are sharded Parameters of units that computed ``outputs``."""
     owners = [owner_of(each) for each in inputs if isinstance(each, DTensor)]
     wanted = {id(owner) for owner in owners if owner is not None}
     if not wanted:
@@ -132,7 +132,7 @@ def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 
 def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
-    """Of the unsharded parameters that the graph of ``outputs`` leads to."""
+    """Yields the owners of the unsharded parameters that the graph of ``outputs`` leads to."""
     nodes = [
         t.grad_fn if isinstance(t, torch.Tensor) else getattr(t, "node", None) for t in outputs
     ]

@@ -21,26 +21,26 @@ UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not 
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the user's class of ``module``: a unit's own is made of that and ``FSDPModule``."""
+    """Returns the name of the user's class of ``module``, from which ``fully_shard`` has made the unit's."""
     classes = type(module).__mro__
     first = classes.index(TorchFSDPModule) + 1 if TorchFSDPModule in classes else 0
     return classes[first].__name__
 
 
 def unit_of(module: nn.Module) -> Any:
-    """The ``Unit`` whose module (or one of whose modules) ``module`` is; None if there is none."""
+    """Returns the ``Unit`` that ``module`` was given to ``fully_shard`` for, or None."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
 def get_unit(module: Any) -> Any:
-    """The unit of a module that is known to have one."""
+    """Returns the unit of a module that is known to have one."""
     unit = unit_of(module)
     assert unit is not None
     return unit
 
 
 def units_of(module: Any, recurse: bool) -> Iterator[Any]:
-    """The unit of ``module``, and with ``recurse`` those inside it; each once."""
+    """Yields the unit of ``module``, and with ``recurse`` those inside it; each once."""
     modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
     seen: set[int] = set()
     for each in modules:
@@ -51,7 +51,8 @@ def units_of(module: Any, recurse: bool) -> Iterator[Any]:
 
 
 def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
-    """``module.parameters()`` as the optimizer knows them, also where ``unshard()`` shows others."""
+    """Returns ``module.parameters()`` as the optimizer knows them, also where the unsharded ones are
+    registered."""
     at_rest = {
         id(compute): sharded
         for unit in units_of(module, recurse=True)
@@ -62,9 +63,9 @@ def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
 
 
 def unit_around(unit: Any) -> Any:
-    """The unit that ``unit`` is inside of, if one of that unit's modules is also inside ``unit``.
+    """Returns the unit that all modules of ``unit`` are inside of, if one of its modules is inside ``unit``.
 
-    Parameters tied across units have then made an outer unit and one further inside the same.
+    This happens where parameters tied across units have made one unit of an outer and an inner one.
     """
     mine = {id(module) for module in unit.modules}
     for module in unit.modules:
@@ -80,7 +81,7 @@ def unit_around(unit: Any) -> Any:
 
 
 def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    """The modules of one unit as a list, without those that are inside others of it."""
+    """Returns the modules of one unit as a list, without those that are inside another one of them."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
@@ -112,7 +113,7 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | None:
-    """``reshard_after_forward`` as a unit takes it.
+    """Returns ``reshard_after_forward`` as a unit takes it.
 
     As in torch, the number of all shard ranks means True, and 1 means False: each rank keeps the whole.
 
@@ -151,7 +152,7 @@ def check_no_spmd(axes: DataAxes) -> None:
 
 
 def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
-    """The ids of the parameters to leave alone."""
+    """Returns the ids of the parameters that units don't take."""
     if params is None:
         return set()
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
@@ -169,7 +170,7 @@ def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
 
 
 def check_param(name: str, param: nn.Parameter) -> None:
-    """Raises if the engine can't take ``param``."""
+    """Raises Parallel3dError if the engine can't shard ``param``."""
     owner = owner_of(param)
     if owner is not None:
         unit = owner.unit() if owner.unit is not None else None
@@ -196,7 +197,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
 
 
 def check_module(module: object) -> None:
-    """Raises unless ``module`` is one."""
+    """Raises Parallel3dError unless ``module`` is an ``nn.Module``."""
     if not isinstance(module, nn.Module):
         raise Parallel3dError(f"{module!r} is no nn.Module; give the model, or a module inside it")
 
@@ -205,9 +206,12 @@ def check_module(module: object) -> None:
 
 
 class Managed(NamedTuple):
-    """One parameter: its first name within the unit's modules, and all places that hold it.
+    """A parameter that a unit takes.
 
-    ``owner`` is what an older unit has made of it, where it is tied across units.
+    Attributes:
+        name: its first name within the unit's modules.
+        places: all (module, attribute) that hold it.
+        owner: what an older unit has made of it, where it is tied across units.
     """
 
     name: str
@@ -217,7 +221,11 @@ class Managed(NamedTuple):
 
 
 def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Managed]:
-    """The parameters of ``modules`` outside inner units; checked."""
+    """Yields the parameters of ``modules`` that are of no inner unit.
+
+    Raises:
+        Parallel3dError: the engine can't shard one of them.
+    """
     found: dict[int, Managed] = {}
     for prefix, module in _outside_units(modules):
         for attribute, param in module._parameters.items():
@@ -234,12 +242,12 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Mana
 
 
 def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """``modules`` and those inside that are of no inner unit."""
+    """Returns ``modules`` and the modules inside, but for those of inner units."""
     return (module for _, module in _outside_units(modules))
 
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
-    """``modules`` and those inside that are of their unit, but for those with ignored parameters only."""
+    """Yields ``modules`` and the modules inside, but for those of inner units or with ignored parameters only."""
     for _, module in _outside_units(modules):
         if not ignored or not _is_ignored(module, ignored):
             yield module
@@ -291,7 +299,7 @@ _watching = False
 
 
 def watch_assignments() -> None:
-    """From now on units take Parameters when they are assigned."""
+    """Lets units take Parameters when they are assigned, from now on."""
     global _watching
     if not _watching:
         _watching = True
@@ -299,7 +307,7 @@ def watch_assignments() -> None:
 
 
 def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
-    """Called by torch with every Parameter that is registered in any module; what it returns is put there."""
+    """Hook of torch on every Parameter that is registered in any module. Returns what to register instead."""
     owner = owner_at(module, name)
     if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
@@ -340,7 +348,11 @@ def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
 
 
 def check_loose(root: Any, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Raises if a parameter should be of a unit; yields those that need not, but for those ignored."""
+    """Yields the parameters in ``modules`` that are of no unit and were not ignored.
+
+    Raises:
+        Parallel3dError: one of them is trainable.
+    """
     for prefix, module in _all_modules(modules):
         for name, param in module._parameters.items():
             if param is None or owner_at(module, name) is not None:
@@ -374,7 +386,7 @@ def _loose_error(
 
 
 def _unit_around(root: Any, prefix: str) -> str:
-    """The label of the innermost unit whose module holds the one that ``prefix`` leads to."""
+    """Returns the label of the innermost unit around the module named ``prefix``."""
     module, label = root.modules[0], root.label
     for part in filter(None, prefix.split(".")):
         module = module._modules.get(part)
@@ -386,7 +398,7 @@ def _unit_around(root: Any, prefix: str) -> str:
 
 
 def _all_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules in ``modules``, but for those in units of torch's own engine."""
+    """Yields (name, module) of all modules in ``modules``, but for those in units of torch's own engine."""
     seen: set[int] = set()
     waiting = [("", module) for module in reversed(modules)]
     while waiting:
