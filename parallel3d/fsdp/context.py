@@ -46,7 +46,7 @@ class Observer:
     """Base of an option that is told what units do. It puts itself into ``Unit.observers``."""
 
     def prepare(self, unit: Unit, context: RunContext) -> None:
-        """Called before the parameters of ``unit`` are gathered for a forward, but not for a recomputation."""
+        """Called before the parameters of ``unit`` are gathered for a forward; not for a recomputation."""
 
     def begin_call(self, unit: Unit) -> None:
         """Called before each forward of a module of ``unit``."""
@@ -90,8 +90,8 @@ class Registrar(Protocol):
     backward; see ``replicated``. It puts itself into ``Unit.registrar``."""
 
     def has_registered(self, unit: Unit) -> bool:
-        """Whether the unsharded parameters of ``unit`` are registered now; its hooks then do nothing else than
-        to call the two methods below."""
+        """Whether the unsharded parameters of ``unit`` are registered now. Its hooks then only call the two
+        methods below."""
 
     def before_unit(self, unit: Unit) -> None:
         """Called before such a forward of ``unit``."""
@@ -554,7 +554,7 @@ class RunContext:
             self.backward = before
 
     def begin_unit_backward(self, unit: Unit, position: int) -> None:
-        """Issues the all-gathers that are due when ``unit`` begins the backward of its forward at ``position``."""
+        """Issues the all-gathers that are due when ``unit`` begins the backward of forward ``position``."""
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
@@ -566,7 +566,7 @@ class RunContext:
         self.issue_gathers()
 
     def end_unit_backward(self, unit: Unit) -> None:
-        """Issues the all-gathers and the reduction that are due when the backward of ``unit`` is over.
+        """Issues the all-gathers and the reduction that are due when a unit's backward is over.
 
         Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
         another order on each: there a unit's reduction waits until those after it in the model have been

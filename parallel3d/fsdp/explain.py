@@ -59,7 +59,7 @@ def _of_versions(text: str) -> str | None:
 
 
 def _free_at(offset: int) -> list[Bucket]:
-    """Returns the buckets whose memory is free and that have a parameter at the storage offset ``offset``."""
+    """Returns the buckets whose memory is free that have a parameter at storage offset ``offset``."""
     return [
         bucket
         for bucket in numbered_buckets.values()
@@ -114,7 +114,7 @@ def _of_recomputation(error: BaseException) -> str | None:
 
 
 def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Raises StateError if ``inputs`` of a backward are sharded Parameters of units that computed ``outputs``."""
+    """Raises StateError if a backward of ``outputs`` is to compute gradients of sharded Parameters."""
     owners = [owner_of(each) for each in inputs if isinstance(each, DTensor)]
     wanted = {id(owner) for owner in owners if owner is not None}
     if not wanted:

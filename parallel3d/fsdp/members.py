@@ -247,7 +247,7 @@ def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
-    """Yields ``modules`` and the modules inside, but for those of inner units or with ignored parameters only."""
+    """Yields the modules of ``units_modules``, but for those whose parameters are all ignored."""
     for _, module in _outside_units(modules):
         if not ignored or not _is_ignored(module, ignored):
             yield module
@@ -307,7 +307,7 @@ def watch_assignments() -> None:
 
 
 def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
-    """Hook of torch on every Parameter that is registered in any module. Returns what to register instead."""
+    """Hook of torch on every Parameter that is registered in a module. Returns what to register."""
     owner = owner_at(module, name)
     if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
