@@ -10,7 +10,7 @@ from test_plan_is_legal import tp_plan
 from torch import Tensor, nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d.fsdp import bucket
+from parallel3d.fsdp import param
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.planner import engine, spec_from_module
 from parallel3d.testing import fake_world
@@ -135,7 +135,7 @@ def compare(model: nn.Module, plan: object, layout: MeshLayout, itemsize: int) -
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("make", [plain, even, frozen, mixed], ids=lambda make: make.__name__)
 def test_buckets_equal_the_engines(make, layout, monkeypatch):
-    monkeypatch.setattr(bucket, "CPU_BYTES", LARGE)
+    monkeypatch.setattr(param, "CPU_BYTES", LARGE)
     found = compare(make(), PLAN, layout, 4)
     if make in (even, frozen, mixed) and layout.shard > 1:
         assert any(any(zero_copy for _, zero_copy, _ in each[-1]) for each in found)
@@ -144,21 +144,21 @@ def test_buckets_equal_the_engines(make, layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_of_other_dtypes(dtype, layout, monkeypatch):
-    monkeypatch.setattr(bucket, "CPU_BYTES", LARGE)
+    monkeypatch.setattr(param, "CPU_BYTES", LARGE)
     compare(frozen().to(dtype), PLAN, layout, dtype.itemsize)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("heads", [(8, 2), (6, 3), (6, 1)], ids=str)
 def test_of_a_transformer_with_uneven_heads(heads, layout, monkeypatch):
-    monkeypatch.setattr(bucket, "CPU_BYTES", LARGE)
+    monkeypatch.setattr(param, "CPU_BYTES", LARGE)
     config = LlamaConfig(48 if 6 in heads else 64, 4, *heads, 67, 9, 16)
     compare(Llama(config), tp_plan(False), layout, 4)
 
 
 def test_the_shared_files_import_no_torch():
     """Of ``fsdp`` the planner may import these and ``fsdp.inspect``; ``tests/house.py`` sees to it."""
-    folder = Path(bucket.__file__).parent
+    folder = Path(param.__file__).parent
     for name in ("layout", "schedule"):
         nodes = ast.walk(ast.parse((folder / f"{name}.py").read_text()))
         imports = [

@@ -1,13 +1,12 @@
-"""Replicated units: their unsharded parameters are the shards themselves, as on a replicate axis alone.
+"""Replicated units: nothing is sharded, so that their unsharded parameters are the sharded ones' memory.
 
-Nothing of theirs is gathered or freed, so that no unit has anything to do before its forward or backward: the
-root registers the parameters of all of them when its forward begins and puts the sharded ones back when it
-ends, and again around the backward (for what is recomputed there). Their gradients arrive at a
-``GradientSink``, one call for several buckets, and are reduced by few calls, see ``CoalescedAllReduce``. A
-unit's own hooks only look whether that is so.
+This is a mesh with a replicate axis alone. Such units gather and free nothing, so their hooks have nothing to
+do: the root registers the unsharded parameters of all of them when its forward begins and the sharded ones
+when it ends, and does so again around the backward (for what is recomputed there). Their gradients arrive at
+a ``GradientSink``, by one call for several buckets, and are reduced by few calls, see ``CoalescedAllReduce``.
 
-Which units these are is decided whenever the root's forward begins. A unit that is called by itself goes the
-general way, as does one with a setting that asks for more.
+Which units are replicated units is decided whenever the root's forward begins. A unit that is called by
+itself, or has a setting that asks for more, is run as any other unit.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from parallel3d.fsdp.unit import Unit
 # GradientSink: where the gradients of a bucket's parameters arrive together, at one node of autograd's
 # graph.
 #
-# Where the unsharded parameters are the shards themselves, nothing comes and goes, and the tensors
-# that forward sees can be made once: outputs of one function, each the memory of a parameter.
-# Autograd counts their uses. When all that a backward has are in, it calls the function's backward
-# once, with a gradient for each parameter that was used: a call where a hook on leaves is one for
-# each parameter, and no node that accumulates. The function saves nothing, so that every step's
-# graph can end in the same one. Small buckets share a node: their gradients wait for each other, as
-# they do in a reduction that they share.
+# The memory of a replicated unit's parameters is never freed, so the tensors that forward sees can
+# be made once: outputs of one autograd function, each an alias of a parameter. When all gradients
+# of a backward are there, autograd calls the function's backward once, with a gradient for each
+# parameter that was used. Hooks on leaves would be a call for each parameter, behind a node that
+# accumulates. The function saves nothing, so that the graphs of all steps can end in the same
+# node. Small buckets share a node: their gradients wait for each other, as they do in a reduction
+# that they share.
 
-# Of all nodes that can run, backward runs the one of the highest number first; so do those of leaves.
+# Of all nodes that can run, backward runs the one with the highest number first. Leaves have this one.
 _AT_ONCE = 2**64 - 1
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -62,14 +61,14 @@ Take = Callable[[list["Arrivals"], Gradients], None]
 
 
 class Arrivals:
-    """The side of a sink that graphs hold, also those from before it was opened anew.
+    """The part of a sink that autograd graphs hold, also graphs made before the sink was renewed.
 
     Attributes:
         bucket: the bucket, weakly.
         unit: its unit, weakly.
-        indices: the parameters that get a gradient.
-        joint: the reduction its gradients go to, weakly, and its place there; where it is gone or None, they
-            go the general way.
+        indices: the parameters that require a gradient.
+        joint: the reduction that takes their gradients, weakly, and the bucket's place there. Where it is
+            gone or None, the unit takes them one by one.
     """
 
     __slots__ = ("bucket", "indices", "joint", "unit")
@@ -82,11 +81,11 @@ class Arrivals:
 
 
 class GradientSink:
-    """Of one bucket, which has it.
+    """Where the gradients of one bucket arrive.
 
     Attributes:
-        arrivals: what graphs hold of it, those that are made from now on.
-        outputs: what forward sees, for every parameter of the bucket.
+        arrivals: what the graphs of forwards from now on hold of it.
+        outputs: for every parameter of the bucket, the tensor that forward sees.
     """
 
     def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
@@ -94,7 +93,7 @@ class GradientSink:
         self.outputs: list[torch.Tensor] = list(bucket.compute_params)
 
     def renew(self) -> None:
-        """Before it is opened again: gradients of earlier graphs go the general way, not where they went."""
+        """Detaches it from earlier graphs, whose gradients units then take one by one."""
         bucket = self.arrivals.bucket()
         assert bucket is not None
         self.arrivals = Arrivals(bucket, self.arrivals.unit)
@@ -103,16 +102,16 @@ class GradientSink:
 def open_sinks(
     sinks: Sequence[GradientSink], sources: Sequence[Sequence[torch.Tensor]], take: Take
 ) -> None:
-    """Makes the outputs of ``sinks``, which share a node, neighbours in one reduction.
+    """Makes the outputs of ``sinks``, which share a node and are neighbours in one reduction.
 
     Args:
-        sources: the parameters that they are of.
-        take: what is called with the gradients of one backward: all ``indices`` of all ``sinks``, in their
-            order; None for those without one.
+        sources: for each sink the parameters of its bucket.
+        take: called with the gradients of one backward: those of all ``indices`` of all ``sinks``, in order;
+            None for a parameter that has none.
     """
     arrivals = [sink.arrivals for sink in sinks]
     inputs = [each[i] for a, each in zip(arrivals, sources, strict=True) for i in a.indices]
-    # Outside of a transform of torch.func too, where the first forward may be: they serve all later ones.
+    # Not within a transform of torch.func, in which the first forward may run: they serve all later forwards.
     with functorch_left(), torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
         outputs = _Arrival.apply(anchor, arrivals, inputs, take)
@@ -126,7 +125,7 @@ def open_sinks(
 
 
 class _CopyOf:
-    """How ``copy.deepcopy`` copies an output: as the Parameter that it stands for."""
+    """Lets ``copy.deepcopy`` copy an output as a Parameter."""
 
     __slots__ = ("output",)
 
@@ -141,7 +140,7 @@ class _CopyOf:
 
 
 class _Arrival(torch.autograd.Function):
-    """Outputs of the same memory as ``sources``, each with a version counter of its own."""
+    """Returns aliases of ``sources``, each with a version counter of its own."""
 
     @staticmethod
     def forward(
@@ -171,10 +170,10 @@ LARGE = 2**14
 
 
 def plan_reductions(buckets: Iterable[Bucket]) -> list[CoalescedAllReduce]:
-    """Which of ``buckets``, in the order of their backwards, are reduced together.
+    """Groups ``buckets``, given in the order of their backwards, into reductions.
 
-    A bucket that is larger than the limit is by itself. Only neighbours go together, of one dtype, summed
-    over the same ranks and divided by the same number.
+    Only neighbours share a reduction, if they have one dtype, are summed over the same ranks and divided by
+    the same number. A bucket that is larger than the limit is reduced alone.
     """
     buckets = list(buckets)
     kinds = [
@@ -186,13 +185,14 @@ def plan_reductions(buckets: Iterable[Bucket]) -> list[CoalescedAllReduce]:
 
 
 class CoalescedAllReduce:
-    """Gradients of several buckets, reduced by one all-reduce. S: the elements of all their parameters.
+    """One all-reduce of the gradients of several buckets. S: the elements of all their parameters.
 
     Attributes:
         arrived: (S,), the gradients that have arrived in this backward; None before the first.
         comm: what reduces them in the backward under way; None at rest.
-        accepts_all: whether ``accept_all`` may be asked: all its units are replicated units still.
-        used: by bucket the indices of the parameters that got one; None before the bucket's have arrived.
+        accepts_all: whether ``accept_all`` may be called: all its units are still replicated units.
+        used: for each bucket the indices of the parameters that have a gradient; None before the bucket's
+            gradients have arrived.
         launched: whether this backward's reduction is under way.
     """
 
@@ -225,35 +225,34 @@ class CoalescedAllReduce:
         self.forget()
 
     def _early_share(self, params: int) -> float | None:
-        """What gradients are multiplied by as they are copied, where that spares a pass over the sum.
-
-        For large ones, which take a call each; and where it rounds nothing: a power of two.
+        """Returns what gradients are multiplied by as they are copied, where that saves a pass over the sum:
+        for large ones, which are copied by a call each, and a power of two, which rounds nothing. Else None.
         """
         exact = math.frexp(self.divisor)[0] == 0.5 and self.dtype is not torch.float16
         large = self.numel >= LARGE * params and type(self.flat) is torch.Tensor
         return 1.0 / self.divisor if exact and large and self.divisor != 1 else None
 
     def begin(self, comm: Comm, *, accepts_all: bool) -> None:
-        """A backward begins, of the root that these are of."""
+        """Called when a backward of the root begins."""
         self.comm, self.accepts_all = comm, accepts_all
 
     def end(self) -> None:
-        """It has ended."""
+        """Called when it has ended."""
         self.comm, self.accepts_all = None, False
         self.forget()
 
     @property
     def grads(self) -> CoalescedAllReduce:
-        """As of a bucket: what a comm starts and finishes. No attribute: it would keep itself alive."""
+        """What a comm starts and finishes. A property, as an attribute would be a reference cycle."""
         return self
 
     @property
     def flat(self) -> torch.Tensor:
-        """Shards of the kind whose gradients these are."""
+        """The flat buffer of the first bucket."""
         return self.buckets[0].flat
 
     def forget(self) -> None:
-        """Drops what a backward has brought."""
+        """Drops the gradients that have arrived."""
         self.arrived: torch.Tensor | None = None
         self._parts: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
@@ -266,7 +265,7 @@ class CoalescedAllReduce:
             bucket.grads.in_flight = None
 
     def share_nodes(self) -> list[list[Bucket]]:
-        """Which of the buckets have a node of the graph together; see ``GradientSink``."""
+        """Groups the buckets that share a node of the graph; see ``GradientSink``."""
         sizes = [bucket.flat.nbytes for bucket in self.buckets]
         nodes = coalesced(sizes, first=NODE_BYTES, most=NODE_BYTES)
         return [[self.buckets[i] for i in node] for node in nodes]
@@ -274,10 +273,10 @@ class CoalescedAllReduce:
     # -- arrival -----------------------------------------------------------------------------------
 
     def accept(self, place: int, indices: list[int], grads: Sequence[torch.Tensor]) -> bool:
-        """Takes gradients of parameters ``indices`` of bucket ``place``, which ``pack`` copies.
+        """Takes the gradients of parameters ``indices`` of bucket ``place``; ``pack`` copies them.
 
         Returns:
-            False if they are not taken, as the bucket's have been already in this backward.
+            False if they are not taken, since gradients of the bucket were in this backward before.
         """
         if self.used[place] is not None:
             return False
@@ -296,11 +295,11 @@ class CoalescedAllReduce:
         return True
 
     def accept_all(self, since: int, indices: list[list[int]], grads: Gradients) -> bool:
-        """The same with the gradients of all parameters of the buckets from ``since`` on.
+        """Takes the gradients of all parameters of the buckets from index ``since`` on, as ``accept`` does.
 
         Args:
-            indices: those that get one, by bucket. Where they are not all, or one of ``grads`` is None,
-                nothing is taken.
+            indices: for each bucket the parameters that require a gradient. Where these are not all, or one
+                of ``grads`` is None, nothing is taken.
         """
         until = since + len(indices)
         start, end = self._starts[since], self._ends[until - 1]
@@ -318,7 +317,7 @@ class CoalescedAllReduce:
         return True
 
     def pack(self) -> None:
-        """Copies what was accepted; once all is there, issues the reduction."""
+        """Copies what was accepted; when all gradients are there, issues the reduction."""
         if self._share is None:
             foreach_copy_(self._targets, self._sources)
         else:
@@ -333,11 +332,11 @@ class CoalescedAllReduce:
         self._parts = self.local_parts(self.arrived)
 
     def slices(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each bucket's part of ``flat``."""
+        """Returns each bucket's slice of ``flat``, (S,)."""
         return flat.split(self.sizes)
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of ``flat``."""
+        """Returns each parameter's view of ``flat``, (S,)."""
         return [
             part
             for bucket, piece in zip(self.buckets, self.slices(flat), strict=True)
@@ -345,7 +344,7 @@ class CoalescedAllReduce:
         ]
 
     def gradients(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What ``.grad`` of the parameters is."""
+        """Returns what becomes ``.grad`` of the parameters."""
         return [
             grad
             for bucket, piece, start, end in zip(
@@ -374,7 +373,7 @@ class CoalescedAllReduce:
             self.comm.drain(self)  # type: ignore[arg-type]
 
     def start(self, *, all_reduce: bool) -> Reduction:
-        """Hands over what has arrived: from the first bucket that has gradients to the last."""
+        """Returns the reduction of what has arrived: from the first bucket that has gradients to the last."""
         flat = self.arrived
         assert flat is not None and all_reduce
         if self.missing:
@@ -417,7 +416,8 @@ class CoalescedAllReduce:
             self._put_pieces(used, flat, parts, grads)
 
     def _put_all(self, used: list[list[int] | None], grads: list[torch.Tensor]) -> bool:
-        """Puts ``grads`` where there are none, if every parameter gets one: none was frozen meanwhile."""
+        """Sets ``.grad`` of all parameters, if all get one, none has one, and none was frozen since. Returns
+        whether it did."""
         count = sum(map(len, filter(None, used)))
         params = self._sharded()
         if count < len(params):
@@ -442,7 +442,7 @@ class CoalescedAllReduce:
         parts: list[torch.Tensor],
         grads: list[torch.Tensor],
     ) -> None:
-        """Bucket by bucket."""
+        """Sets ``.grad``, or adds to it, bucket by bucket."""
         pieces = self.slices(flat)
         for place, indices in enumerate(used):
             if indices is not None:
@@ -456,11 +456,11 @@ class CoalescedAllReduce:
         return [param.sharded for bucket in self.buckets for param in bucket.params]
 
 
-# Which units they are.
+# Which units are replicated units.
 
 
 def is_replicated(unit: Unit) -> bool:
-    """Whether nothing that the user has set asks for more than ``ReplicatedUnits`` do."""
+    """Whether ``unit`` can be run as a replicated unit, with the settings that it has now."""
     group = unit.group
     return (
         unit.sync
@@ -507,16 +507,16 @@ def _can_have_sink(bucket: Bucket) -> bool:
 
 
 def replicated_units(context: RunContext) -> ReplicatedUnits | None:
-    """What runs the replicated units of a root; None if none of its units can be one."""
+    """Returns the option that runs the replicated units of a root; None if none of its units can be one."""
     return next((each for each in context.options if isinstance(each, ReplicatedUnits)), None)
 
 
 class ReplicatedUnits(RootOption):
-    """Those of one root.
+    """Runs the replicated units of one root.
 
     Attributes:
-        units: these, weakly.
-        registers: whether their unsharded parameters are in the modules: within the root's forward, and in
+        units: the replicated units, weakly.
+        registers: whether their unsharded parameters are registered: within the root's forward, and in
             backward.
         joints: the reductions of their gradients, in the order of the units' backwards.
         changed: the groups whose weights have changed between the last forward and the backward under way.
@@ -544,7 +544,7 @@ class ReplicatedUnits(RootOption):
     # -- forward -------------------------------------------------------------------------------------
 
     def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Finds out which of ``units`` they are now, with what the user has changed."""
+        """Takes those of ``units`` that are replicated units now; returns the others."""
         mine: list[Unit] = []
         others: list[Unit] = []
         for unit in units:
@@ -570,7 +570,7 @@ class ReplicatedUnits(RootOption):
         self._register(units)
 
     def end_forward(self, units: Sequence[Unit], *, backward_to_come: bool) -> Sequence[Unit]:
-        """At rest again."""
+        """Registers the sharded parameters again."""
         mine = self._alive()
         self._unregister(mine)
         ids = set(map(id, mine))
@@ -687,7 +687,7 @@ class ReplicatedUnits(RootOption):
             self._register(units)
 
     def reduce(self) -> None:
-        """At the end of a backward: issues what has waited for gradients that did not come."""
+        """Issues the reductions that have waited for gradients that did not arrive."""
         for joint in self.joints:
             joint.launch()
 
@@ -712,7 +712,7 @@ root_options.append(_of_context)
 
 
 class _BeginBackward:
-    """Hook on outputs: the first gradient of a backward. Graphs hold it, and it the unit."""
+    """Hook on outputs, whose first gradient begins the backward. Graphs hold it, and it holds the unit."""
 
     __slots__ = ("unit",)
 
@@ -728,7 +728,7 @@ class _BeginBackward:
 
 @untraced
 def _arrive(node: list[Arrivals], grads: Gradients) -> None:
-    """The gradients of one backward have arrived, for the buckets that share ``node``."""
+    """Takes the gradients of one backward, of the buckets that share ``node``."""
     unit = node[0].unit()
     context = None if unit is None else unit.context
     if context is not None and not torch.is_grad_enabled():
@@ -751,7 +751,7 @@ def _arrive_one_by_one(node: list[Arrivals], grads: Gradients) -> None:
 
 
 def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> CoalescedAllReduce | None:
-    """The gradients of one bucket; returns the reduction that has them, if one has."""
+    """Takes the gradients of one bucket; returns the reduction that has taken them, if one has."""
     unit, bucket = arrivals.unit(), arrivals.bucket()
     if unit is None or bucket is None or unit.context is None:
         return None
