@@ -1,8 +1,7 @@
-"""copy.deepcopy of a sharded model (EMA, ``AveragedModel``): units of its own, on the same process groups.
+"""copy.deepcopy of a sharded model (EMA, ``AveragedModel``), with units on the same process groups.
 
-Modules and Parameters are copied as any are; what remains is to give the copies a unit, buckets and
-hooks instead of the original's. A unit is copied with the last of its modules, so those of a list
-are copied together.
+Modules and Parameters are copied as usual, and the copies get a unit, buckets and hooks of their own. A unit
+is copied with the last of its modules, so the modules of a list are copied together.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
 
 
-_OF_UNIT = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
+_NOT_COPIED = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -38,10 +37,10 @@ _HOOKS = (
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a unit's module.
+    """Returns a deep copy of a unit's module.
 
     Raises:
-        StateError: within a forward or backward.
+        StateError: a forward or backward is running, or not finalized yet.
     """
     unit = get_unit(module)
     unit.come_to_rest()
@@ -51,9 +50,9 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         raise StateError(
             f"unit {unit.label} has gradients to come; deep-copy it after finalize_backward()"
         )
-    shown = unit.group.is_registered
+    registered = unit.group.is_registered
     unit.group.register_sharded()
-    state = {key: value for key, value in vars(module).items() if key not in _OF_UNIT}
+    state = {key: value for key, value in vars(module).items() if key not in _NOT_COPIED}
     for name in _HOOKS:
         hooks = copy.copy(state[name])
         for handle in unit.members.hook_ids(module):
@@ -68,13 +67,13 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     vars(new).update(copy.deepcopy(state, memo))
     done = memo.setdefault(id(unit), [])
     done.append((module, new))
-    for other in unit.modules:
-        copy.deepcopy(other, memo)  # those of a list belong together
-    # One of them may be inside another, which then is still being copied.
+    for other in unit.modules:  # the other modules of a list
+        copy.deepcopy(other, memo)
+    # A module inside another one of the list is reached while that is still being copied.
     if len(done) == len(unit.modules) and memo.pop(id(unit), None) is not None:
         copied = dict(done)
-        _copy_unit(unit, [copied[each] for each in unit.modules], memo)
-    if shown:
+        _copy_unit(unit, [copied[original] for original in unit.modules], memo)
+    if registered:
         unit.group.register_unsharded()
     return new
 
@@ -96,10 +95,10 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
 def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
     new.params = [_copy_param(param, memo) for param in bucket.params]
-    new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() finds all moved
+    new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() copies all
     new.gathering = None
-    new.on_reduced = None  # whoever updates the original knows nothing of the copy
-    new.adopt()  # buffers of its own
+    new.on_reduced = None  # step_in_backward updates the original only
+    new.adopt()  # makes buffers of its own
     return new
 
 

@@ -1,19 +1,17 @@
-"""What torch's own code asks of a module that its ``fully_shard`` was applied to, answered for our units.
+"""Attributes and functions that code written for torch's ``fully_shard`` uses, implemented for our units.
 
 - Pipeline schedules never call ``.backward()`` on a stage as a whole. They switch gradient synchronisation
   off, and end a step with ``fully_shard.state(stage)``: for each of ``_state_ctx.all_states`` and its
   ``_fsdp_param_groups`` they call ``post_backward()``, then ``_root_post_backward_final_callback()``.
-- ``register_fsdp_forward_method`` and ``share_comm_ctx``, where they are torch's: ``_pre_forward``,
-  ``_post_forward``, ``_comm_ctx``.
-- ``replicate``: the registry of what was applied to a module.
-- Transformer Engine's tensors: ``_fsdp_param_group._reshard_after_forward``.
+- torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use ``_pre_forward``, ``_post_forward``
+  and ``_comm_ctx``.
+- torch's ``replicate`` reads the registry of what was applied to a module.
+- Transformer Engine's tensors read ``_fsdp_param_group._reshard_after_forward``.
+- Other programs read further private names; the docstring of each property here names them.
 
-And what other programs read of torch's private names; each property here names who does. They are read-only:
-a setting is changed by the methods of ``FSDPModule``. Torch's memory tracker alone writes, to put itself
-around the unit's hooks and its backward. A name that is not answered raises an AttributeError that says what
-is.
-
-The objects hold nothing of their own: all they say and do is the unit's.
+Properties are read-only; settings are changed by the methods of ``FSDPModule``. Only torch's memory tracker
+assigns some of them, to wrap the unit's hooks and its backward. Other names raise an AttributeError that
+lists those supported. The objects store nothing: they read and call the unit.
 """
 
 from __future__ import annotations
@@ -42,17 +40,15 @@ from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Unit
 
-# register_fsdp_forward_method and share_comm_ctx: what is done to units from outside.
-
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets ``module.method_name(...)`` gather and free the unit's parameters as its ``forward`` does.
+    """Makes ``module.method_name(...)`` unshard and reshard the unit's parameters as ``forward`` does.
 
-    The module's class changes, so that nothing refers back to the module and its copies have the
-    method too. Does nothing to a module that is no unit.
+    It changes the module's class, so that nothing refers back to the module and copies have the method too.
+    It does nothing to a module that is no unit.
 
     Raises:
-        Parallel3dError: there is no such method.
+        Parallel3dError: the module has no such method.
     """
     if unit_of(module) is None:
         return
@@ -70,7 +66,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             return vars(self)[own](*args, **kwargs)
     elif isinstance(inspect.getattr_static(cls, method_name, None), FunctionType):
         inner = getattr(cls, method_name)
-    else:  # static or class methods, and what __getattr__ gives
+    else:  # static and class methods, and methods that __getattr__ returns
 
         def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
             found = getattr(super(wrapped, self), method_name, None)
@@ -95,36 +91,38 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Lets several root units, such as the chunks of a pipeline stage, communicate on the same streams.
+    """Makes several root units, such as the chunks of a pipeline stage, communicate on the same streams.
 
     Raises:
-        Parallel3dError: a module is no unit, or they are on different kinds of device.
-        StateError: one is in a backward.
+        Parallel3dError: a module is no unit, or the units are on different kinds of device.
+        StateError: a unit is in a backward.
     """
-    units = []
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise Parallel3dError(
-                f"share_comm_ctx was given {type(module).__name__}, which is no unit; give modules that "
-                "fully_shard was applied to"
-            )
+    units = [unit_given("share_comm_ctx", module) for module in modules]
+    for unit in units:
         if unit.context is not None and unit.context.in_backward:
             raise StateError(f"unit {unit.label} is in a backward; share comms between steps")
-        units.append(unit)
-    if len({unit.device_type for unit in units}) > 1:
-        kinds = ", ".join(sorted({unit.device_type for unit in units}))
+    kinds = sorted({unit.device_type for unit in units})
+    if len(kinds) > 1:
         raise Parallel3dError(
-            f"share_comm_ctx was given units on {kinds}; share among one device type"
+            f"share_comm_ctx was given units on {', '.join(kinds)}; share among one device type"
         )
-    if not units:
-        return
     for unit in units:
         set_comm(unit, comm_of(units[0]))
 
 
+def unit_given(function: str, module: object) -> Unit:
+    """Returns the unit of ``module``, an argument of ``function``; raises Parallel3dError if it is none."""
+    unit = unit_of(module) if isinstance(module, nn.Module) else None
+    if unit is None:
+        raise Parallel3dError(
+            f"{function} was given {type(module).__name__}, which is no unit; give modules that "
+            "fully_shard was applied to"
+        )
+    return unit
+
+
 def comm_of(unit: Unit) -> Comm:
-    """What ``unit`` communicates on, or will when it runs."""
+    """Returns the ``Comm`` that ``unit`` communicates on, or will when it first runs."""
     if unit.context is not None:
         return unit.context.comm
     if unit.shared_comm is None:
@@ -136,23 +134,23 @@ def set_comm(unit: Unit, comm: Comm) -> None:
     """Makes ``unit`` communicate on ``comm``."""
     unit.shared_comm = comm
     if unit.context is not None and unit.context.comm is not comm:
-        unit.context.comm.finish()  # what the other has in flight
+        unit.context.comm.finish()  # completes what is in flight on the previous one
         comm.max_inputs = max(comm.max_inputs, unit.context.comm.max_inputs)
         unit.context.comm = comm
 
 
 def register_state(module: nn.Module) -> None:
-    """Lets torch find the unit of ``module``. A copy of the module has a state of its own."""
+    """Registers the unit's module with torch. A copy of the module gets a state of its own."""
     set_fully_shard_state(module, TorchState(module))
 
 
 def state_of(module: nn.Module) -> TorchState:
-    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns."""
+    """Returns what ``torch.distributed.fsdp.fully_shard.state(module)`` returns."""
     return fully_shard_state(module)
 
 
-class _Answers:
-    """Says what is not answered."""
+class _TorchNames:
+    """Base class of the objects below; raises an AttributeError that lists the supported names."""
 
     __slots__ = ()
 
@@ -164,13 +162,34 @@ class _Answers:
         )
 
 
-class TorchState(_Answers):
+def _comm_property() -> Any:
+    return property(
+        lambda state: comm_of(state._unit),
+        lambda state, comm: set_comm(state._unit, comm),
+        doc="The Comm of the unit; torch's share_comm_ctx reads and sets it.",
+    )
+
+
+def _hook_handle(place: int) -> Any:
+    """The handle at ``place`` of ``Members.handles``."""
+
+    def put(state: TorchState, handle: RemovableHandle) -> None:
+        state._unit.members.handles[id(state._alive)][place] = handle
+
+    return property(
+        lambda state: state._unit.members.handles[id(state._alive)][place],
+        put,
+        doc="Handle of a forward hook; torch's FSDPMemTracker replaces the hook by one that calls it.",
+    )
+
+
+class TorchState(_TorchNames):
     """Torch's ``FSDPState``, and its ``FSDPStateContext``, of one module."""
 
     __slots__ = ("__weakref__", "_module")
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # which has this among its attributes
+        self._module = weakref.ref(module)  # an attribute of the module refers to this object
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchState:
         module = self._module()
@@ -183,8 +202,7 @@ class TorchState(_Answers):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """For ``isinstance``: torch's ``_get_module_fsdp_state``, which quantisation code calls to find
-        out whether a module is sharded, takes no other."""
+        """torch's class: ``_get_module_fsdp_state``, which quantisation code calls, checks ``isinstance``."""
         return FSDPState
 
     @property
@@ -221,26 +239,12 @@ class TorchState(_Answers):
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        """MindSpeed-MM and finetuning-scheduler read dtypes there, to cast a batch or to check them."""
+        """MindSpeed-MM and finetuning-scheduler read its dtypes, to cast a batch or to check them."""
         return self._unit.policy
 
-    @property
-    def _pre_forward_hook_handle(self) -> RemovableHandle:
-        """Torch's FSDPMemTracker puts a hook of its own in its place, which calls ``_pre_forward``."""
-        return self._unit.members.handles[id(self._alive)][0]
-
-    @_pre_forward_hook_handle.setter
-    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        self._unit.members.handles[id(self._alive)][0] = handle
-
-    @property
-    def _post_forward_hook_handle(self) -> RemovableHandle:
-        """The same, and ``_post_forward``."""
-        return self._unit.members.handles[id(self._alive)][1]
-
-    @_post_forward_hook_handle.setter
-    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        self._unit.members.handles[id(self._alive)][1] = handle
+    _pre_forward_hook_handle = _hook_handle(0)
+    _post_forward_hook_handle = _hook_handle(1)
+    _comm_ctx = _comm_property()
 
     def _lazy_init(self) -> None:
         self._unit.ready_context()
@@ -248,30 +252,20 @@ class TorchState(_Answers):
     def _root_post_backward_final_callback(self) -> None:
         self._unit.ready_context().finish_backward()
 
-    # -- torch's register_fsdp_forward_method and share_comm_ctx -------------------------------------
-
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         unit = self._unit
         if unit.is_new_to_tracker:
-            for each in unit.ready_context().units:
-                if each.is_new_to_tracker:
-                    each.is_new_to_tracker = False
-                    each.group.renew_buffers()
+            for new in unit.ready_context().units:
+                if new.is_new_to_tracker:
+                    new.is_new_to_tracker = False
+                    new.group.renew_buffers()
         return unit.pre_forward(module, args, kwargs) or (args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         return self._unit.post_forward(module, args, output)
 
-    @property
-    def _comm_ctx(self) -> Comm:
-        return comm_of(self._unit)
 
-    @_comm_ctx.setter
-    def _comm_ctx(self, comm: Comm) -> None:
-        set_comm(self._unit, comm)
-
-
-class TorchParamGroup(_Answers):
+class TorchParamGroup(_TorchNames):
     """Torch's ``FSDPParamGroup`` of one unit."""
 
     __slots__ = ("_unit",)
@@ -279,24 +273,17 @@ class TorchParamGroup(_Answers):
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
+    comm_ctx = _comm_property()
+
     @property
     def _reshard_after_forward(self) -> bool:
         reshard = self._unit.reshard_after_forward
         return not self._unit.is_root if reshard is None else bool(reshard)
 
     @property
-    def comm_ctx(self) -> Comm:
-        """What share_comm_ctx sets on each group as on its state."""
-        return comm_of(self._unit)
-
-    @comm_ctx.setter
-    def comm_ctx(self, comm: Comm) -> None:
-        set_comm(self._unit, comm)
-
-    @property
     def fsdp_params(self) -> list[TorchParam]:
-        """Optimizers that split the model's parameters (Muon beside AdamW), checks of dtypes and of NaN, and
-        torch's FSDPMemTracker."""
+        """Read by optimizers that split a model's parameters (Muon beside AdamW), by checks of dtypes and of
+        NaN, and by torch's FSDPMemTracker."""
         return [
             TorchParam(param, compute)
             for bucket in self._unit.group.buckets
@@ -305,7 +292,7 @@ class TorchParamGroup(_Answers):
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """Torch's FSDPMemTracker puts a function of its own around it."""
+        """Torch's FSDPMemTracker wraps it."""
         return self._unit.pre_backward
 
     @pre_backward.setter
@@ -314,7 +301,7 @@ class TorchParamGroup(_Answers):
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """Pipeline schedules call it; torch's FSDPMemTracker puts a function of its own around it."""
+        """Pipeline schedules call it; torch's FSDPMemTracker wraps it."""
         return self._post_backward
 
     @post_backward.setter
@@ -322,7 +309,7 @@ class TorchParamGroup(_Answers):
         self._wrap("finish_backward", function, TorchParamGroup._post_backward)
 
     def _wrap(self, name: str, function: Callable[..., None], own: Callable[..., None]) -> None:
-        """Lets the engine call ``function`` where it calls the unit's method ``name``, or that again."""
+        """Makes the engine call ``function`` instead of the unit's method ``name``; ``own`` restores it."""
         attributes = vars(self._unit)
         if getattr(function, "__func__", None) is own:
             attributes.pop(name, None)
@@ -332,24 +319,23 @@ class TorchParamGroup(_Answers):
         self._unit.tracked = not {"pre_backward", "finish_backward"}.isdisjoint(attributes)
 
     def _post_backward(self, *called_by_the_engine: Any) -> None:
-        """Ends the unit's part of a step: reshards it and issues the reduction of what has come together.
+        """Ends the unit's part of a step: reshards it and issues the reduction of its gradients.
 
-        That is what waits in ``.grad`` of the sharded Parameters, and what was put into ``.grad`` of the
-        unsharded ones by hand, as zero-bubble schedules do with the gradients they compute apart.
+        These are the sums accumulated in ``.grad`` of the sharded Parameters, and gradients assigned to
+        ``.grad`` of the unsharded ones, as zero-bubble schedules do.
 
         Raises:
-            StateError: backwards came through the unit, but left it no gradient.
+            StateError: backwards reached the unit but left no gradient.
         """
         unit = self._unit
-        if called_by_the_engine:  # through what a tracker has put around
+        if called_by_the_engine:  # through a tracker's wrapper
             type(unit).finish_backward(unit, *called_by_the_engine)
             return
         context = unit.ready_context()
         if unit.has_unreduced and unit.sync and not self._has_gradients():
             raise StateError(
-                f"unit {unit.label}: backwards came through it, but none of its {unit.group.trainable} "
-                "trainable parameters has a gradient. A zero-bubble schedule looks for them where the "
-                "parameters are between forward and backward: give fully_shard reshard_after_forward=False"
+                f"unit {unit.label}: backwards reached it, but none of its {unit.group.trainable} trainable "
+                "parameters has a gradient; zero-bubble schedules need reshard_after_forward=False"
             )
         unit.has_unreduced = False
         with context.reducing():  # the backward ends by the caller's callback
@@ -366,7 +352,7 @@ class TorchParamGroup(_Answers):
         )
 
 
-class TorchParam(_Answers):
+class TorchParam(_TorchNames):
     """Torch's ``FSDPParam`` of one parameter."""
 
     __slots__ = ("_compute", "_param")
@@ -377,31 +363,29 @@ class TorchParam(_Answers):
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """Optimizers that take their parameters from the groups; checks of dtypes."""
+        """Read by optimizers that take their parameters from the groups, and by checks of dtypes."""
         return self._param.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """Torch's FSDPMemTracker, within a forward."""
+        """Read by torch's FSDPMemTracker in forward, and under the second name in backward; that is also read
+        by NeMo Automodel's zero-bubble schedules."""
         return self._compute
 
-    @property
-    def _unsharded_param(self) -> nn.Parameter:
-        """The same within a backward; zero-bubble schedules of NeMo Automodel."""
-        return self._compute
+    _unsharded_param = unsharded_param
 
     @property
     def _orig_size(self) -> torch.Size:
-        """finetuning-scheduler, and optimizers that choose by shape."""
+        """Read by finetuning-scheduler, and by optimizers that select parameters by shape."""
         return torch.Size(self._param.compute_shape)
 
     @property
     def sharded_size(self) -> torch.Size:
-        """finetuning-scheduler."""
+        """Read by finetuning-scheduler."""
         return torch.Size(self._param.local_shape)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """NeMo Automodel's zero-bubble schedules, before ``post_backward``: that takes the gradients here."""
+        """Does nothing. NeMo Automodel's zero-bubble schedules call it before ``post_backward``, which takes
+        the gradients."""
 
-    def to_accumulated_grad_if_needed(self) -> None:
-        """The same."""
+    to_accumulated_grad_if_needed = accumulate_unsharded_grad_if_needed

@@ -1,4 +1,4 @@
-"""FSDPModule: the methods a module gains from ``fully_shard``."""
+"""FSDPModule: the methods that ``fully_shard`` adds to a module."""
 
 from __future__ import annotations
 
@@ -17,37 +17,16 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
-from parallel3d._torch.groups import backend_name
-from parallel3d._torch.memory import has_group_memory
 from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.interop import TorchState, state_of
-from parallel3d.fsdp.members import get_unit, parameters_at_rest, unit_of, units_of
+from parallel3d.fsdp.interop import TorchState, state_of, unit_given
+from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
+from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.options.checks import refuse_accumulation
-from parallel3d.fsdp.options.comm_hooks import (
-    AllReduceHook,
-    GroupAllGather,
-    GroupReduceScatter,
-    HookedReduce,
-    OwnMemory,
-    SymmetricAllGather,
-    SymmetricReduceScatter,
-    check_custom,
-    check_hook,
-    check_not_custom,
-    check_not_hooked,
-    check_one_mesh,
-    check_removal,
-    check_symmetric,
-    check_symmetric_inputs,
-    custom_reduce_scatter,
-    separate_group,
-    set_reduce_scatter,
-)
 from parallel3d.fsdp.options.finalization import (
     Finalization,
     finalization_of,
@@ -55,22 +34,22 @@ from parallel3d.fsdp.options.finalization import (
 )
 from parallel3d.fsdp.reduction import SUMS
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
-from parallel3d.fsdp.state_dict.full_params import check_not_shown
-from parallel3d.fsdp.state_dict.model_state_dict import saved_in_form
+from parallel3d.fsdp.state_dict.full_params import check_not_swapped
+from parallel3d.fsdp.state_dict.model_state_dict import state_dict_as_set
 from parallel3d.fsdp.unit import Unit, UnitModule
 
 _TorchHandle: type = getattr(torch_fsdp, "GradientReductionHandle", object)
 
 
 class GradientReductionHandle(_TorchHandle):
-    """A ``finalize_backward(async_op=True)`` under way."""
+    """What ``finalize_backward(async_op=True)`` returns."""
 
     def __init__(self, finalization: Finalization | None) -> None:
         self._finalization = finalization
         self._number = 0 if finalization is None else finalization.number
 
     def wait(self) -> None:
-        """Waits for the reductions; the gradients are in ``.grad`` then. Further calls do nothing.
+        """Waits until the reduced gradients are in ``.grad``. Further calls do nothing.
 
         Raises:
             StateError: ``reset_iter_state()`` has dropped the reductions.
@@ -81,28 +60,33 @@ class GradientReductionHandle(_TorchHandle):
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """An ``unshard(async_op=True)`` under way."""
+    """What ``unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Waits until the unsharded parameters are in the module. Further calls do nothing."""
+        """Waits until the unsharded parameters are registered in the module. Further calls do nothing."""
         unit, self._unit = self._unit, None
-        if unit is not None and not unit.group.is_sharded:  # resharded meanwhile
+        if unit is not None and not unit.group.is_sharded:  # not if resharded meanwhile
             unit.group.unshard(unit.ready_context().comm)
             unit.group.register_unsharded()
 
 
 class FSDPModule(UnitModule, TorchFSDPModule):
-    """Mixed into the class of every module that ``fully_shard`` was applied to.
+    """Base class that ``fully_shard`` adds to the class of each module it is applied to.
 
-    An instance of torch's class too, which its pipelining and others ask for; every method is our own.
-    Methods for the outermost unit hold for all units below; all ranks must call them alike.
+    It derives from torch's ``FSDPModule`` so that ``isinstance`` checks pass, but overrides every method.
+    Methods for the outermost unit affect all units inside, and raise a StateError on others. All ranks must
+    call methods alike.
+
+    The engine *notices* changes of the weights by optimizer steps and in-place operations on the sharded
+    Parameters (also ``load_state_dict``). It does not notice changes of ``param.data``, nor by
+    ``torch._foreach_*`` functions outside of an optimizer, as some EMA implementations make them.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the original class: what slicing a container module asks for is no unit."""
+        """Makes an object of the original class: a slice of a container module is no unit."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
@@ -111,16 +95,15 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gathers this unit's parameters and shows them in the module until ``reshard()``. Not recursive.
+        """All-gathers this unit's parameters and registers them in the module until ``reshard()``.
 
-        Forwards and backwards reshard it too where they are told to (``reshard_after_forward``,
-        ``set_reshard_after_backward``). Until then forwards compute with what was gathered, or gather again
-        after an optimizer's step or an in-place change of the Parameters; changes of ``param.data`` and by
-        ``torch._foreach_*`` functions outside of an optimizer they do not see. What is written to the
-        unsharded parameters themselves is lost when they are freed.
+        It does not recurse into other units. Forward and backward reshard the unit too, as
+        ``reshard_after_forward`` and ``set_reshard_after_backward`` say. Until then forwards use the gathered
+        values, or gather again if a change of the weights was noticed. Changes of the unsharded parameters
+        are lost when they are freed.
 
         Args:
-            async_op: return a handle at once; ``wait()`` on it before the parameters are used.
+            async_op: return a handle at once; call its ``wait()`` before the parameters are used.
         """
         unit = get_unit(self)
         context = unit.ready_context()
@@ -135,7 +118,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Puts this unit's sharded Parameters back and frees the unsharded ones. Not recursive."""
+        """Registers this unit's sharded Parameters and frees the unsharded ones. It does not recurse."""
         unit = get_unit(self)
         if unit.is_registered_by_root:  # until the root's forward or backward ends
             unit.group.retain = Retain.NO
@@ -144,20 +127,20 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         unit.group.reshard(unit.ready_context().comm)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether resharding leaves the unsharded parameters their memory, at one address.
+        """Sets whether resharding keeps the memory of the unsharded parameters, at the same address.
 
-        For what has noted that address, such as a captured CUDA graph. Each unshard still gathers into it,
-        and a backward may read it no more than if it were free. False, the default, frees it; also what is
-        kept now, where the unit is sharded.
+        This is for code that has recorded the address, such as a captured CUDA graph. Each unshard still
+        gathers into the memory, and a backward must not read it while the unit is sharded. The default is
+        False, which also frees memory that is kept now.
         """
         keep = as_bool("keep", keep)
         for unit in units_of(self, recurse):
             unit.group.keep_storage(keep)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the parameters, and backward gathers them again.
+        """Sets whether forward frees the unsharded parameters, so that backward gathers them again.
 
-        With False backward computes with what the forward has gathered. The next forward gathers anew; see
+        With False backward uses the values that forward has gathered. The next forward gathers again; see
         ``set_keep_between_forwards``.
         """
         reshard_after_forward = as_bool("reshard_after_forward", reshard_after_forward)
@@ -165,15 +148,12 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_keep_between_forwards(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether forwards without a backward (evaluation, generation) use what the one before has gathered.
+        """Sets whether forwards without a backward (evaluation, generation) reuse gathered parameters.
 
-        For units whose forward does not free the parameters (``reshard_after_forward=False``), and for
-        HFSDP's copy of the weights, in training too. False, the default: each forward of the root gathers
-        anew, so that it computes with the weights whatever has changed them. True saves those all-gathers. An
-        optimizer's step and in-place changes of the Parameters (``load_state_dict`` too) are still seen. Not
-        seen are changes of ``param.data``, ``torch._foreach_*`` functions on the Parameters outside of an
-        optimizer, as some EMA implementations store and restore weights: after those run one forward with
-        False.
+        It affects units with ``reshard_after_forward=False``, and HFSDP's copy of the weights, also in
+        training. False, the default: each forward of the root gathers again, so it uses the current weights
+        however they were changed. True saves these all-gathers unless a change of the weights is noticed: run
+        one forward with False after other changes.
         """
         keep = as_bool("keep", keep)
         for unit in units_of(self, recurse):
@@ -182,44 +162,44 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward frees the parameters; False saves the gather of the next micro-batch.
+        """Sets whether backward frees the unsharded parameters. False saves the next micro-batch's gather.
 
-        A forward after an optimizer's step or an in-place change of the Parameters gathers again. Changes of
-        ``param.data`` and by ``torch._foreach_*`` functions outside of an optimizer it does not see: make
-        those after a backward with True.
+        A forward gathers again if a change of the weights was noticed: make other changes after a backward
+        with True.
         """
         reshard_after_backward = as_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this unit's parameters; False where it doesn't read them."""
+        """Sets whether backward gathers this unit's parameters; use False if backward doesn't read them."""
         unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
         get_unit(self).unshard_in_backward = unshard_in_backward
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted as torch has it; our gathers are asynchronous on every device in any case."""
+        """Does nothing: all-gathers here are asynchronous on every device. torch has this method."""
         as_bool("async_op", async_op)
 
     # -- prefetch ------------------------------------------------------------------------------------
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
-        """The units to gather when this one's forward begins, instead of the next in last step's order.
+        """Sets the units to gather, in this order, when this unit's forward begins.
 
-        An empty list restores the default.
+        An empty list restores the default, the unit that ran next in the previous iteration.
         """
         get_unit(self).forward_prefetch = _refs("forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
-        """The units to gather when this one's backward begins, instead of the one before it.
+        """Sets the units to gather, in this order, when this unit's backward begins.
 
-        An empty list restores the default.
+        An empty list restores the default, the unit that ran before this one.
         """
         get_unit(self).backward_prefetch = _refs("backward", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """An event recorded after the optimizer step, which the next forward's first gather waits for
-        instead of all that the current stream has been given. Used once; set a new one each step.
+        """Sets the event that the first all-gather of the next forward waits for, instead of the stream.
+
+        Record it after the optimizer step, and set a new one in each step: it is used once.
         """
         unit = get_unit(self)
         root = unit if unit.context is None else unit.context.root
@@ -228,21 +208,16 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     # -- accumulation --------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the step's last. Accepted as torch has it; it changes nothing here.
-
-        torch's other backwards end without a wait for their reductions. Ours wait in each: by events
-        on an accelerator, which the CPU does not wait for. So ``.grad`` is complete after every backward, and
-        what ``zero_grad()`` clears stays cleared.
-        """
+        """Does nothing: each backward here waits for its reductions, on an accelerator by events."""
         as_bool("is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients at all, over shard and replicate together.
+        """Sets whether backward reduces gradients, over shard and replicate together.
 
-        With False a rank's own sum waits in ``.grad`` (a DTensor with ``Partial()`` placements) for the next
-        backward with True; ``zero_grad()`` clears it.
+        With False this rank's unreduced sum is accumulated in ``.grad`` (a DTensor with ``Partial()``
+        placements) until the next backward with True; ``zero_grad()`` clears it.
         """
         requires_gradient_sync = as_bool("requires_gradient_sync", requires_gradient_sync)
         if not requires_gradient_sync:
@@ -251,10 +226,10 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             unit.sync = unit.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the replicate axis (HSDP).
+        """Sets whether backward all-reduces gradients over the replicate axis (HSDP).
 
-        With False gradients are reduce-scattered over shard, and wait in ``.grad`` with ``Partial()`` on
-        replicate for the next backward with True.
+        With False gradients are reduce-scattered over shard and accumulated in ``.grad``, with ``Partial()``
+        on replicate, until the next backward with True.
         """
         requires_all_reduce = as_bool("requires_all_reduce", requires_all_reduce)
         if not requires_all_reduce:
@@ -264,11 +239,10 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it backwards reduce nothing, as with ``set_requires_gradient_sync(False)``: sums wait in
-        ``.grad`` for the next backward after it.
+        """Context manager in which backwards reduce nothing, as with ``set_requires_gradient_sync(False)``.
 
-        For this unit and those inside it, whose switches are put back as they were, also after an
-        exception. It may be nested.
+        It affects this unit and those inside it, and may be nested. On exit, also by an exception, the
+        previous settings are restored.
         """
         before = [(unit, unit.sync, unit.all_reduce) for unit in units_of(self, recurse=True)]
         for unit, _, _ in before:
@@ -279,47 +253,39 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             for unit, sync, all_reduce in before:
                 unit.sync, unit.all_reduce = sync, all_reduce
 
-    # -- rest ----------------------------------------------------------------------------------------
+    # -- methods of nn.Module ------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Makes the model usable again after an exception in forward or backward. For the root.
+        """Makes the model usable again after an exception in forward or backward; for the outermost unit.
 
-        Waits for what is in flight and brings every unit to rest. Sums that wait for their reduction
-        (``set_requires_gradient_sync(False)``, ``set_requires_all_reduce(False)``) are dropped; reduced
-        gradients stay in ``.grad``: call ``zero_grad()`` for a step from the start.
-
-        Raises:
-            StateError: this module is not the root.
+        It waits for collectives in flight and reshards every unit. Accumulated sums that are not reduced yet
+        are dropped; reduced gradients stay in ``.grad``, so call ``zero_grad()`` to restart the step.
         """
-        unit = get_unit(self)
-        if unit.context is not None and not unit.is_root:
-            raise StateError(
-                f"reset_iter_state was called on {unit.label!r}; call it on the outermost unit, "
-                f"{unit.context.root.label!r}"
-            )
-        unit.ready_context().abandon(backward_only=False)
+        _outermost(self, "reset_iter_state").ready_context().abandon(backward_only=False)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``: the sharded ones, also after a backward that has failed."""
+        """Like ``nn.Module.named_parameters``: the sharded Parameters, also after a failed backward."""
         get_unit(self).come_to_rest()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """As ``nn.Module.named_modules``. Whatever reads parameters of a module around this one walks through
-        here before it reads this one's.
+        """Like ``nn.Module.named_modules``.
+
+        ``named_parameters`` of a module around this one calls it before it reads this unit's parameters.
         """
         get_unit(self).come_to_rest()
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, also after a backward that an exception ended, and while ``unshard()``
-        shows other parameters than those that have the gradients.
+        """Like ``nn.Module.zero_grad``, for the sharded Parameters.
+
+        It also works after a failed backward, and while ``unshard()`` has registered other Parameters.
         """
         unit = get_unit(self)
         unit.come_to_rest()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         inside = unit.context.units if unit.context is not None else units_of(self, recurse=True)
-        if not any(each.group.is_registered for each in inside):
+        if not any(inner.group.is_registered for inner in inside):
             return
         seen = self.parameters()  # type: ignore[attr-defined]
         for param in set(parameters_at_rest(self)).difference(seen):  # type: ignore[arg-type]
@@ -329,10 +295,10 @@ class FSDPModule(UnitModule, TorchFSDPModule):
                 param.grad.zero_()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``: the sharded parameters, under the plain model's names, or the form
-        that ``fsdp.set_state_dict_type`` has set.
+        """Like ``nn.Module.state_dict``: sharded Parameters under the plain model's names.
 
-        Parameters that ``unshard()`` has shown are resharded first, unless a forward is under way.
+        ``fsdp.set_state_dict_type`` changes the type. Unless a forward is running, units unsharded by
+        ``unshard()`` are resharded first.
         """
         unit = get_unit(self)
         unit.show_shards()
@@ -340,147 +306,151 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         if unit.form is None:
             return save()
         destination = kwargs.get("destination", args[0] if args else None)
-        return saved_in_form(self, save, destination)  # type: ignore[arg-type]
+        return state_dict_as_set(self, save, destination)  # type: ignore[arg-type]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.load_state_dict``; with ``assign=True`` too the Parameters stay the same objects."""
+        """Like ``nn.Module.load_state_dict``. Parameters stay the same objects, also with ``assign=True``."""
         get_unit(self).come_to_rest()
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Also where a module around this one loads: it comes here before it goes to the modules inside."""
+        """Registers the sharded Parameters first; a module around this one calls only this method."""
         get_unit(self).show_shards()
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A unit of its own with the same weights, on the same mesh. Units inside are copied with it."""
+        """Returns a copy with units of its own, with the same weights and on the same mesh."""
         return copy_module(self, memo)  # type: ignore[arg-type]
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
-        """What torch's own functions ask for."""
+        """Returns the object that torch's own functions expect."""
         return state_of(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """``to``, ``double``, ``to_empty`` and the like: the new values move into the buckets."""
+        """Implements ``to``, ``double``, ``to_empty`` and the like; copies new values into the buckets."""
         unit = get_unit(self)
-        check_not_shown(unit, "a conversion of the module")
-        shown = unit.is_registered_by_root
+        check_not_swapped(unit, "a conversion of the module")
+        registered = unit.is_registered_by_root
         unit.group.register_sharded()
         unit.group.reshard(unit.ready_context().comm)
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        # Of several modules given as a list one is converted after the other.
+        # Several modules of one unit are converted one after another.
         unit.group.adopt(partly=len(unit.modules) > 1)
-        if shown:
+        if registered:
             unit.group.register_unsharded()
         return result
 
-    # -- communication ----------------------------------------------------------------------------------
-
-    # -- the user's collectives ----------------------------------------------------------------------
+    # -- the user's collectives and hooks ------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gathers parameters by ``comm``, in buffers it allocates.
+        """Sets the collective that all-gathers parameters, in buffers that it allocates.
 
         Args:
             comm: an ``AllGather`` of ``torch.distributed.fsdp``, or any object with ``allocate(size, *,
-                dtype, device)``, which must return memory that nobody uses, and ``__call__(output_tensor,
+                dtype, device)``, which must return memory that is not in use, and ``__call__(output_tensor,
                 input_tensor, group, async_op)``, which may return a work. The input is a part of the
                 output. None: the default.
 
         Raises:
-            Parallel3dError: no such object, or the unit has parameters on several meshes.
-            StateError: the buffers come from another allocator already.
+            Parallel3dError: ``comm`` lacks these methods, or the unit has parameters on several meshes.
+            StateError: the buffers already come from another allocator.
         """
         unit = get_unit(self)
-        present = attrgetter("gather_comm")
-        check_custom(unit, "set_custom_all_gather", comm, present, reduces=False)
+        comm_hooks.check_custom(unit, "set_custom_all_gather", comm, attrgetter("gather_comm"))
         for bucket in unit.group.buckets:
             bucket.gather_comm = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduces gradients by ``comm``, in buffers it allocates; see ``set_custom_all_gather``.
+        """Sets the collective that reduce-scatters gradients; see ``set_custom_all_gather``.
 
-        It is called with ``op`` too, which is always a sum: the division follows.
+        It is also called with ``op``, which is always a sum: the engine divides afterwards.
         """
         unit = get_unit(self)
-        present = custom_reduce_scatter
-        check_custom(unit, "set_custom_reduce_scatter", comm, present, reduces=True)
+        comm_hooks.check_custom(
+            unit, "set_custom_reduce_scatter", comm, comm_hooks.custom_reduce_scatter
+        )
         for bucket in unit.group.buckets:
-            if comm is not None or present(bucket) is not None:
-                set_reduce_scatter(bucket, comm)
+            if comm is not None or comm_hooks.custom_reduce_scatter(bucket) is not None:
+                comm_hooks.set_reduce_scatter(bucket, comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None
     ) -> None:
-        """Calls ``hook`` with each reduced and divided flat gradient, to be changed in place.
+        """Sets a function that is called with each reduced and divided flat gradient, to change it in place.
 
-        That is the result of the reduce-scatter, or with native HSDP of the all-reduce, in the backwards that
-        do one.
+        That is the result of the reduce-scatter, or with HSDP of the all-reduce, in each backward that runs
+        this collective.
 
         Args:
-            hook: None removes it.
-            stream: where an accelerator runs it; not with native HSDP, whose all-reduce has one.
+            hook: the function; None removes it.
+            stream: the accelerator stream to run it on. With HSDP it must be None: the hook then runs on the
+                stream of the all-reduce.
 
         Raises:
-            Parallel3dError: not callable, ``stream`` with HSDP, parameters on several meshes.
+            Parallel3dError: ``hook`` is not callable, ``stream`` was given with HSDP, or the unit has
+                parameters on several meshes.
         """
         unit = get_unit(self)
-        check_one_mesh(unit, "set_all_reduce_hook")
+        comm_hooks.check_one_mesh(unit, "set_all_reduce_hook")
         if hook is not None and not callable(hook):
             raise Parallel3dError(
                 f"set_all_reduce_hook was given {hook!r}; it takes a function of one tensor, or None"
             )
-        if stream is not None and any(_is_hybrid(bucket) for bucket in unit.group.buckets):
+        buckets = unit.group.buckets
+        if stream is not None and any(b.axes.size(b.axes.replicate) > 1 for b in buckets):
             raise Parallel3dError(
-                "set_all_reduce_hook was given a stream, but the mesh has a replicate axis: the hook runs "
-                "on the stream of its all-reduce; leave stream out"
+                "set_all_reduce_hook was given a stream, but the mesh has a replicate axis: the hook runs on "
+                "the stream of its all-reduce"
             )
-        for bucket in unit.group.buckets:
-            bucket.on_result = [] if hook is None else [AllReduceHook(hook, stream)]
+        for bucket in buckets:
+            bucket.on_result = [] if hook is None else [comm_hooks.AllReduceHook(hook, stream)]
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any] | None) -> None:
-        """Reduces gradients by ``hook`` instead of our collectives, in this unit and all below, as in FSDP1.
+        """Reduces gradients by ``hook``, in this unit and all units inside, as in FSDP1.
 
-        ``hook(state, grad, output)`` is called for the reduce-scatter over shard, with a flat ``grad`` of n
-        parts, (n * S,), and ``output``, (S,), for this rank's. ``hook(state, grad)``, which works in place,
-        is called for each all-reduce: with HSDP that over replicate, of the former's result; where parameters
-        are whole on the shard axis (scalars, or a replicate axis alone) of their gradients. Both have the
-        reduce dtype. A hook may return an object with ``wait()``, and finish its result there.
+        ``hook(state, grad, output)`` replaces the reduce-scatter over the n shard ranks: ``grad`` is flat,
+        (n * S,), and ``output``, (S,), receives this rank's shard. ``hook(state, grad)``, in place, replaces
+        each all-reduce: over replicate, of the reduce-scatter's result; over shard too, for parameters that
+        are not sharded (scalars). Tensors have the reduce dtype. A hook may return an object with ``wait()``
+        that completes its result.
 
-        A hook divides by itself: the engine doesn't. It should average over the ranks of each call: a
-        reduced gradient that a later backward without sync adds to is reduced once more.
+        The hook must divide by itself and should average over the ranks of each call: a reduced gradient to
+        which a later backward without sync adds is reduced again.
 
         Args:
-            state: given to the hook. A ``CommHookState`` knows the group of each call.
+            state: passed to the hook. A ``CommHookState`` knows the process group of each call.
             hook: such as ``bf16_compress_hook``; None removes it.
 
         Raises:
-            Parallel3dError: no such function, or the state is for other ranks.
-            StateError: a unit has a hook already, a divide factor or a custom reduce-scatter; a sum waits
-                for its all-reduce.
+            Parallel3dError: ``hook`` can't be called so, or ``state`` is for other ranks.
+            StateError: a unit already has a hook, a divide factor or a custom reduce-scatter, or a gradient
+                waits for its all-reduce.
         """
         buckets = list(_buckets(self, True))
         for bucket in buckets:
             if hook is None:
-                check_removal(bucket)
+                comm_hooks.check_removal(bucket)
             else:
-                check_hook(bucket, state, hook)
-        reducer = SUMS if hook is None else HookedReduce(state, hook)
+                comm_hooks.check_hook(bucket, state, hook)
+        reducer = SUMS if hook is None else comm_hooks.HookedReduce(state, hook)
         for bucket in buckets:
-            if hook is not None or isinstance(bucket.reducer, HookedReduce):
+            if hook is not None or isinstance(bucket.reducer, comm_hooks.HookedReduce):
                 bucket.reducer = reducer
 
-    # -- the sum -------------------------------------------------------------------------------------
+    # -- gradient reduction --------------------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divides the sum of the ranks' gradients by ``factor`` instead of their number.
+        """Sets the number that the sum of the ranks' gradients is divided by.
 
-        Sums that wait for their reduction are divided by the factor of the backward that reduces them over
-        shard. None: the default. Works on every backend.
+        Accumulated sums are divided by the factor of the backward that reduces them over shard. It works on
+        every backend.
+
+        Args:
+            factor: the divisor. None, the default: the number of data ranks.
 
         Raises:
-            Parallel3dError: not a positive number.
-            StateError: a gradient that was divided already is part of a sum that waits, or the unit has a
+            Parallel3dError: ``factor`` is not a positive number.
+            StateError: an accumulated sum contains gradients that were divided already, or the unit has a
                 communication hook, which divides by itself.
         """
         if factor is not None and not is_positive(factor):
@@ -490,7 +460,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         unit = get_unit(self)
         for bucket in unit.group.buckets:
             if factor is not None:
-                check_not_hooked("set_gradient_divide_factor", bucket)
+                comm_hooks.check_not_hooked("set_gradient_divide_factor", bucket)
             if bucket.divide_factor != factor and bucket.grads.holds_reduced:
                 raise StateError(
                     f"unit {unit.label}: .grad holds a sum that waits for its reduction, and in it gradients "
@@ -502,13 +472,13 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of ``set_gradient_divide_factor``."""
+        """Deprecated; see ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted as torch has it: collectives here are sums in any case.
+        """Does nothing by itself: the engine's collectives always sum.
 
-        With True ``set_symm_mem_for_comm`` gives the reduce-scatter symmetric memory too.
+        With True ``set_symm_mem_for_comm`` uses symmetric memory for the reduce-scatter too.
         """
         enable = as_bool("enable", enable)
         for bucket in get_unit(self).group.buckets:
@@ -517,9 +487,10 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Reduces zeros for parameters without a gradient, so that ranks may use different ones.
+        """Sets whether parameters without a gradient are reduced as zeros.
 
-        ``.grad`` is then set on every rank, and reductions keep the model's order.
+        With True ranks may use different parameters: ``.grad`` is set on every rank, and reductions keep the
+        model's order.
         """
         reduce_scatter_unused_params = as_bool(
             "reduce_scatter_unused_params", reduce_scatter_unused_params
@@ -527,21 +498,21 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         for bucket in _buckets(self, recurse):
             bucket.reduce_unused = reduce_scatter_unused_params
 
-    # -- the reduce-scatter's memory and group -------------------------------------------------------
-
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many inputs of reduce-scatters may be in flight; 1 at first.
+        """Sets how many inputs of reduce-scatters may be in flight; the default is 1.
 
         With more, backward goes on while a slow reduce-scatter still reads its input. The largest number
-        among the units of a model counts.
+        among a model's units applies to all.
         """
         max_input_buffers = as_count("max_input_buffers", max_input_buffers, 1)
         units = list(units_of(self, recurse))
         buckets = [bucket for unit in units for bucket in unit.group.buckets]
         for bucket in buckets:
-            check_symmetric_inputs(custom_reduce_scatter(bucket), max_input_buffers)
+            comm = comm_hooks.custom_reduce_scatter(bucket)
+            symmetric = isinstance(comm, comm_hooks.EngineCollective) and comm.symmetric
+            comm_hooks.check_symmetric_inputs(symmetric, max_input_buffers)
         for bucket in buckets:
             bucket.max_inputs = max_input_buffers
         for context in {id(u.context): u.context for u in units if u.context is not None}.values():
@@ -552,152 +523,130 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Gives reduce-scatters a process group beside the all-gathers', so that neither waits for the other.
+        """Sets whether reduce-scatters use another process group than all-gathers, to run beside them.
 
-        One for all buckets that shard over the same ranks. All ranks must call it alike.
+        All ranks must call it alike. Units that shard over the same ranks share the group.
         """
         enable = as_bool("enable", enable)
         for bucket in _buckets(self, recurse):
             group = bucket.shard_group
             if group is None:
                 continue
-            bucket.scatter_group = separate_group(bucket, group) if enable else group
-            comm = custom_reduce_scatter(bucket)
-            if isinstance(comm, OwnMemory):
-                set_reduce_scatter(bucket, type(comm)(bucket.scatter_group))
+            bucket.scatter_group = comm_hooks.separate_group(bucket, group) if enable else group
+            comm = comm_hooks.custom_reduce_scatter(bucket)
+            if isinstance(comm, comm_hooks.EngineCollective):
+                comm = comm_hooks.EngineCollective(bucket.scatter_group, symmetric=comm.symmetric)
+                comm_hooks.set_reduce_scatter(bucket, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Takes the buffers of collectives from the process group's allocator.
+        """Sets whether the buffers of this unit's collectives come from the process group's allocator.
 
         Raises:
-            Parallel3dError: the backend has none.
+            Parallel3dError: the backend has no allocator.
             StateError: the unit has custom collectives.
         """
         enable = as_bool("enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
         buckets = [b for b in get_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
-            check_not_custom(method, bucket, (GroupAllGather, GroupReduceScatter))
-            device_type = bucket.axes.mesh.device_type
-            for group in {bucket.shard_group, bucket.scatter_group} if enable else ():
-                assert group is not None
-                if not has_group_memory(group, torch.device(device_type)):
-                    raise Parallel3dError(
-                        f"{method}: the backend {backend_name(group, device_type)!r} has no allocator for "
-                        f"{device_type}; NCCL has one, for CUDA"
-                    )
+            comm_hooks.check_not_custom(method, bucket, symmetric=False)
+            if enable:
+                comm_hooks.check_group_memory(method, bucket)
         for bucket in buckets:
-            assert bucket.shard_group is not None and bucket.scatter_group is not None
-            bucket.gather_comm = GroupAllGather(bucket.shard_group) if enable else None
-            set_reduce_scatter(bucket, GroupReduceScatter(bucket.scatter_group) if enable else None)
+            if enable:
+                comm_hooks.set_engine_collectives(bucket, symmetric=False, reduces=True)
+            else:
+                bucket.gather_comm = None
+                comm_hooks.set_reduce_scatter(bucket, None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Gathers into symmetric memory; reduces in it too after ``set_force_sum_reduction_for_comms(True)``.
+        """All-gathers into symmetric memory.
 
+        After ``set_force_sum_reduction_for_comms(True)`` reduce-scatters use it too.
         ``set_custom_all_gather(None)`` and ``set_custom_reduce_scatter(None)`` undo it.
 
         Raises:
-            Parallel3dError: another backend, or groups without NCCL.
+            Parallel3dError: ``backend`` is not "NCCL", or the process groups don't use NCCL.
             StateError: the unit has custom collectives.
         """
         if backend != "NCCL":
-            raise Parallel3dError(f"backend is {backend!r}; symmetric memory is had of 'NCCL' only")
+            raise Parallel3dError(f"backend is {backend!r}; symmetric memory needs 'NCCL'")
         buckets = [b for b in get_unit(self).group.buckets if b.shard_group is not None]
         for bucket in buckets:
-            check_not_custom(
-                "set_symm_mem_for_comm", bucket, (SymmetricAllGather, SymmetricReduceScatter)
-            )
-            check_symmetric(bucket)
-            if bucket.force_sum:
-                check_symmetric_inputs(SymmetricReduceScatter, bucket.max_inputs)
+            comm_hooks.check_not_custom("set_symm_mem_for_comm", bucket, symmetric=True)
+            comm_hooks.check_symmetric(bucket)
+            comm_hooks.check_symmetric_inputs(bucket.force_sum, bucket.max_inputs)
         for bucket in buckets:
-            assert bucket.shard_group is not None and bucket.scatter_group is not None
-            bucket.gather_comm = SymmetricAllGather(bucket.shard_group)
-            if bucket.force_sum:
-                set_reduce_scatter(bucket, SymmetricReduceScatter(bucket.scatter_group))
+            comm_hooks.set_engine_collectives(bucket, symmetric=True, reduces=bucket.force_sum)
 
-    # -- gathers ahead of their use: for the outermost unit ---------------------------------------------
+    # -- prefetch settings of the outermost unit -----------------------------------------------------
 
     def set_backward_prefetch(self, prefetch: BackwardPrefetch | None) -> None:
-        """When a unit's backward gathers the unit before it.
+        """Sets when a unit's backward gathers the unit before it.
 
         Args:
             prefetch: ``BACKWARD_PRE``, the default: before its own backward computes, so that the gather
-                overlaps it; two units are gathered at a time. ``BACKWARD_POST``: after it, when its own
-                parameters are freed and before its gradients are reduced; one at a time. None: not at all.
-                What ``set_modules_to_backward_prefetch`` names is gathered in any case, with None as with
-                ``BACKWARD_PRE``.
+                overlaps the computation; two units are unsharded at a time. ``BACKWARD_POST``: after it,
+                when its own parameters are freed and before its gradients are reduced; one unit is
+                unsharded at a time. None: no prefetch. Units given to ``set_modules_to_backward_prefetch``
+                are gathered in any case, with None as with ``BACKWARD_PRE``.
 
         Raises:
-            Parallel3dError: none of these.
-            StateError: this is not the outermost unit.
+            Parallel3dError: ``prefetch`` is none of these.
         """
         if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
             raise Parallel3dError(
                 f"backward_prefetch is {prefetch!r}; it must be BackwardPrefetch.BACKWARD_PRE, "
-                "BackwardPrefetch.BACKWARD_POST (of parallel3d.fsdp or torch.distributed.fsdp), or None for "
-                "no prefetch"
+                "BackwardPrefetch.BACKWARD_POST, or None for no prefetch"
             )
-
         when = {
             BackwardPrefetch.BACKWARD_PRE: Prefetch.BEFORE,
             BackwardPrefetch.BACKWARD_POST: Prefetch.AFTER,
             None: Prefetch.NEVER,
         }
-        _change(self, "set_backward_prefetch", backward=when[prefetch])
+        _change_prefetch(self, "set_backward_prefetch", backward=when[prefetch])
 
     def set_forward_prefetch(self, enable: bool) -> None:
-        """Whether a unit's forward gathers the next unit in the last iteration's order; True at first.
+        """Sets whether a unit's forward gathers the unit that ran next in the last iteration; default True.
 
-        What ``set_modules_to_forward_prefetch`` names is gathered in any case.
-
-        Raises:
-            Parallel3dError: neither True nor False.
-            StateError: this is not the outermost unit.
+        Units given to ``set_modules_to_forward_prefetch`` are gathered in any case.
         """
         enable = as_bool("enable", enable)
-
-        _change(self, "set_forward_prefetch", forward=enable)
+        _change_prefetch(self, "set_forward_prefetch", forward=enable)
 
     def set_limit_all_gathers(self, limit: int | None) -> None:
-        """How many units may be gathered ahead of their use.
+        """Sets how many units may be gathered ahead of their use.
 
-        A prefetch beyond is put off until one of those is used, on every rank alike. So of the parameters no
-        more is gathered than what is in use and ``limit`` units, and not on an accelerator either, however
-        far the CPU runs ahead: a gather waits for the computation that was issued before it. What the user
-        unshards doesn't count.
+        A further prefetch is deferred until one of these units is used; on an accelerator, however far the
+        CPU runs ahead, it waits for the computation issued before it. Units that the user unshards don't
+        count.
 
         Args:
-            limit: at least 1; None, the default: no limit but what is asked for, which is one unit unless
-                ``set_modules_to_*_prefetch`` name more.
+            limit: at least 1. None, the default: no limit besides the number of units to prefetch.
 
         Raises:
-            Parallel3dError: no such number.
-            StateError: this is not the outermost unit.
+            Parallel3dError: ``limit`` is no such number.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise Parallel3dError(
-                f"limit is {limit!r}; it must be an integer, at least 1, or None for no limit. For no "
+                f"limit is {limit!r}; it must be an integer, at least 1, or None for no limit; for no "
                 "prefetch at all: set_forward_prefetch(False), set_backward_prefetch(None)"
             )
+        _change_prefetch(self, "set_limit_all_gathers", limit=limit)
 
-        _change(self, "set_limit_all_gathers", limit=limit)
-
-    # -- ending backwards by hand: for the outermost unit -----------------------------------------------
+    # -- manual finalization of backwards, for the outermost unit ------------------------------------
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether ``.grad`` gets what backwards have brought in ``finalize_backward()`` only.
+        """Sets whether gradients reach ``.grad`` only in ``finalize_backward()``.
 
-        Backwards then issue their reductions and return without a wait for them, so that what is computed
-        after a backward overlaps them too. With False, the default, each backward completes its own.
-
-        With True call ``finalize_backward()`` before gradients are read. A step of an optimizer before it is
-        an error, as is ``clip_grad_norm_``. ``zero_grad()`` before it clears what is in ``.grad`` by then,
-        and not what is still to come.
+        With True backwards issue their reductions and return without waiting for them, so that computation
+        after a backward overlaps them. Call ``finalize_backward()`` before gradients are read: an optimizer
+        step or ``clip_grad_norm_`` before it is an error, and ``zero_grad()`` before it clears only what is
+        already in ``.grad``. With False, the default, each backward completes its own reductions.
 
         Raises:
-            StateError: this is not the outermost unit; a backward is under way or not finalized yet; or the
-                parameters are updated in backward (``step_in_backward``).
+            StateError: a backward is running or not finalized yet, or the parameters are updated in backward
+                (``step_in_backward``).
         """
         enabled = as_bool("enabled", enabled)
         unit = _outermost(self, "set_manual_backward_finalization")
@@ -708,19 +657,18 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         set_manual_finalization(unit, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Completes what backwards since the last call have begun, after all of them.
+        """Completes the reductions of all backwards since the last call.
 
-        Sums that wait for their reduction (``set_requires_gradient_sync(False)``,
-        ``set_requires_all_reduce(False)``) are reduced too, as the settings are now: those backwards need
-        none after them that reduces. Before the first forward there is nothing to do.
+        Sums accumulated with ``set_requires_gradient_sync(False)`` or ``set_requires_all_reduce(False)`` are
+        reduced too, as the settings are now. Before the first forward it does nothing.
 
         Args:
-            async_op: only issue what is still to be issued, and return a handle: ``wait()`` on it before the
+            async_op: only issue the remaining reductions and return a handle; call its ``wait()`` before the
                 gradients are used and before the next forward.
 
         Raises:
-            StateError: this is not the outermost unit; ``set_manual_backward_finalization(True)`` was not
-                called; a backward is under way; or a handle was not waited on.
+            StateError: ``set_manual_backward_finalization(True)`` was not called, a backward is running, or
+                an earlier handle was not waited on.
         """
         async_op = as_bool("async_op", async_op)
         unit = _outermost(self, "finalize_backward")
@@ -744,10 +692,6 @@ def _buckets(module: Any, recurse: bool) -> Iterable[Bucket]:
     return (bucket for unit in units_of(module, recurse) for bucket in unit.group.buckets)
 
 
-def _is_hybrid(bucket: Bucket) -> bool:
-    return bucket.axes.size(bucket.axes.replicate) > 1
-
-
 def _outermost(module: object, method: str) -> Unit:
     unit = get_unit(module)
     if unit.context is not None and not unit.is_root:
@@ -758,33 +702,18 @@ def _outermost(module: object, method: str) -> Unit:
     return unit
 
 
-def _change(module: Any, method: str, **settings: Any) -> None:
-    """Changes the prefetch settings of the root ``module``; usual ones are None."""
-    unit = get_unit(module)
-    context = unit.context
-    if context is not None and not unit.is_root:
-        raise StateError(
-            f"{method} was called on {unit.label!r}; call it on the outermost unit, {context.root.label!r}"
-        )
+def _change_prefetch(module: Any, method: str, **settings: Any) -> None:
+    unit = _outermost(module, method)
     changed = replace(unit.prefetch or PrefetchSettings(), **settings)
-    unit.prefetch = None if changed == PrefetchSettings() else changed
-    if context is not None:
-        context.schedule.settings = changed
+    unit.prefetch = None if changed == PrefetchSettings() else changed  # None: the defaults
+    if unit.context is not None:
+        unit.context.schedule.settings = changed
 
 
 def _refs(direction: str, modules: Sequence[Any]) -> list | None:
-    refs = []
+    method = f"set_modules_to_{direction}_prefetch"
     if not isinstance(modules, Iterable):
         raise Parallel3dError(
-            f"set_modules_to_{direction}_prefetch was given {type(modules).__name__}; it takes a list of "
-            "units, [] for the default"
+            f"{method} was given {type(modules).__name__}; it takes a list of units, [] for the default"
         )
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise Parallel3dError(
-                f"set_modules_to_{direction}_prefetch was given {type(module).__name__}, which is no unit; "
-                "give modules that fully_shard was applied to"
-            )
-        refs.append(unit.ref)
-    return refs or None
+    return [unit_given(method, module).ref for module in modules] or None

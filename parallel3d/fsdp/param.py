@@ -1,14 +1,15 @@
-"""ShardedParam: one parameter's layouts, from the whole tensor to this rank's shard and back.
+"""ShardedParam: how one parameter is sharded, and its views of the engine's buffers.
 
-The *global* shape is the plain model's; the *compute* shape is what forward sees: the part that the
-parameter's own axes (tp) leave of it. Every rank's *slot* in the buffers has the same number of elements,
-that of the largest chunk over all ranks, so that collectives have equal sizes everywhere. A rank that holds
-less leaves the rest of its slot unused. Padding exists in the engine's buffers only; at rest a rank's local
-tensor has its real rows.
+The *global* shape is the plain model's; the *compute* shape is what forward sees: this rank's part after the
+parameter's own axes (tp) have sharded it. In a buffer every rank has a *segment* of ``slot_numel`` elements
+for the parameter, enough for the largest chunk of any rank, so that collectives have equal sizes. A rank
+whose chunk is smaller leaves the end of its segment unused as padding. Padding exists in the engine's
+buffers only: a sharded Parameter's local tensor has its real rows.
 """
 
 import weakref
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -40,21 +41,20 @@ from parallel3d.fsdp.layout import (
 )
 from parallel3d.fsdp.placement import DataAxes, ParamAxes, chunk_length
 
-# Where a module's parameters are put: in its ``_parameters``, or by its own ``__setattr__``.
-
 
 class OwnSetattr:
-    """Stands for the ``_parameters`` of a module whose class has a ``__setattr__`` of its own, which must see
-    each parameter that is put there: such modules keep lists of theirs (``nn.LSTM``)."""
+    """Used like a module's ``_parameters`` dict, but sets parameters by the module's own ``__setattr__``.
+
+    This is for classes such as ``nn.LSTM``, whose ``__setattr__`` keeps lists of the parameters.
+    """
 
     __slots__ = ("module",)
-    is_putting = False  # whether one is being put there, by us
+    is_putting = False  # whether the engine is setting one now
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
 
     def get(self, name: str) -> Any:
-        """As ``dict.get``."""
         module = self.module()
         return None if module is None else module._parameters.get(name)
 
@@ -68,38 +68,37 @@ class OwnSetattr:
                 OwnSetattr.is_putting = False
 
     def update(self, values: dict[str, nn.Parameter]) -> None:
-        """As ``dict.update``."""
         for name, value in values.items():
             self[name] = value
 
 
 def holder_of(module: nn.Module) -> Any:
-    """Where parameters of ``module`` are read and put."""
+    """Returns the ``_parameters`` of ``module``, or an ``OwnSetattr``, to get and set its parameters."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters
     return OwnSetattr(module)
 
 
-def of(holder: Any) -> dict[str, nn.Parameter | None] | None:
-    """The ``_parameters`` that ``holder`` stands for; None if its module is gone."""
+def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
+    """Returns the ``_parameters`` dict of ``holder``, from ``holder_of``; None if its module is deleted."""
     if not isinstance(holder, OwnSetattr):
         return holder
     module = holder.module()
     return None if module is None else module._parameters
 
 
-Slots = list[tuple[Any, str]]  # (a ``module._parameters`` or an ``OwnSetattr``, name)
+Slots = list[tuple[Any, str]]
+"""Places in modules: a ``module._parameters`` or an ``OwnSetattr``, and the name there."""
 
-
-_TAKEN = "_parallel3d_taken_by"  # on a user's Parameter that a unit has replaced
+_TAKEN = "_parallel3d_taken_by"  # attribute of a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
 _places: weakref.WeakValueDictionary[tuple[int, str], "ShardedParam"] = (
-    weakref.WeakValueDictionary()  # by id of a ``module._parameters`` and name
+    weakref.WeakValueDictionary()  # keys: id of a ``module._parameters``, name
 )
 
 
 class _TakenBy:
-    """A weak reference that is left behind when its Parameter is copied or pickled."""
+    """A weak reference to a ShardedParam; copies and pickles of it refer to nothing."""
 
     __slots__ = ("owner",)
 
@@ -111,8 +110,11 @@ class _TakenBy:
 
 
 def owner_of(param: torch.Tensor) -> "ShardedParam | None":
-    """The ShardedParam that ``param`` belongs to: as its sharded Parameter, or as the user's Parameter
-    from before. None if there is none, or its model is gone."""
+    """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced.
+
+    Returns:
+        None if ``param`` belongs to no unit, or the model is deleted.
+    """
     owner = _owners.get(id(param))
     if owner is not None and owner.sharded is param:
         return owner
@@ -121,43 +123,52 @@ def owner_of(param: torch.Tensor) -> "ShardedParam | None":
 
 
 def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
-    """The ShardedParam whose place is ``module.name``, whatever is there now."""
+    """Returns the ShardedParam that belongs at ``module.name``, whatever is registered there now."""
     owner = _places.get((id(module._parameters), name))
     if owner is None:
         return None
-    places = ((of(holder), attribute) for holder, attribute in owner.slots)
-    return owner if any(h is module._parameters and a == name for h, a in places) else None
+    places = ((parameters_dict(holder), attribute) for holder, attribute in owner.slots)
+    return owner if any(d is module._parameters and a == name for d, a in places) else None
 
 
 def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
-    """Lets ``owner_of`` find ``owner`` from the user's Parameter that it has replaced."""
+    """Makes ``owner_of`` return ``owner`` for ``param``, the user's Parameter that it replaces."""
     setattr(param, _TAKEN, _TakenBy(owner))
 
 
 class ShardedParam:
-    """One parameter under the engine.
+    """One parameter of a unit. Its constructor shards ``dim``, or for None a dim that ``ParamAxes`` chooses.
 
     Attributes:
         name: name within the unit's modules, for messages.
-        slots: the ``(module._parameters, name)`` places that hold it; more than one where it is tied.
-            Not the modules, which would be a cycle: what is deleted must be freed at once.
+        slots: the places in modules that hold it, several if it is tied. They refer to
+            ``module._parameters`` and not to the modules, to avoid a reference cycle.
         module: weak reference to the first module that holds it.
-        unit: weak reference to its unit, as soon as there is one.
+        unit: weak reference to its unit, once there is one.
         axes: the engine's axes for it.
-        on: all axes it lies on.
-        tp_mesh: the one axis it brings, if any: that of tensor parallelism.
-        tp_axis: where that is, in the mesh of its compute DTensor and at rest; also with ``dp_mesh_dims``,
-            if one axis beside the data axes has several ranks.
-        tp_size: ranks along it.
-        may_be_partial: whether autograd may bring a gradient that each tp rank has a part of, to be summed
-            with others of the bucket: that of a replicated DTensor, as torch's own parallel styles make.
-        keeps_dtype: whether all modules that hold it are of the policy's ``full_precision_modules``, or its
-            ``param_dtype_override_fn`` wants it so.
-        grad_dtype: what the user has set it to, as ``grad_dtype_of`` tells it.
-        fills_slot: whether the largest chunk is this rank's on every rank: not if tp cuts unevenly.
-        dim: the dim the engine shards; None where the parameter is whole on the shard axis.
-        sharded: the Parameter the user sees at rest; the same object for the model's life.
-        spec: its DTensor description.
+        layout: what tensor parallelism says about it.
+        on: all axes that it lies on.
+        tp_mesh: the mesh of its only own axis, if it has one: tensor parallelism's.
+        tp_axis: position of that axis in the mesh of its compute DTensor, and at rest; also with
+            ``dp_mesh_dims``, if one axis beside the data axes has several ranks.
+        tp_size: number of ranks on it.
+        may_be_partial: whether autograd may return a gradient that is partial over tp, as torch's own
+            parallel styles make for a replicated DTensor; its bucket then sums it.
+        global_shape, compute_shape: see the module's docstring.
+        local_shape: shape of the sharded Parameter's local tensor; chunk_shape: the same with padding.
+        region_shape: shape of all ranks' chunks together, with padding.
+        slot_numel: elements of its segment in each rank's buffer.
+        keeps_dtype: whether it is computed and reduced in its own dtype, by ``full_precision_modules`` or
+            ``param_dtype_override_fn`` of the policy.
+        grad_dtype: the user's setting, see ``grad_dtype_of``.
+        fills_slot: whether chunks are equal on all tp ranks.
+        even: whether no rank's segment has padding.
+        padded_inside: whether padding would lie between the rows, and not behind them.
+        dim: the dim that the engine shards; None if the parameter is replicated on the shard axis.
+        num_shards: number of ranks that it is sharded over.
+        initial: this rank's part on the own axes, until the bucket has copied it.
+        sharded: the Parameter that the user sees at rest; the same object for the model's life.
+        spec: its DTensor spec.
     """
 
     def __init__(
@@ -168,7 +179,6 @@ class ShardedParam:
         axes: DataAxes,
         dim: int | None = None,
     ) -> None:
-        """``dim``: the dim to shard, from 0; by default ``ParamAxes`` chooses."""
         self.name = name
         self.slots: Slots = []
         self.put_at((holder_of(module), attribute) for module, attribute in places)
@@ -196,21 +206,19 @@ class ShardedParam:
         self.num_shards = 1 if self.dim is None else axes.num_shards
         self._set_shapes()
         whole = param.detach()
-        # This rank's part on the own axes, until the bucket has taken it.
         self.initial: torch.Tensor | None = (
             get_local_tensor(whole) if isinstance(whole, DTensor) else whole
         )
         self.spec = make_spec(self.on.mesh, self.on.placements(self.dim), param.shape, param.dtype)
-        self.sharded: nn.Parameter = param  # the user's, until ``place``
+        self.sharded: nn.Parameter = param  # the user's Parameter until ``place`` is called
         self.placed = False
         self.keeps_dtype = False
         self.grad_dtype = grad_dtype_of(param)
 
     def put_at(self, slots: Iterable[tuple[Any, str]]) -> None:
-        """``slots`` are places of its own too."""
         for holder, attribute in slots:
             self.slots.append((holder, attribute))
-            _places[id(of(holder)), attribute] = self
+            _places[id(parameters_dict(holder)), attribute] = self
 
     # -- shapes ------------------------------------------------------------------------------------
 
@@ -220,7 +228,7 @@ class ShardedParam:
             raise Parallel3dError(
                 f"parameter {self.name} of shape {tuple(self.global_shape)} can't be sharded on dim {dim} "
                 f"over {self.axes.num_shards} ranks: it is {self.on.compute_placements} on "
-                f"{self.on.compute_mesh}, and no DTensor placement tells where the rows then are. "
+                f"{self.on.compute_mesh}, and no DTensor placement expresses such shards. "
                 f"Dims that work: {', '.join(map(str, works)) or 'none (return None: it stays whole)'}"
             )
         return dim
@@ -231,7 +239,7 @@ class ShardedParam:
         chunk = list(padded)
         if self.dim is not None:
             chunk[self.dim] //= self.num_shards
-        self.slot_numel = _product(chunk)
+        self.slot_numel = prod(chunk)
         # Sizes below may be SymInts under simulated ranks.
         compute = self.on.mine(self.global_shape)
         local, region, chunk_local = list(compute), list(compute), list(compute)
@@ -245,7 +253,6 @@ class ShardedParam:
         self.chunk_shape = tuple(chunk_local)
         self.fills_slot = self.on.are_even(self.global_shape)
         self.even = self.fills_slot and padded == largest
-        # Whether padding would lie between the rows, and not behind them.
         self.padded_inside = (
             self.dim not in (None, 0)
             and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
@@ -254,7 +261,13 @@ class ShardedParam:
     def unreduced_spec(
         self, dtype: torch.dtype, *, over_shard: bool, tp_partial: bool = False
     ) -> DTensorSpec:
-        """The description of a gradient not yet summed over replicate (and, if so said, shard, and tp)."""
+        """Returns the DTensor spec of an unreduced gradient.
+
+        Args:
+            dtype: the gradient's dtype.
+            over_shard: whether the sum over shard, and not only that over replicate, is still to be made.
+            tp_partial: whether the sum over tp is still to be made.
+        """
         placements = list(self.spec.placements)
         for axis in self.axes.replicas:
             placements[axis] = Partial("avg" if over_shard else "sum")
@@ -266,88 +279,88 @@ class ShardedParam:
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 
     def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The description of a gradient in ``dtype``."""
+        """Returns the DTensor spec of a reduced gradient of ``dtype``."""
         return make_spec(self.spec.mesh, self.spec.placements, self.global_shape, dtype)
 
     # -- views of the bucket's buffers -------------------------------------------------------------
 
-    def local_view(self, slot: torch.Tensor) -> torch.Tensor:
-        """A view of this rank's rows in its segment of a sharded buffer, without padding.
+    def local_view(self, segment: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's rows in its segment of a sharded buffer, without padding.
 
-        Uneven chunks of a dim other than the first are stored with that dim outermost. The padding is then
-        behind the rows and not between them: fused optimizers expect a parameter's memory in one piece.
+        Uneven chunks of a dim other than the first are stored with that dim outermost. Padding is then behind
+        the rows and not between them, as fused optimizers need a parameter in contiguous memory.
 
         Args:
-            slot: (slot_numel,).
+            segment: (slot_numel,).
 
         Returns:
-            Of shape ``local_shape``.
+            A view of ``local_shape``.
         """
         if self.padded_inside:
             assert self.dim is not None
-            rows = self.shaped(slot, self._outermost(self.chunk_shape))
+            rows = self.shaped(segment, self._outermost(self.chunk_shape))
             return rows.narrow(0, 0, self.local_shape[self.dim]).movedim(0, self.dim)
-        return self._trim(self.shaped(slot, self.chunk_shape), self.local_shape)
+        return self._trim(self.shaped(segment, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
-        """The unsharded parameter in ``region``, (num_shards * slot_numel,): a view of ``compute_shape``."""
+        """Returns ``region``, (num_shards * slot_numel,), as a view of ``compute_shape``."""
         return self._trim(self.shaped(region, self.region_shape), self.compute_shape)
 
     def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:
-        """The same without padding between rows: what forward sees, in a region of the unsharded buffer."""
+        """Returns the same without padding between rows: what forward sees of the unsharded buffer."""
         if not self.padded_inside:
             return self.compute_view(region)
-        return region.narrow(0, 0, _product(self.compute_shape)).view(self.compute_shape)
+        return region.narrow(0, 0, prod(self.compute_shape)).view(self.compute_shape)
 
     def copy_pairs(
         self, region: torch.Tensor, columns: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of a region as forward sees it, the same in columns of a gathered buffer), of equal shapes.
+        """Returns (target, source) views of equal shapes that copy gathered segments to an unsharded region.
 
         Args:
-            columns: (rows, slot_numel): what the shard ranks from ``first`` on hold.
+            region: (num_shards * slot_numel,), of the unsharded buffer.
+            columns: (rows, slot_numel), of a gathered buffer: the segments of shard rank ``first`` and the
+                following ones.
         """
-        rows, held = columns.shape[0], self.slots_by_rank(columns)
+        rows, sources = columns.shape[0], self.slots_by_rank(columns)
         if not self.padded_inside:
-            mine = self.by_rank(region)
-            return [(mine if rows == self.num_shards else mine.narrow(0, first, rows), held)]
+            targets = self.by_rank(region)
+            if rows != self.num_shards:
+                targets = targets.narrow(0, first, rows)
+            return [(targets, sources)]
         assert self.dim is not None
-        whole, size, chunk = (
-            self.contiguous_view(region),
-            self.compute_shape[self.dim],
-            self.chunk_shape[self.dim],
-        )
+        unsharded = self.contiguous_view(region)
+        size, chunk = self.compute_shape[self.dim], self.chunk_shape[self.dim]
         pairs = []
         for row in range(rows):
             start = torch.sym_min((first + row) * chunk, size)
             length = torch.sym_min(size - start, chunk)
-            pairs.append(
-                (whole.narrow(self.dim, start, length), held[row].narrow(self.dim, 0, length))
-            )
+            source = sources[row].narrow(self.dim, 0, length)
+            pairs.append((unsharded.narrow(self.dim, start, length), source))
         return pairs
 
     def by_rank(self, region: torch.Tensor) -> torch.Tensor:
-        """A view of ``region`` with a first dim of ``num_shards``: entry i is what shard rank i holds."""
+        """Returns a view of ``region`` whose entry i is the chunk of shard rank i, (num_shards, ...)."""
         return self._split(self.shaped(region, self.region_shape))
 
     def slots_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
-        """A view of ``columns``, (num_shards, slot_numel) of a gathered buffer, shaped as by ``by_rank``."""
+        """Returns ``columns``, (ranks, slot_numel) of a gathered buffer, shaped as by ``by_rank``."""
         if self.even and self.dim in (None, 0):
             return columns
         if not self.even:
-            columns = columns.narrow(1, 0, _product(self.chunk_shape))
+            columns = columns.narrow(1, 0, prod(self.chunk_shape))
         if self.padded_inside:
             assert self.dim is not None
             return columns.unflatten(1, self._outermost(self.chunk_shape)).movedim(1, 1 + self.dim)
         return columns.unflatten(1, self.chunk_shape)
 
     def _outermost(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """``shape`` with the sharded dim moved to the front."""
+        """Returns ``shape`` with the sharded dim moved to the front."""
         assert self.dim is not None
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def grad_by_rank(self, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient of compute_shape, padded with zeros if need be, shaped as ``by_rank``."""
+        """Returns a gradient of compute_shape, padded with zeros if needed, shaped as by ``by_rank``."""
         if not self.even:
             padded = torch.zeros(self.region_shape, dtype=grad.dtype, device=grad.device)
             self._trim(padded, self.compute_shape).copy_(grad)
@@ -355,9 +368,9 @@ class ShardedParam:
         return self._split(grad)
 
     def shaped(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The first elements of ``flat`` in ``shape``; a tp rank with fewer rows leaves a rest."""
+        """Returns the first elements of ``flat`` in ``shape``; a tp rank with fewer rows leaves some over."""
         if not self.even:
-            flat = flat.narrow(0, 0, _product(shape))
+            flat = flat.narrow(0, 0, prod(shape))
         return flat.view(tuple(shape))
 
     def _split(self, region: torch.Tensor) -> torch.Tensor:
@@ -368,7 +381,7 @@ class ShardedParam:
         return region.unflatten(self.dim, (self.num_shards, -1)).movedim(self.dim, 0)
 
     def _trim(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Drops the rows that pad the sharded dim."""
+        """Returns ``tensor`` without the rows that pad the sharded dim."""
         if self.even or self.dim is None:
             return tensor
         return tensor.narrow(self.dim, 0, shape[self.dim])
@@ -377,16 +390,16 @@ class ShardedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """The sharded Parameter's local tensor, the object itself."""
+        """The sharded Parameter's local tensor, the same object each time."""
         return get_local_tensor(self.sharded)
 
     def place(self, local: torch.Tensor) -> None:
         """Makes ``local``, a view of the bucket's buffer, the sharded Parameter's local tensor.
 
-        The first call creates the Parameter and puts it in the module; later ones keep the object.
+        The first call creates the Parameter and registers it in the modules; later ones keep the object.
         """
         placed = nn.Parameter(make_dtensor(local, self.spec), requires_grad=self.requires_grad)
-        set_local_tensor(placed, local)  # nn.Parameter has made an alias of its own
+        set_local_tensor(placed, local)  # nn.Parameter has made an alias of it
         set_grad_dtype(placed, self.grad_dtype)
         if not self.placed:
             vars(placed).update(vars(self.sharded))
@@ -405,7 +418,7 @@ class ShardedParam:
         vars(self.sharded).update(attributes)
 
     def copy_of_sharded(self) -> nn.Parameter:
-        """The sharded Parameter again, with memory of its own (deepcopy can't copy simulated ranks)."""
+        """Returns a copy of the sharded Parameter; deepcopy can't copy simulated ranks."""
         local = own_copy(self.local.detach())
         new = nn.Parameter(make_dtensor(local, self.spec), self.sharded.requires_grad)
         set_local_tensor(new, local)
@@ -414,22 +427,19 @@ class ShardedParam:
         return new
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Makes ``parameter``, a copy of the sharded Parameter, this one's own."""
+        """Makes ``parameter``, a copy of the sharded Parameter, its sharded Parameter."""
         self.sharded = parameter
         _owners[id(parameter)] = self
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Follows a change of the sharded Parameter's dtype."""
+        """Updates dtype and spec after a change of the sharded Parameter's dtype."""
         if dtype != self.dtype:
-            self.dtype = dtype
-            self.spec = make_spec(
-                self.spec.mesh, self.spec.placements, self.global_shape, self.dtype
-            )
+            self.dtype, self.spec = dtype, self.reduced_spec(dtype)
 
     # -- values ------------------------------------------------------------------------------------
 
     def shard_of(self, whole: torch.Tensor, *, tp_local: bool) -> torch.Tensor:
-        """This rank's shard of ``whole``, which has the compute shape (tp_local) or the global one."""
+        """Returns this rank's shard of ``whole``, of the compute shape (``tp_local``) or the global one."""
         if not tp_local:
             whole = self.on.part_of(whole)
         if self.dim is None or self.num_shards == 1:
@@ -437,7 +447,7 @@ class ShardedParam:
         return local_chunk(whole, self.dim, self.num_shards, self.axes.part_index)
 
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the parameter, given whole or as a DTensor."""
+        """Returns this rank's shard of ``whole``, a full tensor or a DTensor on any placements."""
         if isinstance(whole, DTensor):
             wanted = self.spec.placements
             packed = packing_of(self.sharded) or packing_of(whole)
@@ -447,7 +457,7 @@ class ShardedParam:
         return self.shard_of(whole, tp_local=False)
 
     def as_compute(self, local: torch.Tensor) -> torch.Tensor:
-        """What forward sees: ``local`` itself, or the DTensor that the parameter was around it."""
+        """Returns ``local`` as forward sees it: itself, or wrapped in a DTensor as the parameter was one."""
         mesh = self.on.compute_mesh
         if mesh is None or self.layout.compute == "local":
             return local
@@ -456,25 +466,21 @@ class ShardedParam:
         )
 
     def local_grad(self, grad: DTensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """(a DTensor's local tensor of compute_shape, whether it is a part that its bucket sums over tp).
+        """Returns (the local tensor of a DTensor gradient, whether its bucket must sum it over tp).
 
-        What is partial in another way is summed here, in ``dtype``, that of all reductions.
+        Gradients that are partial in another way are summed here.
+
+        Args:
+            dtype: the dtype to sum in, that of the bucket's reductions.
         """
-        found, wanted = grad.placements, self.on.gradient_placements(grad.placements)
-        if found == wanted:
+        placements, wanted = grad.placements, self.on.gradient_placements(grad.placements)
+        if placements == wanted:
             return grad.to_local(), False
-        if self.may_be_partial and self.on.lacks_sum(found, wanted):
+        if self.may_be_partial and self.on.lacks_sum(placements, wanted):
             return grad.to_local(), True
         cast = grad.to(dtype)
         assert isinstance(cast, DTensor)
         return cast.redistribute(placements=wanted).to_local(), False
-
-
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 # Which parameters are zero-copy.

@@ -1,8 +1,8 @@
-"""ParamAxes: the axes that one parameter lies on, and the dims that they cut.
+"""DataAxes and ParamAxes: the mesh axes of the engine and of one parameter, and the dims they shard.
 
-The engine's axes are replicate and shard. A parameter may bring *own* axes, of tensor or expert
-parallelism: those cut it first, the shard axis cuts what they leave. At rest it is one DTensor on all of
-them; the dims that the engine shards are those for which DTensor tells where each rank's rows are.
+The engine's axes are replicate and shard. A parameter may have *own* axes, of tensor or expert parallelism:
+those shard it first, and the shard axis shards what they leave. At rest it is one DTensor on all these axes;
+the engine shards only dims for which a DTensor's placements tell which rows each rank has.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -32,8 +32,6 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.layout import ceil_div, is_exact
 from parallel3d.mesh.axes import Role, names_of
 
-# DataAxes: which axes of a DeviceMesh the engine replicates and shards over, found by name.
-
 _REPLICATE, _SHARD = names_of(Role.REPLICATED), names_of(Role.SHARDED)
 _TP = names_of(Role.TENSOR_PARALLEL)
 _NEVER = ("pp", "ep")  # their ranks hold different parameters
@@ -41,13 +39,13 @@ _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 @dataclass(frozen=True, eq=False)
 class Spmd:
-    """What ``dp_mesh_dims`` adds: parameters that are DTensors on the data axes too.
+    """The mesh of parameters that are DTensors on the data axes too, by ``dp_mesh_dims``.
 
     Attributes:
         mesh: the whole mesh, on which forward sees the parameters.
-        own: position in it -> position at rest, of the axes that are no data axes.
+        own: for axes that are no data axes: position in ``mesh`` -> position at rest.
         replicas: positions at rest of the replicate axes.
-        replicate: them as one axis, if they are several at rest.
+        replicate: these as one axis, if there are several at rest.
     """
 
     mesh: DeviceMesh
@@ -58,14 +56,14 @@ class Spmd:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """The axes of ``mesh`` as the engine uses them.
+    """The axes of ``mesh`` by role.
 
     Attributes:
-        mesh: the mesh that parameters lie on at rest (save for axes that they bring themselves).
-        replicate, shard, tp: positions of the axes in ``mesh``, or None where it has none. Where several
-            axes replicate (``dp_mesh_dims``), the first of them stands for all.
-        spmd: see ``Spmd``; None without ``dp_mesh_dims``.
-        over_replicate: whether the shards at rest are cut over replicate too; see ``HybridBucket``.
+        mesh: the mesh that parameters lie on at rest, besides axes of their own.
+        replicate, shard, tp: positions of the axes in ``mesh``, or None if it has none. If several axes
+            replicate (``dp_mesh_dims``), the first one represents them.
+        spmd: set by ``dp_mesh_dims``, else None.
+        over_replicate: whether parameters at rest are sharded over replicate too; see ``HybridBucket``.
     """
 
     mesh: DeviceMesh
@@ -76,91 +74,97 @@ class DataAxes:
     over_replicate: bool = False
 
     def size(self, axis: int | None) -> int:
-        """Ranks along ``axis``; 1 where the mesh has none."""
+        """Returns the number of ranks on ``axis``; 1 for None."""
         if axis is None:
             return 1
-        several = self._several(axis)
-        return self.mesh.size(axis) if several is None else several.size()
+        joined = self._joined_replicate(axis)
+        return self.mesh.size(axis) if joined is None else joined.size()
 
     def group(self, axis: int) -> ProcessGroup:
-        """This rank's process group along ``axis``."""
-        several = self._several(axis)
-        return self.mesh.get_group(axis) if several is None else several.get_group()
+        """Returns this rank's process group on ``axis``."""
+        joined = self._joined_replicate(axis)
+        return self.mesh.get_group(axis) if joined is None else joined.get_group()
 
-    def _several(self, axis: int) -> DeviceMesh | None:
+    def _joined_replicate(self, axis: int) -> DeviceMesh | None:
         return self.spmd.replicate if self.spmd is not None and axis == self.replicate else None
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Positions of all axes that replicate."""
+        """Positions of all replicate axes."""
         if self.spmd is not None:
             return self.spmd.replicas
         return () if self.replicate is None else (self.replicate,)
 
     def coordinate(self, axis: int | None) -> int:
-        """This rank's place along ``axis``; a ``SymInt`` under simulated ranks."""
+        """Returns this rank's coordinate on ``axis``, 0 for None; a ``SymInt`` under simulated ranks."""
         return 0 if axis is None else self.mesh.get_local_rank(axis)
 
     @property
     def num_shards(self) -> int:
-        """Into how many parts a parameter is cut at rest."""
+        """Number of ranks that a parameter is sharded over at rest."""
         return self.data_size if self.over_replicate else self.size(self.shard)
 
     @property
     def part_index(self) -> int:
-        """Which of the parts is this rank's; a ``SymInt`` under simulated ranks."""
+        """Index of this rank's shard; a ``SymInt`` under simulated ranks."""
         index = self.coordinate(self.shard)
         if self.over_replicate:
-            # Neighbours along replicate hold neighbouring parts: those of one shard rank are in one piece.
+            # Ranks of one shard coordinate have consecutive shards.
             index = index * self.size(self.replicate) + self.coordinate(self.replicate)
         return index
 
     @cached_property
     def data_size(self) -> int:
-        """Ranks that gradients are averaged over."""
+        """Number of ranks that gradients are averaged over."""
         return self.size(self.replicate) * self.size(self.shard)
 
 
 def data_axes(mesh: DeviceMesh) -> DataAxes:
     """Finds the axes of ``mesh`` by name.
 
-    ``replicate`` / ``shard`` (also ``dp_replicate`` / ``dp_shard``) and ``tp`` decide where they
-    appear. A one-axis mesh without such a name shards; two axes of other names are (replicate, shard) by
-    position, as in ``torch.distributed.fsdp``.
+    The names ``replicate`` / ``shard`` (also ``dp_replicate`` / ``dp_shard``) and ``tp`` are recognised. A
+    one-axis mesh without such a name shards; two axes of other names are (replicate, shard) by position, as
+    in ``torch.distributed.fsdp``.
 
     Raises:
-        MeshError: shard before replicate, tp alone or not innermost, several axes without names or with names
-            that cannot be told apart.
+        MeshError: shard comes before replicate, tp is alone or not innermost, or the mesh has several axes
+            without names or with names that are not recognised.
     """
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
-    found = {
+    found: dict[str, int | None] = {
         role: next((i for i, name in enumerate(names) if name in known), None)
         for role, known in (("replicate", _REPLICATE), ("shard", _SHARD), ("tp", _TP))
     }
     unknown = [i for i in range(mesh.ndim) if i not in found.values()]
     for name in _NEVER:
-        if name in names and mesh.ndim > 1:  # alone it says what it is used for
+        if name in names and mesh.ndim > 1:  # as the only axis it is meant to be used
             _fail(
                 mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it"
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
-        _fail(mesh, "its axes have no names, so that nobody can tell which of them replicates")
-    if unknown and found["tp"] is None and mesh.ndim <= 2:
-        _place_by_position(mesh, found, unknown)
-    elif unknown:
-        first = names[unknown[0]]
-        _fail(mesh, f"axis {first!r} is not known")
-    _check_order(mesh, found)
-    return DataAxes(mesh, found["replicate"], found["shard"], found["tp"])
+        _fail(mesh, "its axes have no names, so it is unknown which of them replicates")
+    if unknown:
+        if found["tp"] is not None or mesh.ndim > 2:
+            _fail(mesh, f"axis {names[unknown[0]]!r} is not known")
+        free = [role for role in ("replicate", "shard") if found[role] is None]
+        found.update(zip(free[-len(unknown) :], unknown, strict=True))  # a single axis shards
+    replicate, shard, tp = found["replicate"], found["shard"], found["tp"]
+    if replicate is None and shard is None:
+        _fail(mesh, "it has no axis to shard or replicate over")
+    if replicate is not None and shard is not None and shard < replicate:
+        _fail(mesh, "shard comes before replicate")
+    if tp is not None and tp != mesh.ndim - 1:
+        _fail(mesh, "tp is not the innermost axis")
+    return DataAxes(mesh, replicate, shard, tp)
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """``mesh``; for None, one axis over all ranks, on the accelerator if there is one.
+    """Returns ``mesh``, or for None a mesh of one axis over all ranks, on the accelerator if there is one.
 
-    As torch does, None initialises the default process group if there is none.
+    As in torch, None initialises the default process group if there is none.
 
     Raises:
-        MeshError: not a mesh, one that this rank is not in, or no process group and no way to make one.
+        MeshError: ``mesh`` is no mesh or lacks this rank, or no process group can be initialised.
     """
     if mesh is None:
         return _default_mesh()
@@ -170,8 +174,7 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         )
     if mesh.get_coordinate() is None:
         raise MeshError(
-            f"this rank is not in {mesh}; call fully_shard on the ranks of its mesh only, or give each rank "
-            "a mesh that it is in"
+            f"this rank is not in {mesh}; call fully_shard only on the ranks of its mesh"
         )
     return mesh
 
@@ -182,37 +185,16 @@ def _default_mesh() -> DeviceMesh:
             dist.init_process_group()
         except (ValueError, RuntimeError) as error:
             raise MeshError(
-                "mesh is None and there is no default process group, nor can one be initialised: "
-                f"{error}. Start the program with torchrun, or call torch.distributed.init_process_group "
-                "first, or give a mesh"
+                f"mesh is None, and no default process group exists or can be initialised: {error}. Start "
+                "the program with torchrun, call torch.distributed.init_process_group first, or give a mesh"
             ) from error
-    # Available: a CUDA build names CUDA also on a machine without a GPU.
+    # check_available: a CUDA build returns CUDA also on a machine without a GPU.
     device = torch.accelerator.current_accelerator(check_available=True)
-    # Unnamed, as torch makes it: DTensors of both compute together.
+    # Unnamed, as torch makes it, so that DTensors of both can be used together.
     return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))
 
 
-def _place_by_position(mesh: DeviceMesh, found: dict[str, int | None], unknown: list[int]) -> None:
-    if mesh.ndim == 1:
-        found["shard"] = 0
-    elif len(unknown) == 2:
-        found["replicate"], found["shard"] = 0, 1
-    else:
-        role = "shard" if found["shard"] is None else "replicate"
-        found[role] = unknown[0]
-
-
-def _check_order(mesh: DeviceMesh, found: dict[str, int | None]) -> None:
-    replicate, shard, tp = found["replicate"], found["shard"], found["tp"]
-    if replicate is None and shard is None:
-        _fail(mesh, "it has no axis to shard or replicate over")
-    if replicate is not None and shard is not None and shard < replicate:
-        _fail(mesh, "shard comes before replicate")
-    if tp is not None and tp != mesh.ndim - 1:
-        _fail(mesh, "tp is not the innermost axis")
-
-
-def _fail(mesh: DeviceMesh, why: str) -> None:
+def _fail(mesh: DeviceMesh, why: str) -> NoReturn:
     shown = ", ".join(
         f"{name}={size}"
         for name, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
@@ -224,18 +206,16 @@ def _fail(mesh: DeviceMesh, why: str) -> None:
     )
 
 
-# Process groups and meshes that the engine makes for a mesh or cuts out of it, once, and keeps
-# with it.
-
-_ATTRIBUTE = "_parallel3d_cache"
+_ATTRIBUTE = "_parallel3d_cache"  # of root meshes
 T = TypeVar("T")
 
 
 class _Cache(dict):
-    """Process groups can't be copied or pickled: a copy of a mesh begins without a cache.
+    """The process groups and meshes that the engine has made for a mesh.
 
-    A pickled mesh has an empty dict of the standard library's in its place: ``torch.save`` writes the mesh of
-    each DTensor, and ``torch.load(weights_only=True)`` knows no class of ours.
+    They can't be copied or pickled: a copy of a mesh begins without a cache. A pickled mesh has an empty dict
+    of the standard library's instead, as ``torch.save`` writes the mesh of each DTensor, and
+    ``torch.load(weights_only=True)`` allows no class of ours.
     """
 
     def __reduce__(self) -> tuple:
@@ -243,41 +223,30 @@ class _Cache(dict):
 
 
 def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned when it was first called for ``key`` and ``mesh``, or another slice of its root.
+    """Returns what ``make`` returned when first called for ``key`` and ``mesh``, or a slice of the same root.
 
-    Making a process group is collective: all its ranks must come here in the same order.
+    Making a process group is collective: all its ranks must call this in the same order.
     """
     attributes = vars(root_mesh(mesh))
     cache = attributes.get(_ATTRIBUTE)
-    if type(cache) is not _Cache:  # none yet, or what a copy has in its place
+    if type(cache) is not _Cache:  # none yet, or the dict of an unpickled mesh
         cache = attributes[_ATTRIBUTE] = _Cache()
     if key not in cache:
         cache[key] = make()
     return cache[key]
 
 
-def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """``mesh[name]``: cutting an axis out takes half a millisecond, and every parameter asks for it."""
-    return kept_with(mesh, ("axis", mesh, name), lambda: mesh[name])
-
-
-def joined(data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
-    """One mesh with the axes of both, which must be slices of one root mesh."""
-    if root_mesh(own) is not root_mesh(data):
-        return concatenate_meshes([data, own])  # raises
-    return kept_with(data, ("joined", data, own), lambda: concatenate_meshes([data, own]))
-
-
 class ParamAxes:
-    """See the module's docstring.
+    """The axes that one parameter lies on. *This rank's part* is what its own axes leave on this rank.
 
     Attributes:
         data: the engine's axes.
-        mesh: all axes; the mesh of the parameter at rest.
-        compute_mesh: the mesh of the DTensor that the parameter was; the tp axis for a plain one, or None.
+        mesh: all axes, the mesh of the sharded Parameter.
+        compute_mesh: the mesh of the DTensor that the parameter was; for a plain one the tp axis, or None.
         compute_placements: its placements there, ``Replicate()`` on data axes.
+        cuts: (position in ``compute_mesh``, dim) of the own axes that shard, outermost first.
         summed: (position in ``compute_mesh``, at rest) of the own axis over which gradients may be partial.
-            None where none has several ranks, or more than one has, or may have in another parameter.
+            None if no own axis, or more than one, has several ranks.
     """
 
     def __init__(self, name: str, param: nn.Parameter, data: DataAxes) -> None:
@@ -290,21 +259,23 @@ class ParamAxes:
             self._from_dtensor(name, param)
         else:
             self._from_plain()
-        # (position in compute_mesh, dim) of the own axes that cut, outermost first.
-        self.cuts: list[tuple[int, int]] = []
-        for axis, placement in enumerate(self.compute_placements):
-            if isinstance(placement, Shard):
-                self.cuts.append((axis, placement.dim))
+        self.cuts = [
+            (axis, placement.dim)
+            for axis, placement in enumerate(self.compute_placements)
+            if isinstance(placement, Shard)
+        ]
         self._check_packed(name)
         self.summed = self._summed()
 
-    # _at_rest: position in ``mesh`` -> position in ``compute_mesh``, of the own axes.
+    # These set ``_at_rest``, for the own axes: position in ``mesh`` -> position in ``compute_mesh``.
 
     def _from_plain(self) -> None:
         self.mesh, self._at_rest = self.data.mesh, {}
         self.compute_mesh, self.compute_placements = None, ()
         if self.data.tp is not None:
-            self.compute_mesh = axis_of(self.mesh, (self.mesh.mesh_dim_names or ())[self.data.tp])
+            mesh, name = self.mesh, (self.mesh.mesh_dim_names or ())[self.data.tp]
+            # Kept, as slicing takes half a millisecond, and is done for every parameter.
+            self.compute_mesh = kept_with(mesh, ("axis", mesh, name), lambda: mesh[name])
             self.compute_placements = (Replicate(),)
             self._at_rest = {self.data.tp: 0}
 
@@ -350,7 +321,7 @@ class ParamAxes:
         self.compute_mesh, self.compute_placements = param.device_mesh, param.placements
         self._at_rest = {rest: axis for axis, rest in spmd.own.items()}
 
-    # -- cuts by the own axes ----------------------------------------------------------------------
+    # -- own axes ------------------------------------------------------------------------------------
 
     def _size(self, axis: int) -> int:
         assert self.compute_mesh is not None
@@ -368,66 +339,66 @@ class ParamAxes:
 
     @property
     def summed_group(self) -> ProcessGroup:
-        """The ranks along the axis ``summed``."""
+        """The process group of the axis ``summed``."""
         assert self.summed is not None and self.compute_mesh is not None
         return self.compute_mesh.get_group(self.summed[0])
 
-    def lacks_sum(self, found: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> bool:
-        """Whether a sum over the axis ``summed`` is all that a gradient placed as ``found`` lacks."""
+    def lacks_sum(self, source: tuple[Placement, ...], target: tuple[Placement, ...]) -> bool:
+        """Returns whether ``source`` differs from ``target`` only by a missing sum over ``summed``."""
         assert self.summed is not None
         axis = self.summed[0]
-        at = found[axis]
-        if type(at) is not Partial or at.reduce_op != "sum":
+        partial = source[axis]
+        if type(partial) is not Partial or partial.reduce_op != "sum":
             return False
-        return (*found[:axis], *found[axis + 1 :]) == (*wanted[:axis], *wanted[axis + 1 :])
+        return (*source[:axis], *source[axis + 1 :]) == (*target[:axis], *target[axis + 1 :])
 
     def _check_packed(self, name: str) -> None:
         for axis, dim in self.cuts:
             others = sum(d == dim and self._size(a) > 1 for a, d in self.cuts if a != axis)
             if self.packing(axis) is not None and others:
                 raise Parallel3dError(
-                    f"parameter {name} is {self.compute_placements} on {self.compute_mesh}: of the "
-                    "own axes only one may cut a dim with packed rows"
+                    f"parameter {name} is {self.compute_placements} on {self.compute_mesh}: only one of "
+                    "its axes may shard a dim with packed rows"
                 )
 
     def packing(self, axis: int) -> Packing | None:
-        """The rows on each rank of the own axis ``axis``, where they are not ``torch.chunk``'s."""
+        """Returns which rows each rank of the own axis ``axis`` has, if not those of ``torch.chunk``."""
         placement = self.compute_placements[axis]
         return placement.packing if isinstance(placement, PackedShard) else None
 
     def largest_length(self, axis: int, size: int) -> int:
-        """Rows of the largest part that the own axis ``axis`` makes of ``size``."""
+        """Returns the number of rows of the largest part when the own axis ``axis`` shards ``size`` rows."""
         packing = self.packing(axis)
         return ceil_div(size, self._size(axis)) if packing is None else max(packing.lengths)
 
     def length(self, axis: int, size: int, rank: int) -> int:
-        """Rows of that of ``rank``."""
+        """Returns the number of rows of ``rank``'s part when the own axis ``axis`` shards ``size`` rows."""
         packing = self.packing(axis)
         if packing is None:
             return chunk_length(size, self._size(axis), rank)
         return packing.length_on(rank)
 
     def joined(self, axis: int, dim: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Puts ``parts``, which the ranks along ``axis`` hold, in rank order, together along ``dim``."""
+        """Concatenates the ``parts`` of all ranks of ``axis`` along ``dim``."""
         packing = self.packing(axis)
         return torch.cat(list(parts), dim=dim) if packing is None else packing.join(parts)
 
     def largest(self, shape: Sequence[int]) -> list[int]:
-        """The largest shape that a rank's part of ``shape`` has."""
+        """Returns the largest shape of any rank's part of a parameter of ``shape``."""
         sizes = list(shape)
         for axis, dim in self.cuts:
             sizes[dim] = self.largest_length(axis, sizes[dim])
         return sizes
 
     def mine(self, shape: Sequence[int]) -> list[int]:
-        """The shape of this rank's part of ``shape``; SymInts under simulated ranks."""
+        """Returns the shape of this rank's part of ``shape``; SymInts under simulated ranks."""
         sizes = list(shape)
         for axis, dim in self.cuts:
             sizes[dim] = self.length(axis, sizes[dim], self._coordinate(axis))
         return sizes
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``whole``."""
+        """Returns this rank's part of the full tensor ``whole``."""
         for axis, dim in self.cuts:
             packing = self.packing(axis)
             if packing is None:
@@ -437,11 +408,11 @@ class ParamAxes:
         return whole
 
     def ways(self, dim: int) -> int:
-        """Into how many parts the own axes cut ``dim``."""
+        """Returns the number of parts that the own axes shard ``dim`` into."""
         return prod(self._size(axis) for axis, cut in self.cuts if cut == dim)
 
     def are_even(self, shape: Sequence[int]) -> bool:
-        """Whether every rank's part has the same shape."""
+        """Returns whether every rank's part has the same shape."""
         return all(
             shape[dim] % self.ways(dim) == 0 and self._cuts_evenly(axis) for axis, dim in self.cuts
         )
@@ -451,16 +422,16 @@ class ParamAxes:
         return packing is None or packing.is_even
 
     def replicating_groups(self) -> list[ProcessGroup]:
-        """Groups along the own axes whose ranks hold the same part."""
+        """Returns the process groups of the own axes that replicate the parameter."""
         cutting = {axis for axis, _ in self.cuts}
         own = sorted(axis for axis in self._at_rest.values() if axis not in cutting)
         mesh = self.compute_mesh
         return [mesh.get_group(axis) for axis in own if mesh is not None and mesh.size(axis) > 1]
 
-    # -- the engine's cut --------------------------------------------------------------------------
+    # -- the shard axis ------------------------------------------------------------------------------
 
     def placements(self, dim: int | None) -> list[Placement]:
-        """The placements at rest on ``mesh`` with ``dim`` sharded."""
+        """Returns the placements on ``mesh`` if the engine shards ``dim``, or nothing for None."""
         result: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
         for rest, axis in self._at_rest.items():
             result[rest] = self.compute_placements[axis]
@@ -468,39 +439,43 @@ class ParamAxes:
             return result
         data, factor = self.data, prod(self._cuts_around(dim)[1])
         if data.shard is not None:
-            result[data.shard] = _shard(dim, factor)
+            result[data.shard] = shard_placement(dim, factor)
         if data.over_replicate and data.replicate is not None:
-            result[data.replicate] = _shard(dim, factor * data.size(data.shard))
+            result[data.replicate] = shard_placement(dim, factor * data.size(data.shard))
         return result
 
-    def gradient_placements(self, found: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        """The placements that a gradient found with ``found`` is brought to: those of the parameter.
+    def gradient_placements(self, source: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """Returns the placements to redistribute a gradient with placements ``source`` to.
 
-        What is partial on a data axis (``dp_mesh_dims``) stays so: the engine's reduction sums it.
+        They are the parameter's, except on data axes (``dp_mesh_dims``) on which the gradient is partial: the
+        engine's reduction sums these.
         """
         spmd = self.data.spmd
         if spmd is None:
             return self.compute_placements
         return tuple(
-            at if axis not in spmd.own and isinstance(at, Partial) else wanted
-            for axis, (at, wanted) in enumerate(zip(found, self.compute_placements, strict=True))
+            present if axis not in spmd.own and isinstance(present, Partial) else own
+            for axis, (present, own) in enumerate(zip(source, self.compute_placements, strict=True))
         )
 
     def default_dim(self, shape: Sequence[int]) -> int | None:
-        """The dim to shard: 0, as torch does, or the first that DTensor can express; None if none."""
+        """Returns the dim to shard by default: 0, as in torch, or the first possible one; None if none."""
         return next(iter(self.dims(shape)), None)
 
     def dims(self, shape: Sequence[int]) -> list[int]:
-        """The dims that the engine can shard. Of a packed dim it cuts each rank's rows, equally many."""
+        """Returns the dims of a parameter of ``shape`` that the engine can shard.
+
+        A packed dim must have equally many rows on each rank; the engine shards these.
+        """
         parts = self.data.num_shards
         uneven = {dim for axis, dim in self.cuts if not self._cuts_evenly(axis)}
         dims = [(dim, size) for dim, size in enumerate(shape) if dim not in uneven]
-        if self.data.over_replicate:  # DTensor tells it of even cuts
+        if self.data.over_replicate:  # placements express only even shards over two axes
             return [dim for dim, size in dims if size % (parts * self.ways(dim)) == 0]
         return [dim for dim, size in dims if is_exact(size, *self._cuts_around(dim), parts)]
 
     def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes of the own axes that cut ``dim``: those outside the shard axis, and those inside."""
+        """Returns the sizes of the own axes that shard ``dim``: those outside and inside the shard axis."""
         outside: list[int] = []
         inside: list[int] = []
         for rest, axis in sorted(self._at_rest.items()):
@@ -510,8 +485,8 @@ class ParamAxes:
         return tuple(outside), tuple(inside)
 
 
-def _shard(dim: int, split_factor: int) -> Placement:
-    """Shard of ``dim`` by an axis inside of which ``split_factor`` parts lie already."""
+def shard_placement(dim: int, split_factor: int) -> Placement:
+    """Returns ``Shard(dim)``, strided if axes further in shard the dim into ``split_factor`` parts first."""
     return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
@@ -526,19 +501,21 @@ def _check_own(name: str, placement: Placement) -> None:
 
 
 def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
+    """Returns one mesh with the axes of both."""
     try:
-        return joined(data, own)
+        if root_mesh(own) is not root_mesh(data):
+            return concatenate_meshes([data, own])  # raises
+        return kept_with(data, ("joined", data, own), lambda: concatenate_meshes([data, own]))
     except (RuntimeError, AssertionError, TypeError) as error:
         raise MeshError(
-            f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: the "
-            "engine takes plain parameters, and DTensors on other axes (tp, ep) of one named mesh that "
-            "both are slices of. If it is a DTensor on the data axes as well, give fully_shard the whole "
-            "mesh, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+            f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: both "
+            "must be slices of one named mesh, with different axes. If it is a DTensor on the data axes as "
+            "well, give the whole mesh, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
         ) from error
 
 
 def chunk_length(size: int, parts: int, index: int) -> int:
-    """Rows of chunk ``index``, as ``torch.chunk`` cuts; SymInts pass through."""
+    """Returns the number of rows of chunk ``index`` of ``torch.chunk``; ``index`` may be a SymInt."""
     chunk = ceil_div(size, parts)
     return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
 

@@ -1,6 +1,7 @@
-"""dp_mesh_dims: the engine's axes among those of a whole mesh that parameters are DTensors on."""
+"""Axes that users choose for parameters: ``dp_mesh_dims`` and ``shard_placement_fn`` of ``fully_shard``."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,23 +13,24 @@ from parallel3d._torch.fully_shard import DataParallelMeshDims, ShardPlacementRe
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.placement import DataAxes, Spmd, data_axes
 
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
 
 def spmd_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
-    """The data axes that ``dims`` names. Several names of one kind count as one axis.
+    """Returns the data axes that ``dims`` names; parameters are DTensors on all of ``mesh``.
 
-    Several shard axes are one axis at rest too, with the replicate axis, if any, before it; other axes
-    stay. Without them the mesh at rest is ``mesh`` itself. As torch lays it out.
+    As in torch, several shard axes are one axis at rest, with the replicate axes, if any, as one axis before
+    it; other axes stay. Otherwise the mesh at rest is ``mesh``.
 
     Raises:
-        Parallel3dError: not a DataParallelMeshDims, or names that are no strings.
-        MeshError: names that ``mesh`` doesn't have, given twice or out of order.
+        Parallel3dError: ``dims`` is no DataParallelMeshDims, or has names that are no strings.
+        MeshError: ``mesh`` lacks a name, or names are given twice or out of order.
     """
     shard, replicate = _names(dims)
     _check_names(mesh, shard, replicate)
     if len(shard) > 1:
         return _with_joined_shards(mesh, shard, replicate)
-    names = mesh.mesh_dim_names or ()
-    positions = {name: axis for axis, name in enumerate(names)}
+    positions = {name: axis for axis, name in enumerate(mesh.mesh_dim_names or ())}
     replicas = tuple(positions[name] for name in replicate)
     spmd = Spmd(
         mesh,
@@ -48,22 +50,22 @@ def spmd_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
 def _with_joined_shards(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> DataAxes:
-    pieces: list[DeviceMesh] = []
+    meshes: list[DeviceMesh] = []
     own: dict[int, int] = {}
-    at_shard = 0
+    shard_position = 0
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if name == shard[0]:
             if replicate:
-                pieces.append(_one_axis(mesh, replicate))
-            at_shard = len(pieces)
-            pieces.append(_one_axis(mesh, shard))
+                meshes.append(_one_axis(mesh, replicate))
+            shard_position = len(meshes)
+            meshes.append(_one_axis(mesh, shard))
         elif name not in shard + replicate:
-            own[axis] = len(pieces)
-            pieces.append(mesh[name])
-    rest = concatenate_meshes(pieces) if len(pieces) > 1 else pieces[0]
-    at_replicate = at_shard - 1 if replicate else None
-    replicas = () if at_replicate is None else (at_replicate,)
-    return DataAxes(rest, at_replicate, at_shard, None, Spmd(mesh, own, replicas, None))
+            own[axis] = len(meshes)
+            meshes.append(mesh[name])
+    at_rest = concatenate_meshes(meshes) if len(meshes) > 1 else meshes[0]
+    replicas = (shard_position - 1,) if replicate else ()
+    spmd = Spmd(mesh, own, replicas, None)
+    return DataAxes(at_rest, replicas[0] if replicas else None, shard_position, None, spmd)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -104,44 +106,30 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
         raise MeshError(
             f"dp_mesh_dims names axes, but those of {mesh} have no names: make the mesh with mesh_dim_names"
         )
-    unknown = [name for name in shard + replicate if name not in names]
-    if unknown:
-        raise MeshError(
-            f"dp_mesh_dims: the mesh has no axis {unknown[0]!r}; it has {', '.join(names)}"
-        )
-    twice = list(_repeated(shard + replicate))
-    if twice:
-        raise MeshError(
-            f"dp_mesh_dims names the axis {twice[0]!r} twice; an axis either shards or replicates"
-        )
+    for name, count in Counter(shard + replicate).items():
+        if name not in names:
+            raise MeshError(
+                f"dp_mesh_dims: the mesh has no axis {name!r}; it has {', '.join(names)}"
+            )
+        if count > 1:
+            raise MeshError(
+                f"dp_mesh_dims names the axis {name!r} twice; an axis either shards or replicates"
+            )
     for several in (shard, replicate):
         in_order = tuple(sorted(several, key=names.index))
         if several != in_order:
             raise MeshError(
-                f"dp_mesh_dims names the axes {several}, which stand in the mesh as {in_order}; "
+                f"dp_mesh_dims names the axes {several}, whose order in the mesh is {in_order}; "
                 "give them in the mesh's order"
             )
 
 
-def _repeated(names: tuple[str, ...]) -> Iterator[str]:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            yield name
-        seen.add(name)
-
-
-# What the user's ``shard_placement_fn`` wants for each parameter.
-
-ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-
-
 class RequestedPlacement(NamedTuple):
-    """Where to shard one parameter.
+    """How to shard one parameter.
 
     Attributes:
         axes: the axes to shard and replicate over.
-        dim: the dim, from 0; None for the default.
+        dim: the dim to shard, from 0; None for the default.
     """
 
     axes: DataAxes
@@ -151,12 +139,12 @@ class RequestedPlacement(NamedTuple):
 def requested_placements(
     fn: ShardPlacementFn | None, params: Iterable[tuple[str, nn.Parameter]], default: DataAxes
 ) -> list[RequestedPlacement]:
-    """Asks ``fn`` about each of the named ``params``, once.
+    """Calls ``fn`` once for each of the named ``params``.
 
     Raises:
-        Parallel3dError: ``fn`` can't be called; an answer of another type, or a dim that the parameter
+        Parallel3dError: ``fn`` is not callable, or it returned another type, or a dim that the parameter
             doesn't have.
-        MeshError: a mesh without usable axes, or of another device type.
+        MeshError: it returned a mesh without usable axes, or of another device type.
     """
     if fn is None:
         return [RequestedPlacement(default, None) for _ in params]
@@ -165,43 +153,34 @@ def requested_placements(
             f"shard_placement_fn is {fn!r}; it must be a function of a Parameter that returns Shard(dim), "
             "ShardPlacementResult(placement, mesh_info), or None for the default"
         )
-    known: dict[
-        int, tuple[Any, DataAxes]
-    ] = {}  # one object per mesh: its parameters share a bucket
-    return [_wish(fn, name, param, default, known) for name, param in params]
+    # By id of the mesh info, which is kept alive: parameters with the same object share a bucket.
+    known: dict[int, tuple[Any, DataAxes]] = {}
+    result = []
+    for name, param in params:
+        returned = fn(param)
+        axes, placement = default, returned
+        if isinstance(returned, ShardPlacementResult):
+            info, placement = returned.mesh_info, returned.placement
+            if id(info) not in known:
+                known[id(info)] = info, _axes_of(name, info, default)
+            axes = known[id(info)][1]
+        dim = None if placement is None else _dim(name, param, placement, returned)
+        result.append(RequestedPlacement(axes, dim))
+    return result
 
 
-def _wish(
-    fn: ShardPlacementFn,
-    name: str,
-    param: nn.Parameter,
-    default: DataAxes,
-    known: dict[int, tuple[Any, DataAxes]],
-) -> RequestedPlacement:
-    answer = fn(param)
-    axes, placement = default, answer
-    if isinstance(answer, ShardPlacementResult):
-        info, placement = answer.mesh_info, answer.placement
-        # With the object itself, or another one could come to have its id.
-        _, axes = known.get(id(info)) or (info, _axes_of(name, info, default))
-        known[id(info)] = info, axes
-    if placement is None:
-        return RequestedPlacement(axes, None)
+def _dim(name: str, param: nn.Parameter, placement: Any, returned: object) -> int:
     # Not a subclass: torch 2.11's _StridedShard is one.
     if not isinstance(placement, Shard) or isinstance(placement, StridedShard):
         raise Parallel3dError(
-            f"shard_placement_fn returned {answer!r} for parameter {name}; it must return Shard(dim), "
+            f"shard_placement_fn returned {returned!r} for parameter {name}; it must return Shard(dim), "
             "ShardPlacementResult(placement, mesh_info), or None for the default"
         )
-    return RequestedPlacement(axes, _dim(name, param, placement.dim))
-
-
-def _dim(name: str, param: nn.Parameter, dim: Any) -> int:
-    n = param.ndim
+    dim, n = placement.dim, param.ndim
     if n == 0:
         raise Parallel3dError(
             f"shard_placement_fn returned Shard({dim}) for parameter {name}, a scalar; return None for it: "
-            "it stays whole on every rank"
+            "it is not sharded"
         )
     if not isinstance(dim, int) or not -n <= dim < n:
         raise Parallel3dError(
@@ -212,7 +191,7 @@ def _dim(name: str, param: nn.Parameter, dim: Any) -> int:
 
 
 def _axes_of(name: str, mesh_info: Any, default: DataAxes) -> DataAxes:
-    """The axes of a mesh, or of one of torch's mesh infos, which say which axis is which."""
+    """Returns the axes of a mesh, or of one of torch's mesh infos, which say which axis is which."""
     if isinstance(mesh_info, DeviceMesh):
         axes = default if mesh_info == default.mesh else data_axes(mesh_info)
     else:

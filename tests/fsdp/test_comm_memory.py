@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
-from parallel3d.fsdp import module as module_file
 from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.reduction import SUMS
@@ -62,7 +61,7 @@ class Allocator:
 def group_memory(monkeypatch) -> Allocator:
     """Process groups with an allocator."""
     allocator = Allocator()
-    monkeypatch.setattr(module_file, "has_group_memory", lambda group, device: True)
+    monkeypatch.setattr(comm_hooks, "has_group_memory", lambda group, device: True)
     monkeypatch.setattr(comm_hooks, "group_memory", allocator)
     return allocator
 
@@ -85,7 +84,7 @@ def symmetric(monkeypatch) -> Allocator:
 
         monkeypatch.setattr(comm_hooks, name, wrapper)
 
-    monkeypatch.setattr(module_file, "check_symmetric", lambda bucket: None)
+    monkeypatch.setattr(comm_hooks, "check_symmetric", lambda bucket: None)
     monkeypatch.setattr(comm_hooks, "use_symmetric_memory", allocator.log.append)
     monkeypatch.setattr(comm_hooks, "symmetric_memory", allocator)
     monkeypatch.setattr(comm_hooks, "make_symmetric", rendezvous)

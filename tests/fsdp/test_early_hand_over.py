@@ -24,7 +24,7 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) ->
     if offload:
         cpu = torch.device("cpu")
         monkeypatch.setattr(
-            offload_module, "places_of", lambda *_: (torch.device("cpu", 0), cpu, False)
+            offload_module.CpuOffload, "places", lambda *_: (torch.device("cpu", 0), cpu, False)
         )
         options["offload_policy"] = CPUOffloadPolicy()
     with fake_world(0, 4):
@@ -43,7 +43,7 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) ->
 
         optimizer.register_step_pre_hook(update)
         lm_loss(model, tokens(0)).backward()
-    last = "copy_home" if offload else "all_reduce" if sizes[0] > 1 else "reduce_scatter"
+    last = "copy_to_host" if offload else "all_reduce" if sizes[0] > 1 else "reduce_scatter"
     order = [what for what, _, _ in device.log if what.startswith(("update", last))]
     units = ["norm", "layers.2", "layers.1", "layers.0", "embed"]
     assert order == [

@@ -271,7 +271,8 @@ def test_offload(monkeypatch, shard) -> None:
     """The shard is taken to the device, which is the CPU under another name, before its method is called."""
     storage_device, device = torch.device("cpu"), torch.device("cpu", 0)
     monkeypatch.setattr(
-        "parallel3d.fsdp.options.offload.places_of", lambda *_: (device, storage_device, False)
+        "parallel3d.fsdp.options.offload.CpuOffload.places",
+        lambda *_: (device, storage_device, False),
     )
     with local_world(2) as world:
         model = fully_shard(

@@ -326,8 +326,8 @@ class TestRefusals:
                     raise Boom
                 return whole_gather(*args)
 
-            whole_gather = whole._gather
-            monkeypatch.setattr(whole, "_gather", gather)
+            whole_gather = whole.all_gathered
+            monkeypatch.setattr(whole, "all_gathered", gather)
             with pytest.raises(Boom), full_params(model):
                 pass
             assert len(calls) == 2 and at_rest(model)

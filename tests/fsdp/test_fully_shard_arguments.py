@@ -153,7 +153,10 @@ class TestPolicies:
             ({"buffer_dtype": torch.int32}, "such as torch.bfloat16, or None"),
             ({"keep_low_precision_grads": None}, "True or False"),
             ({"full_precision_in_eval": "no"}, "True or False"),
-            ({"cast_root_forward_inputs": 0}, "True, False, or None: as cast_forward_inputs"),
+            (
+                {"cast_root_forward_inputs": 0},
+                "True, False, or None for that of cast_forward_inputs",
+            ),
             (
                 {"full_precision_modules": nn.LayerNorm},
                 r"such as \(nn.LayerNorm,\), or \(\) for none",

@@ -33,7 +33,7 @@ class TestNotTheLastBackward:
         if offload:
             cpu = torch.device("cpu")
             places = (torch.device("cpu", 0), cpu, False)
-            monkeypatch.setattr(offload_module, "places_of", lambda *_: places)
+            monkeypatch.setattr(offload_module.CpuOffload, "places", lambda *_: places)
         with local_world(4) as world:
             trial = Trial(
                 world,

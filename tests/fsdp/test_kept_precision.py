@@ -16,7 +16,7 @@ from parallel3d import (
     parallelize,
 )
 from parallel3d.fsdp.inspect import get_unit
-from parallel3d.fsdp.options.offload import CopyHome
+from parallel3d.fsdp.options.offload import CopyToHost
 from parallel3d.fsdp.reduction import Reduction
 from parallel3d.testing import fake_world, local_world
 
@@ -208,7 +208,7 @@ def test_what_is_copied_home_is_what_the_gradient_will_be(keep) -> None:
         model = wrap(nn.Linear(DIM, DIM), param_dtype=BF16, keep_low_precision_grads=keep)
         (bucket,) = get_unit(model).group.buckets
         job = Reduction(bucket, [torch.ones(bucket.numel, dtype=BF16)], [])
-        CopyHome().finish(job, None)
+        CopyToHost().finish(job, None)
         assert job.tensor.dtype is (BF16 if keep else FP32)
 
 

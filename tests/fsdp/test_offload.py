@@ -28,7 +28,7 @@ HSDP = MeshLayout(2, 2, 1)
 def elsewhere(monkeypatch):
     """Buckets with an offload policy live on ``cpu`` and compute on ``cpu:0``."""
     monkeypatch.setattr(
-        offload_module, "places_of", lambda given, mesh, policy: (ELSEWHERE, CPU, False)
+        offload_module.CpuOffload, "places", lambda self, given, mesh: (ELSEWHERE, CPU, False)
     )
 
 
@@ -67,11 +67,10 @@ def test_where_things_are(policy):
 
     cuda, meta = torch.device("cuda", 1), torch.device("meta")
     at_home = (CPU, policy.pin_memory)
-    assert offload.places_of(cuda, Mesh, policy) == (cuda, *at_home)
-    assert offload.places_of(CPU, Mesh, policy) == (torch.device("cuda"), *at_home)
-    assert offload.places_of(meta, Mesh, policy) == (meta, meta, False)
-    assert offload.places_of(cuda, Mesh, OffloadPolicy()) == (cuda, cuda, False)
-    assert offload.places_of(cuda, Mesh, None) == (cuda, cuda, False)
+    places = offload.CpuOffload(policy).places
+    assert places(cuda, Mesh) == (cuda, *at_home)
+    assert places(CPU, Mesh) == (torch.device("cuda"), *at_home)
+    assert places(meta, Mesh) == (meta, meta, False)
 
 
 @pytest.mark.parametrize("layout", [MeshLayout(1, 2, 1), MeshLayout(2, 2, 1)], ids=str)
@@ -124,14 +123,14 @@ class TestStreams:
 
     def test_gradients_are_copied_home_by_the_stream_that_finished_them(self, device):
         log, _ = self.step(device)
-        home = [entry for entry in log if entry[0].startswith("copy_home")]
+        home = [entry for entry in log if entry[0].startswith("copy_to_host")]
         assert len(home) == 4 and {stream for _, stream, _ in home} == {"replicate"}
         reductions = [entry for entry in log if entry[0].startswith("all_reduce")]
         assert all(happens_before(a, b) for a, b in zip(reductions, home, strict=True))
 
     def test_without_a_replicate_axis_that_is_the_reduce_scatters(self, device):
         log, _ = self.step(device, MeshLayout(1, 4, 1))
-        home = [entry for entry in log if entry[0].startswith("copy_home")]
+        home = [entry for entry in log if entry[0].startswith("copy_to_host")]
         assert len(home) == 4 and {stream for _, stream, _ in home} == {"scatter"}
 
     def test_cpu_waits_for_every_copy_before_the_gradients_are_there(self, device, monkeypatch):
@@ -146,7 +145,7 @@ class TestStreams:
         monkeypatch.setattr(bucket_module.GradientSlots, "finish", noted)
         log, model = self.step(device)
         (optimizer,) = find(log, "optimizer")
-        homes = [entry for entry in log if entry[0].startswith("copy_home")]
+        homes = [entry for entry in log if entry[0].startswith("copy_to_host")]
         grads = [entry for entry in log if entry[0].startswith("grad")]
         assert len(homes) == len(grads) == 4
         assert all(happens_before(a, b) for a, b in zip(homes, grads, strict=True))
@@ -215,7 +214,7 @@ class TestStreams:
 
         monkeypatch.setattr(torch.Tensor, "copy_", noted_copy)
         monkeypatch.setattr(
-            offload_module, "places_of", lambda given, mesh, policy: (ELSEWHERE, CPU, True)
+            offload_module.CpuOffload, "places", lambda self, given, mesh: (ELSEWHERE, CPU, True)
         )
         _, model = self.step(device)
         flats = [bucket.flat for bucket in buckets(model)]
@@ -237,9 +236,9 @@ def test_conversions_stay_at_home(elsewhere):
 def test_meta_parameters_come_home_when_they_are_made(elsewhere, monkeypatch):
     """``to_empty(device="cuda")`` of a meta model would be the same: the policy decides."""
     monkeypatch.setattr(
-        offload_module,
-        "places_of",
-        lambda given, mesh, policy: (
+        offload_module.CpuOffload,
+        "places",
+        lambda self, given, mesh: (
             (given, given, False) if given.type == "meta" else (ELSEWHERE, CPU, False)
         ),
     )

@@ -161,8 +161,8 @@ class TestRefusals:
             model = shard_blocks(Lm(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
             whole = Lm().state_dict()
             for kind, match in (
-                (SHARDED, "load it as FULL_STATE_DICT if it is whole"),
-                (LOCAL, r"this rank's part of \(19, 12\) has shape \(10, 12\)"),
+                (SHARDED, "load it as FULL_STATE_DICT if it is a full"),
+                (LOCAL, r"this rank's shard of \(19, 12\) has shape \(10, 12\)"),
             ):
                 with pytest.raises(RuntimeError, match=match):
                     load_model_state_dict(model, whole, type=kind)

@@ -182,7 +182,9 @@ def test_cpu_offload(monkeypatch) -> None:
         torch.device("cpu"),
     )  # two names for two devices
     monkeypatch.setattr(
-        offload_module, "places_of", lambda given, mesh, policy: (elsewhere, storage_device, False)
+        offload_module.CpuOffload,
+        "places",
+        lambda self, given, mesh: (elsewhere, storage_device, False),
     )
     torch.manual_seed(0)
     plain = Lm(layers=1).double()

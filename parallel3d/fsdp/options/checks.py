@@ -1,15 +1,15 @@
-"""Checks of units: the execution order on all ranks, models compared once, parameters updated in backward.
+"""Checks of units: models compared over ranks, the execution order, and parameters updated in backward.
 
-Collectives are matched by their order alone. A rank that runs its units in another order than the rest
-gathers other parameters than it thinks, or waits for ever. With ``check_execution_order`` ranks tell each
-other where they are, through the c10d store: that works although their collectives do not match any more.
+Collectives are matched by their order alone: a rank that runs its units in another order than the others
+gathers wrong parameters or hangs. With ``check_execution_order`` ranks compare their positions through the
+c10d store, which works even when their collectives no longer match.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,125 +31,9 @@ from parallel3d.guards.rendezvous import compare_digests
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
 from parallel3d.mesh.store import others
 
-# What the ranks of a model compare before it communicates for the first time.
-#
-# Each may have changed its parameters since ``fully_shard``, such as frozen one; and plain
-# ``fully_shard`` compares nothing. The ranks of each mesh compare what lies on it: those of
-# another may have another model.
-
-
-def ranks_of(units: Iterable[Unit]) -> list[int]:
-    """All ranks that the units' parameters lie on."""
-    return sorted({rank for unit in units for param in _params(unit) for rank in _ranks(param)})
-
-
-def begins_to_communicate(units: Iterable[Unit]) -> str:
-    """Whether a "forward" of the units does, or only a "backward": where their parameters are whole.
-
-    A rank may then run forward by itself.
-    """
-    for unit in units:
-        for bucket in unit.group.buckets:
-            if bucket.shard_group is not None or any(p.tp_size > 1 for p in bucket.params):
-                return "forward"
-    return "backward"
-
-
-class RanksAgree(RootOption):
-    """What the ranks of one root compare, each once: their models, and which parameters got a gradient.
-
-    Attributes:
-        before: the first "forward" or "backward" that communicates; "" as soon as the models were compared.
-    """
-
-    def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
-        self.before = begins_to_communicate(context.units)
-
-    @property
-    def context(self) -> RunContext:
-        """The root's."""
-        context = self._context()
-        assert context is not None
-        return context
-
-    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Compares the models, where this forward may gather."""
-        if self.before == "forward" and may_communicate(self.context.units):
-            self._compare_models()
-        return units
-
-    def before_backward(self) -> None:
-        """Compares the models, if no forward has."""
-        if self.before:
-            self._compare_models()
-
-    def _compare_models(self) -> None:
-        self.before = ""
-        compare_ranks(self.context)
-
-    def after_reductions(self) -> None:
-        """Compares which parameters have a gradient, after the first backward that reduces all."""
-        context = self.context
-        if not context.running and compare_gradients(context):
-            context.options.remove(self)
-
-
-root_options.append(RanksAgree)
-
-
-def may_communicate(units: Sequence[Unit]) -> bool:
-    """Whether a forward may.
-
-    Not one without gradients of units that ``unshard()`` has gathered: one rank may look at its model alone.
-    """
-    return torch.is_grad_enabled() or not _are_gathered(units)
-
-
-def compare_ranks(context: RunContext) -> None:
-    """Before the first communication.
-
-    Raises:
-        AgreementError: the ranks have other units or parameters; the same error on all of them.
-    """
-    units = context.units
-    if others() is None:
-        return
-    by_ranks: dict[tuple[int, ...], list[tuple[Unit, ShardedParam]]] = {}
-    for unit in units:
-        for param in _params(unit):
-            by_ranks.setdefault(_ranks(param), []).append((unit, param))
-    names = _names(context)
-    for ranks in sorted(by_ranks):  # in one order on all ranks: none waits in a circle
-        found = by_ranks[ranks]
-        compare_digests("model", ranks, lambda found=found: _texts(found, names))  # type: ignore[misc]
-
-
-def compare_gradients(context: RunContext) -> bool:
-    """After the first backward that reduces all: which parameters have a gradient. Whether it was that one.
-
-    A parameter that some ranks alone have used has a gradient on those ranks alone: its shards would part.
-    Only of the first one: later ones would cost a round trip each.
-
-    Raises:
-        AgreementError: other parameters have one on another rank; the same error on all of them.
-    """
-    units = context.units
-    if any(not (unit.sync and unit.all_reduce) or guard_of(unit) is not None for unit in units):
-        return False
-    if others() is None or any(unit.reduce_unused for unit in units):
-        return True
-    names = _names(context)
-    by_ranks: dict[tuple[int, ...], dict[str, str]] = {}
-    for unit in units:
-        for param in _params(unit):
-            has = "has a gradient" if param.sharded.grad is not None else "has none"
-            by_ranks.setdefault(_ranks(param), {})[_name(param, names)] = has
-    for ranks in sorted(by_ranks):
-        found = by_ranks[ranks]
-        compare_digests(_GRADIENTS, ranks, lambda found=found: found)  # type: ignore[misc]
-    return True
-
+# Ranks compare a model's units and parameters before it first communicates, as each may have changed them
+# since ``fully_shard``, and which parameters got a gradient in the first backward. The ranks of each mesh
+# compare the parameters on it: those of another mesh may have another model.
 
 _GRADIENTS = (
     "gradients of the first backward (where ranks use different parameters: "
@@ -157,9 +41,98 @@ _GRADIENTS = (
 )
 
 
-def _are_gathered(units: Iterable[Unit]) -> bool:
-    groups = [unit.group for unit in units if unit.group.buckets]
-    return all(group.state is ShardedState.UNSHARDED for group in groups)
+class RanksAgree(RootOption):
+    """Compares the models of all ranks once, and once which parameters got a gradient.
+
+    Attributes:
+        before: "forward" or "backward": the first that communicates; "" once the models were compared.
+            Without sharded parameters only backward does, and a rank may run forward by itself.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
+        gathers = any(
+            bucket.shard_group is not None or any(p.tp_size > 1 for p in bucket.params)
+            for bucket in buckets
+        )
+        self.before = "forward" if gathers else "backward"
+
+    @property
+    def context(self) -> RunContext:
+        """The root's context."""
+        context = self._context()
+        assert context is not None
+        return context
+
+    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Compares the models if this forward may gather.
+
+        A forward without gradients of units that ``unshard()`` has gathered doesn't: one rank may evaluate
+        its model alone.
+        """
+        if self.before == "forward":
+            groups = [unit.group for unit in self.context.units if unit.group.buckets]
+            gathered = all(group.state is ShardedState.UNSHARDED for group in groups)
+            if torch.is_grad_enabled() or not gathered:
+                self._compare_models()
+        return units
+
+    def before_backward(self) -> None:
+        """Compares the models if no forward has."""
+        if self.before:
+            self._compare_models()
+
+    def _compare_models(self) -> None:
+        self.before = ""
+        _compare("model", self.context, _describe_model)
+
+    def after_reductions(self) -> None:
+        """Compares which parameters have a gradient after the first backward that reduces all.
+
+        A parameter used on some ranks only has a gradient there only, so its shards would diverge. Only the
+        first backward is compared: each comparison costs a round trip.
+        """
+        context = self.context
+        units = context.units
+        accumulates = any(not (unit.sync and unit.all_reduce) for unit in units)
+        if context.running or accumulates or any(guard_of(unit) is not None for unit in units):
+            return
+        if not any(unit.reduce_unused for unit in units):
+            _compare(_GRADIENTS, context, _describe_gradients)
+        context.options.remove(self)
+
+
+root_options.append(RanksAgree)
+
+_UnitParams = list[tuple[Unit, ShardedParam]]
+
+
+def _compare(
+    topic: str,
+    context: RunContext,
+    describe: Callable[[_UnitParams, dict[int, str]], Mapping[str, str]],
+) -> None:
+    """Compares ``describe(parameters, module names)`` over the ranks of each mesh.
+
+    Raises:
+        AgreementError: ranks differ; the same error on all of them.
+    """
+    if others() is None:
+        return
+    names = {  # by id of the ``_parameters`` of each module
+        id(module._parameters): name
+        for top in context.root.modules
+        for name, module in top.named_modules()
+    }
+    by_ranks: dict[tuple[int, ...], _UnitParams] = {}
+    for unit in context.units:
+        for param in _params(unit):
+            by_ranks.setdefault(_ranks(param), []).append((unit, param))
+    for ranks, pairs in sorted(
+        by_ranks.items(), key=lambda item: item[0]
+    ):  # the same order on all ranks
+        compare_digests(topic, ranks, lambda pairs=pairs: describe(pairs, names))  # type: ignore[misc]
 
 
 def _params(unit: Unit) -> Iterator[ShardedParam]:
@@ -170,20 +143,11 @@ def _ranks(param: ShardedParam) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in param.on.mesh.mesh.flatten().tolist()))
 
 
-def _names(context: RunContext) -> dict[int, str]:
-    """Of the places that hold parameters (``module._parameters``): their modules' names."""
-    return {
-        id(module._parameters): name
-        for top in context.root.modules
-        for name, module in top.named_modules()
-    }
-
-
-def _texts(found: list[tuple[Unit, ShardedParam]], names: dict[int, str]) -> dict[str, str]:
-    """What must be alike, by name; the order of names too."""
+def _describe_model(pairs: _UnitParams, names: dict[int, str]) -> dict[str, str]:
+    """Returns descriptions of units and parameters by name, and the orders of the names."""
     units: dict[str, str] = {}
     params: dict[str, str] = {}
-    for unit, param in found:
+    for unit, param in pairs:
         units.setdefault(unit.label, f"reshard_after_forward={unit.reshards()} {unit.policy}")
         params[_name(param, names)] = _describe(param)
     return {
@@ -194,8 +158,15 @@ def _texts(found: list[tuple[Unit, ShardedParam]], names: dict[int, str]) -> dic
     }
 
 
+def _describe_gradients(pairs: _UnitParams, names: dict[int, str]) -> dict[str, str]:
+    return {
+        _name(param, names): "has none" if param.sharded.grad is None else "has a gradient"
+        for _, param in pairs
+    }
+
+
 def _name(param: ShardedParam, names: dict[int, str]) -> str:
-    """All its names, as tied parameters have several."""
+    """Returns all names of a parameter; a tied one has several."""
     return " = ".join(
         f"{prefix}.{attribute}" if (prefix := names.get(id(holder), "?")) else attribute
         for holder, attribute in param.slots
@@ -214,27 +185,24 @@ def _describe(param: ShardedParam) -> str:
     return f"{trained} {tuple(param.global_shape)} {param.dtype}, {placements} on {axes}, {layout}"
 
 
-_TOPIC = "execution order"
-
-
 def check_execution_order(
     model: nn.Module, enabled: bool = True, *, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> None:
-    """For debugging: says when ranks run the units of ``model`` in different orders, or an iteration in
-    another than the one before, and which unit it was.
+    """Makes ranks compare the order in which they run the units of ``model``, for debugging.
 
-    Before each unit's gathers and reductions all ranks of the parameters' meshes compare where they are: a
-    round trip to the store each, so not for production. Under simulated ranks, which run in step, only
-    iterations are compared. A change between iterations is a warning: it is allowed, but what was gathered
-    ahead by the old order was gathered for nothing.
+    Before each unit's gathers and reductions all ranks of the parameters' meshes compare their positions,
+    which costs a round trip to the store each. If they differ, every rank raises an error that names the
+    units. If an iteration runs units in another order than the one before, there is a warning: prefetches
+    follow the previous order, so some were useless. Under simulated ranks, which run in step, only
+    iterations are compared.
 
     Args:
-        model: a model with units; the check is on for all of them.
-        enabled: False ends it. All ranks must call it alike.
-        timeout: how long a rank waits for the others to get where it is.
+        model: a model with units.
+        enabled: False ends the check. All ranks must call it alike.
+        timeout: how long a rank waits for the others to reach its position.
 
     Raises:
-        Parallel3dError: the model has no unit, or a wrong argument. Later, in forward and backward,
+        Parallel3dError: the model has no unit, or an argument is wrong. Later, in forward and backward,
             AgreementError on every rank, naming units and ranks.
     """
     enabled = as_bool("enabled", enabled)
@@ -249,21 +217,22 @@ def check_execution_order(
             f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or "
             "parallelize first"
         )
-    check = OrderCheck(ranks_of(units), timeout)
+    ranks = sorted({rank for unit in units for param in _params(unit) for rank in _ranks(param)})
+    check = _OrderCheck(ranks, timeout)
     for unit in units:
-        unit.observers = [each for each in unit.observers if not isinstance(each, OrderCheck)]
+        unit.observers = [known for known in unit.observers if not isinstance(known, _OrderCheck)]
         if enabled:
             unit.observers.append(check)
 
 
-class OrderCheck(Observer):
-    """Where this rank is, told to the others and compared with the iteration before.
+class _OrderCheck(Observer):
+    """Compares this rank's position with other ranks', and its order with the iteration before.
 
     Attributes:
-        ranks: those that compare.
-        order: units in the order of their forwards, this iteration. Not those that the user runs alone.
+        ranks: the ranks that compare.
+        order: units in the order of their forwards in this iteration, but for those that the user runs alone.
         last: the same of the iteration before.
-        changed: whether this iteration was found to differ.
+        changed: whether this iteration was already found to differ.
     """
 
     def __init__(self, ranks: list[int], timeout: timedelta) -> None:
@@ -273,36 +242,32 @@ class OrderCheck(Observer):
         self.last: list[weakref.ref[Unit]] = []
         self.changed = False
 
-    def at(self, what: str, unit: Unit) -> None:
-        """This rank is about to do ``what`` (forward, backward, ...) of ``unit``."""
-        here = f"{what} of {unit.label}"
+    def _compare(self, event: str, unit: Unit) -> None:
+        position = f"{event} of {unit.label}"
         try:
-            check_agreement(_TOPIC, {"where": here}, timeout=self.timeout, ranks=self.ranks)
+            check_agreement(
+                "execution order", {"where": position}, timeout=self.timeout, ranks=self.ranks
+            )
         except AgreementError as error:
             raise AgreementError(
-                f"{error}\nRank {dist.get_rank()} was at the {here}. Units must run in one order on every "
-                "rank: look for branches that depend on the rank or its data"
+                f"{error}\nRank {dist.get_rank()} was at the {position}. Units must run in one order on "
+                "every rank: look for branches that depend on the rank or its data"
             ) from error
 
     def unshard(self, unit: Unit) -> None:
-        """See ``Observer``."""
-        self.at("unshard()", unit)
+        self._compare("unshard()", unit)
 
     def begin_backward(self, unit: Unit) -> None:
-        """See ``Observer``."""
-        self.at("backward", unit)
+        self._compare("backward", unit)
 
     def begin_reduction(self, unit: Unit) -> None:
-        """See ``Observer``."""
-        self.at("reduction", unit)
+        self._compare("reduction", unit)
 
     def end_backward(self, unit: Unit) -> None:
-        """See ``Observer``."""
-        self.at("end of the backward", unit)
+        self._compare("end of the backward", unit)
 
     def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
-        """See ``Observer``."""
-        self.at("recomputation" if recomputes else "forward", unit)
+        self._compare("recomputation" if recomputes else "forward", unit)
         if recomputes or not (begins or within):
             return
         if begins:
@@ -313,27 +278,27 @@ class OrderCheck(Observer):
             return
         before = self.last[place] if place < len(self.last) else None
         if before is not unit.ref:
-            was = "nothing more" if before is None else _label(before)
-            self._warn(f"unit {unit.label} runs at place {place}, where {was} was before")
+            name = "nothing more" if before is None else _label(before)
+            self._warn(f"unit {unit.label} runs at place {place}, where {name} was before")
 
     def abandon(self, unit: Unit) -> None:
-        """After an exception: the iteration that broke off is not compared with."""
+        """Forgets the iteration, which an exception has ended."""
         self.order = []
 
     def _begin_iteration(self) -> None:
         missing = self.last[len(self.order) :] if self.order else []
         if missing and not self.changed:
-            ran = _label(self.order[-1])
-            self._warn(f"it ended after {ran}; unit {_label(missing[0])} did not run")
+            last_run = _label(self.order[-1])
+            self._warn(f"it ended after {last_run}; unit {_label(missing[0])} did not run")
         if self.order:
             self.last, self.order = self.order, []
         self.changed = False
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, difference: str) -> None:
         self.changed = True
         warnings.warn(
-            f"the execution order of an iteration differs from the one before: {what}. What is gathered "
-            "ahead follows the order before",
+            f"the execution order of an iteration differs from the one before: {difference}. Prefetches "
+            "follow the order of the one before",
             stacklevel=2,
         )
 
@@ -343,40 +308,39 @@ def _label(ref: weakref.ref[Unit]) -> str:
     return "a deleted unit" if unit is None else unit.label
 
 
-# StepGuard: a unit whose parameters are updated within the backward, and what must hold for that.
+# StepGuard: checks of a unit whose parameters are updated within the backward (``step_in_backward``).
 #
-# An update is right only when nothing in this backward, nor in a later one of the same forward,
-# reads the parameters or adds to their gradients any more. Autograd sees to most of it: a gradient
-# arrives when all uses in its backward have contributed. The rest is checked here, and is an error
-# rather than a wrong number:
+# An update is right only if nothing in this backward, or in a later one of the same forward, still reads the
+# parameters or adds to their gradients. Autograd ensures most of it: a gradient arrives when all uses in its
+# backward have contributed. The remaining cases raise an error instead of computing wrong numbers:
 #
-# - a backward inside a backward (reentrant checkpointing) brings gradients one region at a time;
-# - a graph that was made before an update computes with weights that are gone;
-# - a unit runs again after its update (recomputation for a region that needs its values alone);
-# - a loss uses the sharded Parameter itself, whose gradient comes apart from the unit's.
+# - a backward inside a backward (reentrant checkpointing) computes gradients one region at a time;
+# - the graph of a forward before the update has saved the old weights;
+# - a unit runs again after its update (recomputation for a region that needs only its outputs);
+# - a loss uses the sharded Parameter itself, whose gradient arrives apart from the unit's.
 
-_NONE = -1  # what ``backward_id`` is outside a backward
+_NO_BACKWARD = -1  # ``backward_id`` outside of a backward
 
 Update = Callable[[Bucket], None]
 """Updates the parameters of a bucket that have a gradient, and frees it."""
 
 
 class StepGuard(Observer):
-    """Of one unit; its buckets have it too.
+    """Calls ``update`` for the buckets of one unit as their gradients are reduced, after checks.
 
     Attributes:
-        updates: how many updates there have been.
-        updated_in: the backward of the last one.
+        updates: number of updates so far.
+        updated_in: ``backward_id`` of the last one.
     """
 
     def __init__(self, unit: Unit, update: Update) -> None:
         self._unit = unit.ref
         self._update = update
         self.updates = 0
-        self.updated_in = _NONE
-        # Of each forward call: how many updates there were before, and the backward that it was made in.
+        self.updated_in = _NO_BACKWARD
+        # For each forward call: the number of updates before it, and the backward that it ran in.
         self._calls: weakref.WeakKeyDictionary[Call, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._nodes: dict[int, Any] = {}  # id of a sharded Parameter -> what adds to its ``.grad``
+        self._nodes: dict[int, Any] = {}  # id of a sharded Parameter -> its AccumulateGrad node
 
     @property
     def unit(self) -> Unit:
@@ -385,11 +349,8 @@ class StepGuard(Observer):
         assert unit is not None
         return unit
 
-    # -- what the unit tells -------------------------------------------------------------------------
-
     def begin_call(self, unit: Unit) -> None:
-        """Before each forward."""
-        if backward_id() != _NONE and backward_id() == self.updated_in:
+        if backward_id() != _NO_BACKWARD and backward_id() == self.updated_in:
             raise self._error(
                 "was updated in this backward and is now run again (activation checkpointing recomputes a "
                 "region whose own result did not need the unit's gradient)",
@@ -397,29 +358,23 @@ class StepGuard(Observer):
             )
 
     def note_call(self, call: Call) -> None:
-        """A forward call that a backward may follow."""
         self._calls[call] = (self.updates, backward_id())
 
     def reach_call(self, call: Call, context: RunContext) -> None:
-        """A gradient has reached ``call``."""
-        updates, made_in = self._calls.get(call, (0, _NONE))
+        updates, ran_in = self._calls.get(call, (0, _NO_BACKWARD))
         if updates != self.updates:
             raise self._error(
                 "was updated since this forward, so its gradient can't be computed any more",
                 "do one backward for each forward: sum the losses, and no retain_graph=True",
             )
-        if made_in not in (_NONE, backward_id()):
-            self._raise_reentrant()
-        self._check_sync()
+        self._check_backward(nested=ran_in not in (_NO_BACKWARD, backward_id()))
 
     def take_gradient(self, unit: Unit) -> None:
-        """A gradient has arrived."""
-        if unit.context is not None and unit.context.backward_id != backward_id():
-            self._raise_reentrant()
-        self._check_sync()
+        context = unit.context
+        self._check_backward(nested=context is not None and context.backward_id != backward_id())
 
     def update(self, bucket: Bucket, used: Sequence[int]) -> None:
-        """The reduced gradients of ``bucket`` are in ``.grad``."""
+        """Updates ``bucket``, whose reduced gradients are in ``.grad`` of the parameters ``used``."""
         if not used:
             return
         self._check_uses(bucket, used)
@@ -427,29 +382,32 @@ class StepGuard(Observer):
         self.updated_in = backward_id()
         self._update(bucket)
 
-    # -- checks --------------------------------------------------------------------------------------
-
-    def _check_sync(self) -> None:
+    def _check_backward(self, *, nested: bool) -> None:
+        if nested:
+            raise self._error(
+                "is in a backward inside a backward, as of torch.utils.checkpoint(use_reentrant=True): "
+                "whether another one will bring gradients can't be known",
+                "use use_reentrant=False",
+            )
         unit = self.unit
         if not (unit.sync and unit.all_reduce):
             raise self._error("accumulates gradients", _ACCUMULATION_HINT)
 
     def _check_uses(self, bucket: Bucket, used: Sequence[int]) -> None:
         unit = self.unit
-        around = unit if unit.context is None else unit.context.root
-        if unit.depth or around.depth:
+        root = unit if unit.context is None else unit.context.root
+        if unit.depth or root.depth:
             raise self._error(
                 "would be updated by a backward inside a forward that goes on",
                 "call backward after the forward",
             )
-        if backward_id() == _NONE:
+        if backward_id() == _NO_BACKWARD:
             return
         for index in used:
             param = bucket.params[index]
             node = self._nodes.get(id(param.sharded))
-            if node is None:
-                node = get_gradient_edge(param.sharded).node
-                self._nodes[id(param.sharded)] = node  # kept, it is the one that graphs use
+            if node is None:  # kept: graphs use this node as long as it exists
+                node = self._nodes[id(param.sharded)] = get_gradient_edge(param.sharded).node
             if node_is_in_backward(node):
                 raise self._error(
                     f"has parameter {param.name}, which the loss uses outside the unit's forward too: that "
@@ -457,16 +415,9 @@ class StepGuard(Observer):
                     "use it inside the unit's forward, or weight_decay for a penalty on weights",
                 )
 
-    def _raise_reentrant(self) -> None:
-        raise self._error(
-            "is in a backward inside a backward, as torch.utils.checkpoint makes with use_reentrant=True: "
-            "whether another one will bring gradients can't be known",
-            "use use_reentrant=False",
-        )
-
-    def _error(self, what: str, hint: str) -> StateError:
+    def _error(self, problem: str, hint: str) -> StateError:
         return StateError(
-            f"unit {self.unit.label}, whose parameters are updated in backward, {what}; {hint}, or use an "
+            f"unit {self.unit.label}, whose parameters are updated in backward, {problem}; {hint}, or use an "
             "ordinary optimizer"
         )
 
@@ -477,15 +428,15 @@ _ACCUMULATION_HINT = (
 
 
 def guard_of(unit: Unit) -> StepGuard | None:
-    """The guard of ``unit``; None: it is not updated in backward."""
-    return next((each for each in unit.observers if isinstance(each, StepGuard)), None)
+    """Returns the guard of ``unit``, or None if its parameters are not updated in backward."""
+    return next((known for known in unit.observers if isinstance(known, StepGuard)), None)
 
 
-def refuse_accumulation(units: Iterable[Unit], what: str) -> None:
-    """Raises StateError if any of ``units`` is updated in backward."""
+def refuse_accumulation(units: Iterable[Unit], method: str) -> None:
+    """Raises StateError, naming ``method``, if the parameters of any of ``units`` are updated in backward."""
     for unit in units:
         if guard_of(unit) is not None:
             raise StateError(
-                f"{what}: the parameters of unit {unit.label} are updated in backward; "
+                f"{method}: the parameters of unit {unit.label} are updated in backward; "
                 f"{_ACCUMULATION_HINT}, or use an ordinary optimizer"
             )

@@ -1,20 +1,17 @@
-"""Communication hooks ready-made: what ``register_comm_hook`` takes, named as torch's FSDP1 names them.
+"""Communication hooks (named as in torch's FSDP1), and collectives that replace the engine's.
 
-A hook takes the place of a collective on gradients: ``hook(state, grad, output)`` of the reduce-scatter over
-shard, ``hook(state, grad)``, in place, of each all-reduce (over replicate; over shard too, of parameters that
-are whole there). It divides by itself; the engine then doesn't. These average in two steps, as those of
-``torch.distributed.algorithms._comm_hooks.default_hooks`` do: float16 ends at 65504, where a sum of many
-may overflow, and below 6e-8 there is nothing, where a small part divided by all ranks may vanish. So what
-is divided before and after is about the root of the number of ranks.
-
-They return what there is to wait for, so that on a CPU the backward goes on.
+A hook replaces a collective on gradients: ``hook(state, grad, output)`` the reduce-scatter over shard,
+``hook(state, grad)``, in place, each all-reduce (over replicate; over shard too, for parameters that are not
+sharded). It divides by itself; the engine then doesn't. The hooks here divide in two steps, before and after
+the sum, each time by about the root of the number of ranks, as those of
+``torch.distributed.algorithms._comm_hooks.default_hooks`` do: float16 overflows above 65504 and underflows
+below 6e-8. They return an object to wait on, so that on a CPU the backward goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +20,10 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._torch.fully_shard import is_torch_hook_state
-from parallel3d._torch.groups import (
-    all_gather_single,
-    backend_name,
-    reduce_scatter_single,
-)
+from parallel3d._torch.groups import all_gather_single, backend_name, reduce_scatter_single
 from parallel3d._torch.memory import (
     group_memory,
+    has_group_memory,
     make_symmetric,
     symmetric_memory,
     use_symmetric_memory,
@@ -47,20 +41,20 @@ if TYPE_CHECKING:
 
 
 class CommHookState:
-    """What the ready-made hooks are given: the group, and what to divide by before and after the sum.
+    """State of the hooks in this module: the process group, and the factors to divide by.
 
     One state serves all units and both axes of HSDP: before each call of a hook the engine sets
-    ``process_group`` to the group of that call. Subclasses may keep what they like (errors of earlier
-    rounds, say).
+    ``process_group`` to the group of that call. Subclasses may keep state of their own, such as the
+    compression errors of earlier steps.
 
     Args:
-        where: a process group, several, or a mesh, whose axes may occur; registering the hook on a unit
-            that reduces over other ranks is an error. None: any.
-        gradient_predivide_factor: what is divided by before each sum instead of the default, a power of two
-            near the root of the number of ranks.
+        where: the process group, the groups, or the mesh whose axes the state is for; registering it on a
+            unit that reduces over other ranks is an error. None: any groups.
+        gradient_predivide_factor: divisor applied before each sum. Default: a power of two near the root of
+            the number of ranks.
 
     Raises:
-        Parallel3dError: no group or mesh, or a factor that is no positive number.
+        Parallel3dError: ``where`` is no group or mesh, or the factor is not a positive number.
     """
 
     def __init__(
@@ -73,19 +67,17 @@ class CommHookState:
         factor = gradient_predivide_factor
         if factor is not None and not is_positive(factor):
             raise Parallel3dError(
-                f"gradient_predivide_factor is {factor!r}; it must be a positive number, or None for a power "
-                "of two near the root of the number of ranks"
+                f"gradient_predivide_factor is {factor!r}; it must be a positive number, or None"
             )
         self._factor = factor
         self._group = self.groups[0] if len(self.groups) == 1 else None
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The group of the call under way; outside of one the group given, if it is one."""
+        """The group of the current call; outside of a hook the group given to the constructor, if one was."""
         if self._group is None:
             raise StateError(
-                "process_group is known within a hook, where the engine sets it; elsewhere give "
-                "CommHookState one process group"
+                "process_group is known within a hook only, unless CommHookState is given one process group"
             )
         return self._group
 
@@ -95,38 +87,36 @@ class CommHookState:
 
     @property
     def world_size(self) -> int:
-        """Ranks of ``process_group``."""
+        """The number of ranks of ``process_group``."""
         return self.process_group.size()
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed over ``process_group``."""
+        """The divisor applied to gradients before they are summed over ``process_group``."""
         if self._factor is not None:
             return self._factor
         return divisor_before_sum(self.world_size, torch.float16)
 
     @property
     def gradient_postdivide_factor(self) -> float:
-        """What their sum is divided by: together with the other, the number of ranks."""
+        """The divisor applied to the sum; times the other factor it is the number of ranks."""
         return self.world_size / self.gradient_predivide_factor
 
 
 class HookWork:
-    """A hook's collective under way. ``wait`` puts the result where the caller of the hook wants it."""
+    """An asynchronous collective of a hook. ``wait`` writes the mean into ``target``."""
 
-    def __init__(
-        self, result: Callable[[], torch.Tensor], target: torch.Tensor, divisor: float
-    ) -> None:
-        self._result: Callable[[], torch.Tensor] | None = result
+    def __init__(self, work: ScatterWork, target: torch.Tensor, divisor: float) -> None:
+        self._work: ScatterWork | None = work
         self._target = target
         self._divisor = divisor
 
     def wait(self) -> None:
         """Waits (on an accelerator: lets the current stream wait), and divides in the result's dtype."""
-        result, self._result = self._result, None
-        if result is None:
+        work, self._work = self._work, None
+        if work is None:
             return
-        summed = result()
+        summed = work.wait(self._target.dtype)
         if summed is not self._target:
             self._target.copy_(summed)
         if self._divisor != 1:
@@ -136,26 +126,30 @@ class HookWork:
 def reduce_scatter_hook(
     state: CommHookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> HookWork:
-    """The mean over ranks, in the dtype of ``grad``.
+    """Averages gradients over the ranks in the dtype of ``grad``.
 
     Args:
-        grad: (n * S,), which is overwritten; the result where ``output`` is not given.
-        output: (S,), for this rank's part of the result.
+        state: sets the process group and the divisors.
+        grad: (n * S,), overwritten; it receives the result if ``output`` is None.
+        output: (S,), receives this rank's shard of the mean.
     """
     return _reduce(state, grad, output, None)
 
 
 def allreduce_hook(state: CommHookState, grad: torch.Tensor) -> HookWork:
-    """The mean over ranks, in place. For units that shard nothing; ``reduce_scatter_hook`` does both."""
+    """Averages gradients over the ranks in place, for units that shard nothing.
+
+    ``reduce_scatter_hook`` does this too when it gets no ``output``.
+    """
     return _reduce(state, grad, None, None)
 
 
 def bf16_compress_hook(
     state: CommHookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> HookWork:
-    """The mean over ranks, sent and summed in bfloat16. Arguments: see ``reduce_scatter_hook``.
+    """Averages gradients over the ranks, sent and summed in bfloat16; see ``reduce_scatter_hook``.
 
-    It is half the bytes of float32, at 8 bits of precision; the result has the dtype of ``grad``.
+    It sends half the bytes of float32, at 8 bits of precision. The result has the dtype of ``grad``.
     """
     return _reduce(state, grad, output, torch.bfloat16)
 
@@ -163,7 +157,7 @@ def bf16_compress_hook(
 def fp16_compress_hook(
     state: CommHookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> HookWork:
-    """As ``bf16_compress_hook`` in float16: 11 bits of precision, of a narrow range."""
+    """Like ``bf16_compress_hook`` in float16: 11 bits of precision, but a narrow range."""
     return _reduce(state, grad, output, torch.float16)
 
 
@@ -175,22 +169,19 @@ def _reduce(
 ) -> HookWork:
     group = state.process_group
     before, after = state.gradient_predivide_factor, state.gradient_postdivide_factor
-    if before != 1:  # before the cast: what float16 can't hold may fit once it is divided
+    if before != 1:  # before the cast: values beyond float16's range may fit once divided
         grad.div_(before)
     if dtype is None or not grad.is_floating_point():
         dtype = grad.dtype
     sent = grad.to(dtype)
-    if output is not None:
-        scatter = reduce_scatter(sent, group, unit=issuing.unit, device_type=sent.device.type)
-        return HookWork(lambda: scatter.wait(output.dtype), output, after)
-    work = all_reduce(sent, group, unit=issuing.unit)
+    if output is None:
+        work = ScatterWork(all_reduce(sent, group, unit=issuing.unit), sent)
+        return HookWork(work, grad, after)
+    work = reduce_scatter(sent, group, unit=issuing.unit, device_type=sent.device.type)
+    return HookWork(work, output, after)
 
-    def summed() -> torch.Tensor:
-        if work is not None:
-            work.wait()
-        return sent
 
-    return HookWork(summed, grad, after)
+_READY_MADE = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
 
 
 def _groups(where: Any) -> tuple[ProcessGroup, ...]:
@@ -199,27 +190,16 @@ def _groups(where: Any) -> tuple[ProcessGroup, ...]:
     if isinstance(where, DeviceMesh):
         return tuple(where.get_group(axis) for axis in range(where.ndim))
     several = tuple(where) if isinstance(where, (list, tuple)) else (where,)
-    for group in several:
-        if not isinstance(group, dist.ProcessGroup):
-            raise Parallel3dError(
-                f"CommHookState was given {where!r}; it takes a process group, several, a DeviceMesh, or "
-                "None for the groups of whatever unit the hook is registered on"
-            )
+    if not all(isinstance(group, dist.ProcessGroup) for group in several):
+        raise Parallel3dError(
+            f"CommHookState was given {where!r}; it takes a process group, several, a DeviceMesh, or None "
+            "for the groups of any unit"
+        )
     return several
 
 
-# HookedReduce: the user's communication hook in place of a bucket's collectives on gradients.
-
-_READY_MADE = (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    reduce_scatter_hook,
-)
-
-
 class HookedReduce(Reducer):
-    """Calls the user's hook with its state in place of each collective."""
+    """Calls the user's communication hook with its state instead of each collective on gradients."""
 
     by_row = averages = True
 
@@ -230,14 +210,13 @@ class HookedReduce(Reducer):
     def reduce_scatter(
         self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
     ) -> ScatterWork:
-        """(n * S,) of every rank -> (S,) of what the hook makes of it."""
+        """Lets the hook reduce one buffer (n * S,) to this rank's (S,)."""
         whole = inputs[0]
-        size = whole.numel() // group.size()
-        output = torch.empty(size, dtype=whole.dtype, device=whole.device)
+        output = torch.empty(whole.numel() // group.size(), dtype=whole.dtype, device=whole.device)
         return ScatterWork(self._call(group, unit, whole, output), output)
 
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> Any:
-        """In place; returns what there is to wait for, if anything."""
+        """Lets the hook reduce ``tensor`` in place; returns an object to wait on, or None."""
         return self._call(group, unit, tensor)
 
     def _call(self, group: ProcessGroup, unit: str, *tensors: torch.Tensor) -> Any:
@@ -252,11 +231,11 @@ class HookedReduce(Reducer):
 
 
 class AllReduceHook(Stage):
-    """Calls the user's hook with the final gradient.
+    """Calls the user's ``set_all_reduce_hook`` function with the final gradient.
 
     Args:
-        hook: changes it in place.
-        stream: where an accelerator runs it; None: where the all-reduce runs.
+        hook: changes the flat gradient in place.
+        stream: the accelerator stream to run it on. None: that of the all-reduce.
     """
 
     lane = Lane.REPLICATE
@@ -266,40 +245,33 @@ class AllReduceHook(Stage):
         self.stream = stream
 
     def finish(self, job: Reduction, work: Any) -> None:
-        """Calls it."""
         self.hook(job.tensor)
 
 
 def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
-    """Raises unless ``hook`` can be registered for ``bucket``.
-
-    Raises:
-        Parallel3dError: not callable as it will be called, a state that doesn't go with it, or with the
-            bucket's groups.
-        StateError: the bucket has a hook, a factor or a collective of the user's already, or a sum waits.
-    """
+    """Raises Parallel3dError or StateError unless ``hook`` can be registered for ``bucket``."""
     label = f"unit {bucket.unit}"
     if not callable(hook):
         raise Parallel3dError(
-            f"register_comm_hook was given {hook!r}; it takes a function of (state, grad, output) and, for "
-            "all-reduces, (state, grad), such as parallel3d.fsdp.bf16_compress_hook; or None"
+            f"register_comm_hook was given {hook!r}; it takes a function of (state, grad, output=None), such "
+            "as parallel3d.fsdp.bf16_compress_hook; or None"
         )
+    conflict = None
     if isinstance(bucket.reducer, HookedReduce):
-        raise StateError(
-            f"register_comm_hook: {label} has a hook already; remove it first with "
-            "register_comm_hook(None, None)"
+        conflict = (
+            f"{label} has a hook already; remove it first with register_comm_hook(None, None)"
         )
-    if bucket.divide_factor is not None:
-        raise StateError(
-            f"register_comm_hook: the gradients of {label} are divided by {bucket.divide_factor} "
-            "(set_gradient_divide_factor), but a hook divides by itself; restore the default first with "
-            "set_gradient_divide_factor(None)"
+    elif bucket.divide_factor is not None:
+        conflict = (
+            f"the gradients of {label} are divided by {bucket.divide_factor}, but a hook divides by itself; "
+            "call set_gradient_divide_factor(None) first"
         )
-    if custom_reduce_scatter(bucket) is not None:
-        raise StateError(
-            f"register_comm_hook: {label} has a custom reduce-scatter, whose place the hook would take; "
-            "restore the default first with set_custom_reduce_scatter(None)"
+    elif custom_reduce_scatter(bucket) is not None:
+        conflict = (
+            f"{label} has a custom reduce-scatter; call set_custom_reduce_scatter(None) first"
         )
+    if conflict is not None:
+        raise StateError(f"register_comm_hook: {conflict}")
     check_removal(bucket)
     if hook in _READY_MADE and not (isinstance(state, CommHookState) or is_torch_hook_state(state)):
         raise Parallel3dError(
@@ -311,22 +283,21 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
 
 
 def check_removal(bucket: Bucket) -> None:
-    """Raises if a sum waits for its all-reduce: what has divided it, and what will, go together."""
+    """Raises StateError if a reduce-scattered gradient waits for its all-reduce, which one hook must do."""
     if bucket.grads.holds_scattered:
         raise StateError(
-            f"register_comm_hook: .grad of unit {bucket.unit} holds a sum that was reduce-scattered and "
-            "waits for its all-reduce (set_requires_all_reduce(False)); register or remove hooks between "
-            "steps, after zero_grad()"
+            f"register_comm_hook: .grad of unit {bucket.unit} holds a sum that waits for its all-reduce "
+            "(set_requires_all_reduce(False)); register or remove hooks between steps, after zero_grad()"
         )
 
 
 def _check_calls(bucket: Bucket, hook: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # of some builtin functions nothing is known
+    except ValueError:  # some builtin functions have none
         return
     calls: list[tuple[str, ...]] = []
-    if len(bucket.gather_groups) > 0:
+    if bucket.gather_groups:
         calls.append(("state", "grad", "output"))
     if bucket.replicate_groups:
         calls.append(("state", "grad"))
@@ -342,42 +313,27 @@ def _check_calls(bucket: Bucket, hook: Callable[..., Any]) -> None:
 
 
 def _check_groups(bucket: Bucket, state: Any) -> None:
-    """A state that is made for certain groups must be made for those of the bucket."""
+    """Raises Parallel3dError if ``state`` is made for other groups than the bucket reduces over."""
     if isinstance(state, CommHookState):
-        given = state.groups
-    else:  # what torch's states know is one group, whatever the collective
-        given = (state.process_group,) if is_torch_hook_state(state) else ()
-    known = [dist.get_process_group_ranks(group) for group in given]
-    groups = [*bucket.gather_groups, *bucket.replicate_groups]
-    for group in groups if known else ():
+        allowed = state.groups
+    else:  # torch's states have one group for every collective
+        allowed = (state.process_group,) if is_torch_hook_state(state) else ()
+    known = [dist.get_process_group_ranks(group) for group in allowed]
+    for group in (*bucket.gather_groups, *bucket.replicate_groups) if known else ():
         ranks = dist.get_process_group_ranks(group)
         if ranks not in known:
             raise Parallel3dError(
                 f"register_comm_hook: gradients of unit {bucket.unit} are reduced over the ranks {ranks}, "
-                f"but the state is for {', '.join(map(str, known))}; give a parallel3d.fsdp.CommHookState() "
-                "without groups, which serves all"
+                f"but the state is for {', '.join(map(str, known))}; give a CommHookState() without groups"
             )
 
 
-# Collectives in place of the engine's: what they must have, and those the engine brings along.
-#
-# A custom collective is what ``torch.distributed.fsdp`` takes: an object that allocates its own
-# buffers and is called with them. Ours differ from the default only in where the memory comes
-# from.
-
-
-def check_comm(method: str, comm: Any) -> None:
-    """Raises unless ``comm`` is a collective as torch's ``AllGather`` and ``ReduceScatter`` are, or None."""
-    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise Parallel3dError(
-            f"{method} was given {comm!r}; it takes an object with allocate(size, *, dtype, device) and "
-            "__call__(output_tensor, input_tensor, group, ...), as torch.distributed.fsdp's, or None "
-            "for the default"
-        )
+# Custom collectives: objects as ``torch.distributed.fsdp`` takes them, which allocate their own buffers and
+# are called with them. Those defined here differ from the default only in their memory.
 
 
 class CustomReduce(Reducer):
-    """A reduce-scatter by ``comm``, which allocates its buffers."""
+    """A reduce-scatter by ``comm``, which also allocates the buffers."""
 
     by_row = True
 
@@ -387,10 +343,9 @@ class CustomReduce(Reducer):
     def reduce_scatter(
         self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
     ) -> ScatterWork:
-        """(n * S,) of every rank -> (S,) of the sum."""
+        """Sums one buffer (n * S,) of every rank; this rank receives (S,)."""
         whole = inputs[0]
-        size = whole.numel() // group.size()
-        output = self.comm.allocate((size,), dtype=whole.dtype, device=whole.device)
+        output = self.allocate(whole.numel() // group.size(), whole.dtype, whole.device)
         with issuing.as_unit(unit):
             work = self.comm(
                 output_tensor=output,
@@ -402,144 +357,95 @@ class CustomReduce(Reducer):
         return ScatterWork(work, output)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See ``Reducer``."""
+        """Allocates a buffer of ``size`` elements by the collective's allocator."""
         return self.comm.allocate((size,), dtype=dtype, device=device)
 
 
 def custom_reduce_scatter(bucket: Bucket) -> Any:
-    """The collective that takes the place of the engine's reduce-scatter; None: none does."""
+    """Returns the collective that replaces the engine's reduce-scatter, or None."""
     return bucket.reducer.comm if isinstance(bucket.reducer, CustomReduce) else None
 
 
 def set_reduce_scatter(bucket: Bucket, comm: Any) -> None:
-    """Reduces the gradients of ``bucket`` by ``comm``; None: by the engine's collective."""
+    """Makes ``bucket`` reduce its gradients by ``comm``, or, with None, by the engine's collective."""
     bucket.reducer = SUMS if comm is None else CustomReduce(comm)
 
 
-class OwnMemory(ABC):
-    """A collective of the engine's whose buffers come from a special allocator.
-
-    Attributes:
-        group: whose allocator it is.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-
-    @abstractmethod
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A buffer of ``size``, one number."""
-
-
-class _GroupMemory(OwnMemory):
-    """Memory of the process group's own allocator, which NCCL registers for zero-copy transfers."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """See ``OwnMemory``."""
-        return group_memory(self.group, math.prod(size), dtype, device)
-
-
-class GroupAllGather(_GroupMemory):
-    """An all-gather between buffers of the group's allocator."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Issues it."""
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class GroupReduceScatter(_GroupMemory):
-    """A reduce-scatter between buffers of the group's allocator."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Issues it."""
-        return reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-
-
-class _SymmetricMemory(OwnMemory):
-    """Symmetric memory, which NCCL reads and writes on other ranks' devices directly."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
-        use_symmetric_memory("NCCL")
-        dist.barrier(group=group)  # the communicator must be there when memory is made known to it
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """See ``OwnMemory``."""
-        return symmetric_memory(math.prod(size), dtype, device)
-
-
-class SymmetricAllGather(_SymmetricMemory):
-    """An all-gather into symmetric memory; the input is a part of the output."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Issues it."""
-        make_symmetric(output_tensor, group)
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class SymmetricReduceScatter(_SymmetricMemory):
-    """A reduce-scatter between buffers of symmetric memory; NCCL has one for sums only."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Issues it."""
-        make_symmetric(input_tensor, group)
-        make_symmetric(output_tensor, group)
-        return reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-
-
-def check_custom(
-    unit: Unit, method: str, comm: Any, present: Callable[[Bucket], Any], *, reduces: bool
-) -> None:
-    """Raises unless ``comm`` may take the place of ``present``, one of a bucket's collectives.
+class EngineCollective:
+    """An all-gather and reduce-scatter of the engine's own, with buffers from a special allocator.
 
     Args:
-        reduces: whether it is the reduce-scatter.
+        group: the process group whose collectives these are.
+        symmetric: whether buffers are symmetric memory, which NCCL reads and writes on other ranks' devices
+            directly. Otherwise they come from the group's allocator, which NCCL registers for zero-copy.
+    """
+
+    def __init__(self, group: ProcessGroup, *, symmetric: bool) -> None:
+        self.group = group
+        self.symmetric = symmetric
+        if symmetric:
+            use_symmetric_memory("NCCL")
+            dist.barrier(
+                group=group
+            )  # the communicator must exist when memory is registered with it
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Returns an uninitialised buffer of ``size``."""
+        if self.symmetric:
+            return symmetric_memory(math.prod(size), dtype, device)
+        return group_memory(self.group, math.prod(size), dtype, device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: ProcessGroup,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Issues an all-gather, whose input is a part of its output, or with ``op`` a reduce-scatter."""
+        if self.symmetric:
+            for tensor in (output_tensor,) if op is None else (input_tensor, output_tensor):
+                make_symmetric(tensor, group)
+        if op is None:
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+
+
+def set_engine_collectives(bucket: Bucket, *, symmetric: bool, reduces: bool) -> None:
+    """Makes ``bucket`` gather, and if ``reduces`` reduce-scatter too, between such buffers."""
+    assert bucket.shard_group is not None and bucket.scatter_group is not None
+    bucket.gather_comm = EngineCollective(bucket.shard_group, symmetric=symmetric)
+    if reduces:
+        set_reduce_scatter(bucket, EngineCollective(bucket.scatter_group, symmetric=symmetric))
+
+
+def check_custom(unit: Unit, method: str, comm: Any, present: Callable[[Bucket], Any]) -> None:
+    """Raises Parallel3dError or StateError unless ``comm``, given to ``method``, may replace a collective.
+
+    Args:
+        present: returns a bucket's present collective of that kind.
     """
     check_one_mesh(unit, method)
-    check_comm(method, comm)
-    for bucket in unit.group.buckets if comm is not None else ():
-        if reduces:
+    if comm is None:
+        return
+    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise Parallel3dError(
+            f"{method} was given {comm!r}; it takes an object with allocate(size, *, dtype, device) and "
+            "__call__(output_tensor, input_tensor, group, ...), as torch.distributed.fsdp's, or None "
+            "for the default"
+        )
+    for bucket in unit.group.buckets:
+        if present is custom_reduce_scatter:
             check_not_hooked(method, bucket)
-        if isinstance(present(bucket), OwnMemory):
+        if isinstance(present(bucket), EngineCollective):
             raise StateError(
-                f"{method}: the unit's buffers come from the process group's allocator or from symmetric "
-                f"memory, which a custom collective would not use; call {method}(None) first"
+                f"{method}: the unit's buffers come from the process group's allocator or are symmetric "
+                f"memory; call {method}(None) first"
             )
 
 
@@ -552,15 +458,19 @@ def check_not_hooked(method: str, bucket: Bucket) -> None:
         )
 
 
-def check_not_custom(method: str, bucket: Bucket, ours: tuple[type, ...]) -> None:
-    """Raises StateError if ``bucket`` has a collective of the user's, or one that is none of ``ours``."""
+def check_not_custom(method: str, bucket: Bucket, *, symmetric: bool) -> None:
+    """Raises StateError if ``bucket`` has a hook or a collective that ``method`` would replace.
+
+    Args:
+        symmetric: the kind of ``EngineCollective`` that ``method`` sets and so may replace.
+    """
     check_not_hooked(method, bucket)
     for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
-        if comm is not None and not isinstance(comm, ours):
+        same_kind = isinstance(comm, EngineCollective) and comm.symmetric is symmetric
+        if comm is not None and not same_kind:
             raise StateError(
-                f"{method}: the unit already has the collective {type(comm).__name__}, which allocates its "
-                "own buffers; restore the default first with set_custom_all_gather(None) and "
-                "set_custom_reduce_scatter(None)"
+                f"{method}: the unit already has the collective {type(comm).__name__}; call "
+                "set_custom_all_gather(None) and set_custom_reduce_scatter(None) first"
             )
 
 
@@ -569,40 +479,51 @@ def check_one_mesh(unit: Unit, method: str) -> None:
     buckets = unit.group.buckets
     if any(bucket.axes != buckets[0].axes for bucket in buckets):
         raise Parallel3dError(
-            f"{method}: unit {unit.label} has parameters on several meshes, and it would be unclear which of "
-            "their groups is meant; make those of the other mesh a unit of their own"
+            f"{method}: unit {unit.label} has parameters on several meshes; make those of the other mesh a "
+            "unit of their own"
         )
+
+
+def check_group_memory(method: str, bucket: Bucket) -> None:
+    """Raises Parallel3dError unless the backend of the bucket's process groups has an allocator."""
+    device_type = bucket.axes.mesh.device_type
+    for group in {bucket.shard_group, bucket.scatter_group}:
+        assert group is not None
+        if not has_group_memory(group, torch.device(device_type)):
+            raise Parallel3dError(
+                f"{method}: the backend {backend_name(group, device_type)!r} has no allocator for "
+                f"{device_type}; NCCL has one, for CUDA"
+            )
 
 
 def check_symmetric(bucket: Bucket) -> None:
-    """Raises Parallel3dError unless the groups of ``bucket`` have symmetric memory."""
+    """Raises Parallel3dError unless the process groups of ``bucket`` support symmetric memory."""
     assert bucket.shard_group is not None
     device_type = bucket.axes.mesh.device_type
-    carrier = backend_name(bucket.shard_group, device_type)
-    if device_type != "cuda" or carrier != "nccl":
+    backend = backend_name(bucket.shard_group, device_type)
+    if device_type != "cuda" or backend != "nccl":
         raise Parallel3dError(
             "set_symm_mem_for_comm: symmetric memory needs NCCL on CUDA devices; this mesh's groups are "
-            f"{carrier!r} on {device_type!r}"
+            f"{backend!r} on {device_type!r}"
         )
 
 
-def check_symmetric_inputs(comm: Any, max_inputs: int) -> None:
-    """Raises StateError if ``comm`` uses symmetric memory and more than one input is to be in flight."""
-    symmetric = comm is SymmetricReduceScatter or isinstance(comm, SymmetricReduceScatter)
+def check_symmetric_inputs(symmetric: bool, max_inputs: int) -> None:
+    """Raises StateError if a ``symmetric`` reduce-scatter would have several inputs in flight."""
     if symmetric and max_inputs > 1:
         raise StateError(
-            f"max_input_buffers is {max_inputs}, but the reduce-scatter works in symmetric memory, which is "
-            "scarce: keep max_input_buffers=1, or the default reduce-scatter"
+            f"max_input_buffers is {max_inputs}, but symmetric memory is scarce: keep max_input_buffers=1, "
+            "or the default reduce-scatter"
         )
 
 
 def separate_group(bucket: Bucket, group: ProcessGroup) -> ProcessGroup:
-    """A process group of the ranks of ``group`` for the reduce-scatters alone; made once for a mesh."""
+    """Returns a process group of the ranks of ``group`` for reduce-scatters alone, made once per mesh."""
     ranks = tuple(dist.get_process_group_ranks(group))
     return kept_with(
         bucket.axes.mesh,
         ("reduce_scatter", ranks),
-        # Only the group's own ranks meet: other slices of the mesh make theirs by themselves.
+        # Only the group's own ranks synchronise; other slices of the mesh make theirs by themselves.
         lambda: dist.new_group(
             list(ranks), use_local_synchronization=True, group_desc="parallel3d_reduce_scatter"
         ),

@@ -1,8 +1,11 @@
-"""ExtensionBucket: the parameters of one unit that have their own way of being gathered.
+"""ExtensionBucket: parameters with torch's all-gather extension, which say themselves how they are gathered.
 
-They live outside contiguous buffers: each shard at rest is a tensor of the user's subclass. Their gather
-inputs, whatever their dtypes, are packed as bytes and travel in one all-gather; a lone input goes from
-and to its own memory, without a copy. Gradients are ordinary: they share one reduce input as in any Bucket.
+Such a parameter is of a tensor subclass with the methods ``fsdp_pre_all_gather``, which returns what to
+gather instead of the shard (a quantised copy and its scale, say), and ``fsdp_post_all_gather``, which makes
+the unsharded parameter from the gathered values. Its shard at rest is of the subclass too, so it is not part
+of a contiguous buffer. The gather inputs of a unit, whatever their dtypes, are packed as bytes and sent in
+one all-gather; a single input is sent without a copy. Gradients are ordinary tensors, reduced as in any
+Bucket.
 """
 
 from __future__ import annotations
@@ -31,30 +34,28 @@ from parallel3d.fsdp.gradients import GradientSlots
 from parallel3d.fsdp.param import ShardedParam, count_zero_copy, is_small
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 
-# Extension: one parameter that has its own way of being gathered, by torch's all-gather extension
-# protocol.
-#
-# Such a parameter is of a tensor subclass with the methods ``fsdp_pre_all_gather``, which says
-# what to gather instead of the shard (a quantised copy and its scale, say), and
-# ``fsdp_post_all_gather``, which makes the unsharded parameter of what was gathered. The shard at
-# rest is of the subclass too.
-
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has one of the protocol's methods; ``Extension`` raises if it lacks the other."""
+    """Returns whether ``tensor`` has a method of the protocol; ``Extension`` raises if it lacks the other."""
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
 
 
 class Extension:
-    """One parameter that torch's all-gather extension protocol gathers. n is the size of the shard axis.
+    """One parameter with an all-gather extension. n is the size of the shard axis.
+
+    Args:
+        unit: name of the unit, for messages.
+        param: the parameter.
+        local: its shard, or the tensor that the shard will be cut from.
+        mesh: the shard axis, passed to the user's method, as is ``policy``.
+        dtype: the dtype to compute in.
 
     Attributes:
-        param: the parameter's layouts.
         kinds: (shape, dtype) of each gather input; empty before the first gather.
-        metadata: what came with the gather inputs.
-        rows: for each input, the bytes of its output, (n, bytes): row i is what shard rank i gives.
+        metadata: what ``fsdp_pre_all_gather`` returned beside the gather inputs.
+        rows: for each input its output as bytes, (n, bytes): row i comes from shard rank i.
         compute: the unsharded parameter; None before the first gather.
     """
 
@@ -67,7 +68,6 @@ class Extension:
         policy: MixedPrecisionPolicy,
         dtype: torch.dtype,
     ) -> None:
-        """``local``: the shard, or what it will be cut from. ``dtype``: what to compute in."""
         self.label = f"parameter {param.name} of unit {unit} ({type(local).__name__})"
         self.arguments = _check_methods(self.label, local)
         self.param = param
@@ -79,86 +79,74 @@ class Extension:
         self.metadata: Any = None
         self.compute: nn.Parameter | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
-        self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._transposed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inner: tuple[torch.Tensor, ...] = ()
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
-    # -- before the gather -------------------------------------------------------------------------
-
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """What to gather for the shard ``local``, as flat bytes."""
-        if self.arguments == 1:
-            given = local.fsdp_pre_all_gather(self.mesh)  # type: ignore[attr-defined]
-        else:
-            shape = torch.Size(self.param.compute_shape)
-            given = local.fsdp_pre_all_gather(  # type: ignore[attr-defined]
-                self.mesh, shape, _strides(shape), self.param.module(), self.policy
+        """Returns what ``local.fsdp_pre_all_gather`` says to gather, as flat bytes."""
+        shape = torch.Size(self.param.compute_shape)
+        arguments = (self.mesh, shape, _strides(shape), self.param.module(), self.policy)
+        result = local.fsdp_pre_all_gather(*arguments[: self.arguments])  # type: ignore[attr-defined]
+        if not (
+            isinstance(result, tuple) and len(result) == 2 and _are_tensors(result[0]) and result[0]
+        ):
+            raise Parallel3dError(
+                f"{self.label}: {_PRE} returned {_describe(result)}; it must return (inputs, metadata), "
+                "where inputs is a tuple of at least one tensor"
             )
-        inputs, self.metadata = self._split_result(given)
+        inputs, self.metadata = result
         kinds = [(t.shape, t.dtype) for t in inputs]
-        if not self.kinds:
-            self.kinds = kinds
-        elif kinds != self.kinds:
+        self.kinds = self.kinds or kinds
+        if kinds != self.kinds:
             raise Parallel3dError(
                 f"{self.label}: {_PRE} returned tensors of {_show(kinds)}, and of {_show(self.kinds)} "
                 "the first time; it must return the same shapes and dtypes each time"
             )
         return [as_plain(t).reshape(-1).view(torch.uint8) for t in inputs]
 
-    def _split_result(self, given: Any) -> tuple[Sequence[torch.Tensor], Any]:
-        if isinstance(given, tuple) and len(given) == 2:
-            inputs, metadata = given
-            if isinstance(inputs, (tuple, list)) and inputs and _all_tensors(inputs):
-                return inputs, metadata
-        raise Parallel3dError(
-            f"{self.label}: {_PRE} returned {_describe(given)}; it must return (inputs, metadata), where "
-            "inputs is a tuple of at least one tensor"
-        )
-
-    # -- after the gather --------------------------------------------------------------------------
-
     def make_outputs(self, n: int, device: torch.device) -> None:
-        """Buffers for the gathered inputs, each with storage of its own, kept for the model's life.
+        """Makes buffers for the gathered inputs, each with its own storage, kept for the model's life.
 
-        An input with the parameter's number of dims is put together along the sharded dim, any other along
-        its first.
+        Inputs with the parameter's number of dims are concatenated along the sharded dim, others along their
+        first.
         """
         outputs = []
         for shape, dtype in self.kinds:
             shape = shape or torch.Size([1])
-            same = len(shape) == len(self.param.compute_shape)
-            dim = (self.param.dim or 0) if same else 0
+            same_ndim = len(shape) == len(self.param.compute_shape)
+            dim = (self.param.dim or 0) if same_ndim else 0
             whole = [size * n if i == dim else size for i, size in enumerate(shape)]
             buffer = torch.empty(whole, dtype=dtype, device=device)
             rows = buffer
             if dim != 0:
                 rows = torch.empty([n * shape[0], *shape[1:]], dtype=dtype, device=device)
                 by_rank = buffer.unflatten(dim, (n, shape[dim])).movedim(dim, 0)
-                self._scattered.append((by_rank, rows.view(n, *shape)))
+                self._transposed.append((by_rank, rows.view(n, *shape)))
             self.rows.append(rows.view(-1).view(torch.uint8).view(n, -1))
-            self._keep([buffer, rows])
+            self._note_storages([buffer, rows])
             # .data: a version counter of its own, as the computing parameters of a Bucket have.
             outputs.append(buffer.data)
         self._outputs = tuple(outputs)
 
     def rebuild(self) -> bool:
-        """Makes the unsharded parameter of the gathered ``rows``, or renews it.
+        """Makes the unsharded parameter from the gathered ``rows``, or updates it.
 
         Returns:
-            Whether it was made, and not renewed.
+            Whether it was made.
         """
-        for by_rank, rows in self._scattered:
+        for by_rank, rows in self._transposed:
             by_rank.copy_(rows)
-        local, given = self.param.local, (self._outputs, self.metadata, self.dtype)
+        local, arguments = self.param.local, (self._outputs, self.metadata, self.dtype)
         if self.compute is None:
-            result = local.fsdp_post_all_gather(*given)  # type: ignore[attr-defined]
+            result = local.fsdp_post_all_gather(*arguments)  # type: ignore[attr-defined]
             self.compute = self._make_compute(result)
             return True
         written = [self.compute, *self._inner]
         if isinstance(self.compute, DTensor):
             written.append(get_local_tensor(self.compute))
         with preserved_versions(written):
-            local.fsdp_post_all_gather(*given, out=self.compute)  # type: ignore[attr-defined]
+            local.fsdp_post_all_gather(*arguments, out=self.compute)  # type: ignore[attr-defined]
         return False
 
     def _make_compute(self, result: Any) -> nn.Parameter:
@@ -166,8 +154,7 @@ class Extension:
             isinstance(result, tuple)
             and len(result) == 2
             and isinstance(result[0], torch.Tensor)
-            and isinstance(result[1], (tuple, list))
-            and _all_tensors(result[1])
+            and _are_tensors(result[1])
         ):
             raise Parallel3dError(
                 f"{self.label}: {_POST} returned {_describe(result)}; without out= it must return "
@@ -181,35 +168,29 @@ class Extension:
                     "it has no memory of its own: list the tensors inside it"
                 )
         self._inner = (*self._outputs, *inner)
-        self._keep(inner)
-        whole = self.param.as_compute(self._trimmed(whole))
+        self._note_storages(inner)
+        whole = self.param.as_compute(self._without_padding(whole))
         return nn.Parameter(whole, requires_grad=self.param.sharded.requires_grad)
 
-    def _trimmed(self, whole: torch.Tensor) -> torch.Tensor:
-        """``whole`` without the rows that pad the sharded dim."""
-        shape = torch.Size(self.param.compute_shape)
-        dim = self.param.dim or 0
+    def _without_padding(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns ``whole`` without the rows that pad the sharded dim; raises if it has another shape."""
+        shape, dim = torch.Size(self.param.compute_shape), self.param.dim or 0
         if whole.shape == shape:
             return whole
-        if (
-            whole.ndim != len(shape)
-            or whole.shape[dim] < shape[dim]
-            or any(
-                a != b for i, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if i != dim
-            )
+        if whole.ndim != len(shape) or not all(
+            size >= wanted if i == dim else size == wanted
+            for i, (size, wanted) in enumerate(zip(whole.shape, shape, strict=True))
         ):
             raise Parallel3dError(
                 f"{self.label}: {_POST} returned a tensor of shape {tuple(whole.shape)}; the unsharded "
                 f"parameter has shape {tuple(shape)}, or more along dim {dim} if its inputs were padded"
             )
-        if dim == 0:  # as torch does, so that a subclass written for it has what we ask of it
+        if dim == 0:  # as in torch, so that subclasses need to support nothing else
             return torch.as_strided(whole, shape, _strides(shape), 0)
         return whole.narrow(dim, 0, shape[dim])
 
-    # -- memory ------------------------------------------------------------------------------------
-
-    def _keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes storages to free at reshard, and their sizes: several tensors may share one."""
+    def _note_storages(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes storages to free at reshard, and their sizes; several tensors may share one."""
         for tensor in tensors:
             for inner in inner_tensors(tensor):
                 storage = inner.untyped_storage()
@@ -217,19 +198,19 @@ class Extension:
                     self._storages.append((storage, storage.nbytes()))
 
     def allocate(self) -> None:
-        """Gives outputs and inner tensors storage again, with undefined content."""
+        """Allocates the storages again, with undefined content."""
         for storage, size in self._storages:
             if storage.nbytes() != size:
                 storage.resize_(size)
 
     def release(self) -> None:
-        """Frees them."""
+        """Frees the storages."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of an instance of a user's subclass as an ordinary tensor; an ordinary one itself."""
+    """Returns the values of a user's tensor subclass as an ordinary tensor; other tensors unchanged."""
     if type(tensor) is torch.Tensor or isinstance(tensor, (DTensor, LocalTensor)):
         return tensor
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -237,7 +218,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_methods(label: str, local: torch.Tensor) -> int:
-    """Number of arguments ``fsdp_pre_all_gather`` takes: 1 in its first form, 5 now."""
+    """Returns the number of arguments of ``fsdp_pre_all_gather``: 1 in its first form, 5 now."""
     for name, other in ((_PRE, _POST), (_POST, _PRE)):
         if not hasattr(local, name):
             raise Parallel3dError(
@@ -257,8 +238,8 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _all_tensors(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)
+def _are_tensors(values: Any) -> bool:
+    return isinstance(values, (tuple, list)) and all(isinstance(v, torch.Tensor) for v in values)
 
 
 def _show(kinds: list[tuple[torch.Size, torch.dtype]]) -> str:
@@ -272,18 +253,18 @@ def _describe(value: Any) -> str:
 
 
 class ExtensionBucket(Bucket):
-    """See the module's docstring. S is the bytes of all gather inputs of one rank.
+    """Parameters of one unit with all-gather extensions. S is the bytes of all gather inputs of one rank.
 
-    The unsharded parameters are what the user's methods make at the first gather; until then
-    ``compute_params`` holds empty ones.
+    The user's methods make the unsharded parameters at the first gather; until then ``compute_params`` are
+    empty.
 
     Attributes:
         flat: the first shard, for its dtype and device.
         gathered: (n * S,) bytes.
-        rows: for each gather input its output's bytes, (n, bytes).
+        rows: for each gather input its output as bytes, (n, bytes).
     """
 
-    joinable = False  # it gathers bytes of its own making
+    joinable = False  # it gathers bytes, not its shards
     packs_all = True
     by_precision = (
         "policy",
@@ -311,13 +292,9 @@ class ExtensionBucket(Bucket):
         self.has_own_unsharded = True
         self._make_unsharded()
         self.grads = _PlainGradients(self)
-        self.part = None
-        self.rank_in_small = 0
-        self.gather_group = self.shard_group
-        self.custom_gathered = None
+        self.post_forward_rank = 0
 
     def build_unsharded(self) -> None:
-        """As a Bucket does."""
         self._make_extensions()
         self._make_unsharded()
 
@@ -347,29 +324,27 @@ class ExtensionBucket(Bucket):
                 )
 
     def _place(self, param: ShardedParam) -> torch.Tensor:
+        """Makes the shard of ``param``, of the subclass, its sharded Parameter's local tensor."""
         initial, param.initial = param.initial, None
+        device = self.storage_device
         if initial is None:
             local = param.local
-            if local.device != self.storage_device:
-                local = torch.empty_like(local, device=self.storage_device)
-            local = self._pinned(local)
-            param.place(local)
-            return local
-        local = self._shard_of(param, initial)
-        if local.device != self.storage_device:
-            local = local.to(self.storage_device)
-        local = self._pinned(local)
+            if local.device != device:
+                local = torch.empty_like(local, device=device)
+        else:
+            local = self._shard_of(param, initial)
+            if local.device != device:
+                local = local.to(device)
+        if self.pin and not local.is_pinned():
+            local = local.pin_memory()
         param.place(local)
-        # What the subclass keeps on its instances came along with the user's own attributes.
-        for name in vars(initial):
+        for name in vars(initial) if initial is not None else ():
+            # ``place`` copied the attributes of the user's Parameter, among them the subclass's own.
             vars(param.sharded).pop(name, None)
         return local
 
-    def _pinned(self, local: torch.Tensor) -> torch.Tensor:
-        return local.pin_memory() if self.pin and not local.is_pinned() else local
-
     def _shard_of(self, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard, by the operations that torch's engine asks of a subclass."""
+        """Returns this rank's shard, by the operations that torch's engine requires of a subclass."""
         if self.num_shards == 1:
             return own_copy(whole)
         assert param.dim is not None
@@ -387,57 +362,45 @@ class ExtensionBucket(Bucket):
         return whole.new_zeros(empty)
 
     def _chunks(self, param: ShardedParam, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """``whole`` cut along the sharded dim; by all ranks alike, so that all find what can't be."""
+        """Returns all chunks of ``whole``, so that errors are the same on all ranks."""
         assert param.dim is not None
-        size = whole.shape[param.dim]
-        wanted = [
-            n for n in (chunk_length(size, self.num_shards, i) for i in range(self.num_shards)) if n
-        ]
-        what = (
-            f"parameter {param.name} of unit {self.unit}, a {type(whole).__name__} of shape "
-            f"{tuple(whole.shape)}, can't be cut into {self.num_shards} shards of dim {param.dim}"
-        )
-        remedy = (
-            f"give it a size that its kind can cut over {self.num_shards} ranks, another dim by "
-            "shard_placement_fn, or list it in ignored_params"
-        )
+        n, size = self.num_shards, whole.shape[param.dim]
+        wanted = [length for i in range(n) if (length := chunk_length(size, n, i))]
+        cause: Exception | None = None
         try:
-            chunks = torch.chunk(whole, self.num_shards, dim=param.dim)
+            chunks = torch.chunk(whole, n, dim=param.dim)
         except Exception as error:
-            raise Parallel3dError(
-                f"{what}: its torch.chunk raised {type(error).__name__}: {error}; {remedy}"
-            ) from error
-        rows = [chunk.shape[param.dim] for chunk in chunks]
-        if rows != wanted:
-            raise Parallel3dError(
-                f"{what}: its torch.chunk made {rows} rows, where shards have {wanted}; {remedy}"
-            )
-        return chunks
+            cause, problem = error, f"raised {type(error).__name__}: {error}"
+        else:
+            rows = [chunk.shape[param.dim] for chunk in chunks]
+            if rows == wanted:
+                return chunks
+            problem = f"made {rows} rows, where shards have {wanted}"
+        raise Parallel3dError(
+            f"parameter {param.name} of unit {self.unit}, a {type(whole).__name__} of shape "
+            f"{tuple(whole.shape)}, can't be cut into {n} shards of dim {param.dim}: its torch.chunk "
+            f"{problem}; give it another size, another dim by shard_placement_fn, or list it in "
+            "ignored_params"
+        ) from cause
 
     def _take(self, locals_: list[torch.Tensor]) -> None:
         for param, old, local in zip(self.params, self.local_views, locals_, strict=True):
             if not is_extended(local):  # assigned as an ordinary tensor, say
-                param.place(self._extended(param, old, local))
+                new = torch.empty_like(old, dtype=local.dtype, device=local.device)
+                if not is_extended(new):
+                    raise Parallel3dError(
+                        f"a conversion turned parameter {param.name} of unit {self.unit}, a "
+                        f"{type(old).__name__}, into a {type(new).__name__} without fsdp_pre_all_gather; "
+                        "empty_like must keep the subclass"
+                    )
+                param.place(new.copy_(local))
         self.build(locals_[0].device)
-
-    def _extended(
-        self, param: ShardedParam, old: torch.Tensor, local: torch.Tensor
-    ) -> torch.Tensor:
-        """The values of ``local`` in a tensor like ``old``."""
-        new = torch.empty_like(old, dtype=local.dtype, device=local.device)
-        if not is_extended(new):
-            raise Parallel3dError(
-                f"a conversion turned parameter {param.name} of unit {self.unit}, a {type(old).__name__}, "
-                f"into a {type(new).__name__} without fsdp_pre_all_gather; the subclass must keep its type "
-                "in empty_like"
-            )
-        return new.copy_(local)
 
     # -- unshard -----------------------------------------------------------------------------------
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns (output, input) of the all-gather, both bytes, as lists of one."""
-        with _unrecorded():
+        with _without_autograd():
             inputs = [self.part] if self.part is not None else self._inputs()
             if self.gather_comm is None or self.shard_group is None:
                 allocate(self.gathered)
@@ -445,9 +408,9 @@ class ExtensionBucket(Bucket):
             self.custom_gathered = output = self.gather_comm.allocate(
                 (self.gathered.numel(),), dtype=torch.uint8, device=self.device
             )
-            size = sum(part.numel() for part in inputs)
+            size = sum(tensor.numel() for tensor in inputs)
             rank = self.axes.coordinate(self.axes.shard)
-            rank = rank if self.part is None else self.rank_in_small
+            rank = rank if self.part is None else self.post_forward_rank
             part = output.narrow(0, rank * size, size)
             torch.cat(inputs, out=part)
             return [output], [part]
@@ -458,37 +421,38 @@ class ExtensionBucket(Bucket):
             if self.reads_host:
                 local = local.to(self.device, non_blocking=self.pin)
             by_param.append(extension.inputs(local))
-        flat = [tensor for inputs in by_param for tensor in inputs]
         if not self.rows:
-            self._check_agreement([sum(t.numel() for t in inputs) for inputs in by_param])
-            self._make_buffers(flat)
-        return flat
+            sizes = [sum(t.numel() for t in inputs) for inputs in by_param]
+            self._check_agreement(sizes)
+            self._make_buffers(sum(sizes))
+        return [tensor for inputs in by_param for tensor in inputs]
 
     def _check_agreement(self, sizes: list[int]) -> None:
-        """Once, and only where ranks have shards of different sizes: an all-gather of S from each rank.
+        """Raises on all ranks if their gather inputs have different sizes; torch would hang.
 
-        torch raises on the rank that is wrong, and the others hang.
+        It is called once, and communicates only if shards have different sizes.
         """
         uneven = not all(param.even for param in self.params)
         if not uneven or self.shard_group is None or ranks_are_simulated():
             return
-        mine = torch.tensor(sizes, device=self.device)
-        everyone = mine.repeat(self.num_shards)
-        work = all_gather(everyone, mine, self.shard_group, unit=self.unit)
+        own = torch.tensor(sizes, device=self.device)
+        gathered = own.repeat(self.num_shards)
+        work = all_gather(gathered, own, self.shard_group, unit=self.unit)
         if work is not None:
             work.wait()
-        by_param = everyone.view(self.num_shards, -1).T.tolist()
-        for extension, given in zip(self.extensions, by_param, strict=True):
-            if len(set(given)) > 1:
+        by_param = gathered.view(self.num_shards, -1).T.tolist()
+        for extension, by_rank in zip(self.extensions, by_param, strict=True):
+            if len(set(by_rank)) > 1:
                 param = extension.param
                 raise Parallel3dError(
                     f"{extension.label} of shape {tuple(param.compute_shape)} is cut unevenly over "
                     f"{self.num_shards} ranks, and fsdp_pre_all_gather returned inputs of "
-                    f"{', '.join(map(str, given))} bytes on them; where a rank has fewer rows it must pad "
+                    f"{', '.join(map(str, by_rank))} bytes on them; where a rank has fewer rows it must pad "
                     f"its inputs as if its shard had the shape {tuple(param.chunk_shape)}"
                 )
 
-    def _make_buffers(self, flat: list[torch.Tensor]) -> None:
+    def _make_buffers(self, size: int) -> None:
+        """Makes the outputs of the all-gather, to which this rank contributes ``size`` bytes."""
         for extension in self.extensions:
             extension.make_outputs(self.num_shards, self.device)
         self.rows = [rows for extension in self.extensions for rows in extension.rows]
@@ -496,14 +460,14 @@ class ExtensionBucket(Bucket):
         if self.zero_copy:
             self.gathered = self.rows[0].view(-1)
         else:
-            size = self.num_shards * sum(tensor.numel() for tensor in flat)
-            self.gathered = torch.empty(size, dtype=torch.uint8, device=self.device)
+            numel = self.num_shards * size
+            self.gathered = torch.empty(numel, dtype=torch.uint8, device=self.device)
         self.unsharded = self.rows[0]
 
     def copy_out(self) -> None:
-        """After the all-gather: bytes into the outputs, and of these the unsharded parameters."""
+        """After the all-gather: copies bytes to the outputs and makes the unsharded parameters of these."""
         gathered, self.custom_gathered = self.custom_gathered, None
-        with _unrecorded():
+        with _without_autograd():
             for extension in self.extensions:
                 extension.allocate()
             if gathered is None and not self.zero_copy:
@@ -520,67 +484,60 @@ class ExtensionBucket(Bucket):
                 refresh()
 
     def cast_whole(self) -> None:
-        """Unshard without a shard axis: as if gathered from this rank alone."""
+        """Unshards without a shard axis, as if gathered from this rank alone."""
         (output,), (part,) = self.gather_buffers()
-        with _unrecorded():
+        with _without_autograd():
             output.copy_(part)
         self.copy_out()
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """After ``copy_out`` has run on the device."""
         if not self.zero_copy:
             release(self.gathered)
         self.drop_part()
 
     def free_unsharded(self) -> None:
-        """Frees what the unsharded parameters live in, unless the user keeps it."""
         if not self.keep_storage:
             for extension in self.extensions:
                 extension.release()
 
     def free_other_precision(self) -> None:
-        """As a Bucket does."""
         if self.other_precision is not None:
             for extension in self.other_precision["extensions"]:
                 extension.release()
 
-    # -- between forward and backward ----------------------------------------------------------------
-
     def keep_part(self, ranks: int) -> None:
-        """Keeps the gathered bytes of n / ``ranks`` ranks, as a Bucket does its parameters'."""
+        """Keeps the gathered bytes of n / ``ranks`` ranks between forward and backward; see ``Bucket``."""
         if self.shard_group is None or ranks >= self.num_shards:
             return
         mesh = post_forward_mesh(self.axes, ranks)
-        self.gather_group, self.rank_in_small = mesh.get_group(1), mesh.get_local_rank(1)
+        self.gather_group, self.post_forward_rank = mesh.get_group(1), mesh.get_local_rank(1)
         count = self.num_shards // ranks
-        start = self.rank_in_small * count
-        kept = [rows.narrow(0, start, count) for rows in self.rows]
-        with _unrecorded():
+        kept = [rows.narrow(0, self.post_forward_rank * count, count) for rows in self.rows]
+        with _without_autograd():
             self.part = torch.cat(kept, dim=1).view(-1)
 
     def drop_part(self) -> None:
-        """Lets the next all-gather be of the shards again."""
         self.part = None
         self.gather_group = self.shard_group
 
 
 class _PlainGradients(GradientSlots):
-    """A gradient may be of a subclass, as the unsharded parameter is."""
+    """Gradients may be of a subclass, as the unsharded parameters are."""
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
         super().accept(index, as_plain(grad), sync=sync)
 
 
 @contextmanager
-def _unrecorded() -> Iterator[None]:
-    """The user's methods run outside autograd; and tensors made in inference mode couldn't be trained."""
+def _without_autograd() -> Iterator[None]:
+    """The user's methods run in it. Not inference mode: tensors made there could not be trained."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
-    """The shard axis as a mesh of one axis, which ``fsdp_pre_all_gather`` is given."""
+    """Returns the shard axis as a mesh of one axis, for ``fsdp_pre_all_gather``."""
     mesh = axes.mesh
     if axes.shard is not None and mesh.ndim == 1:
         return mesh
@@ -588,16 +545,13 @@ def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
     if axes.shard is None or names is None:
         raise MeshError(
             f"unit {unit} has a parameter with fsdp_pre_all_gather, which needs the shard axis as a mesh, "
-            f"and {mesh} has no axis of that name; give one, of size 1 if nothing is to be sharded: "
-            "parallel3d.build_mesh(MeshLayout(replicate=..., shard=1))"
+            f"and {mesh} has no axis of that name; give one, of size 1 if nothing is to be sharded"
         )
     return mesh[names[axes.shard]]
 
 
-# All-gather extensions that the user sets on local tensors of sharded Parameters.
-#
-# torch asks the local tensor itself, whatever its class. Here it is asked when the model first
-# runs.
+# Extensions that the user sets on local tensors of sharded Parameters after ``fully_shard``. torch looks at
+# the local tensor in each gather, whatever its class; here it is looked at when the model first runs.
 
 _SETTINGS = (
     "divide_factor",
@@ -614,63 +568,54 @@ _SETTINGS = (
 
 
 class LateExtensions(RootOption):
-    """Before a root runs for the first time: looks for extensions on local tensors."""
+    """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = weakref.ref(context)
 
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
-        """Looks for them."""
         context = self._context()
         assert context is not None
         context.options.remove(self)
         for unit in context.units:
-            unit.group.rebuild(with_late_extensions)
+            unit.group.rebuild(_with_late_extensions)
         return units
 
 
 root_options.append(LateExtensions)
 
 
-def with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
-    """``buckets``, whose extended parameters have gone over to buckets of their own; None if there are none.
-
-    Raises:
-        Parallel3dError: one of the methods alone, or in a bucket that can't be parted.
-    """
-    found = [
-        bucket
-        for bucket in buckets
+def _with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
+    """Returns new buckets, or None if no parameter has an extension that is not in an ExtensionBucket."""
+    split = [
+        _split_bucket(bucket)
         if not isinstance(bucket, ExtensionBucket) and any(map(is_extended, bucket.local_views))
+        else [bucket]
+        for bucket in buckets
     ]
-    if not found:
-        return None
-    result = []
-    for bucket in buckets:
-        result += _parted(bucket) if bucket in found else [bucket]
-    return result
+    result = [bucket for part in split for bucket in part]
+    return None if result == buckets else result
 
 
-def _parted(bucket: Bucket) -> list[Bucket]:
-    if type(bucket) is not Bucket or bucket.grads.is_busy:
-        names = [p.name for p in bucket.params if is_extended(p.local)]
-        raise Parallel3dError(
-            f"the local tensor of parameter {', '.join(names)} of unit {bucket.unit} was given "
-            "fsdp_pre_all_gather, which does not go with shard_optimizer_over_replicate, nor with gradients "
-            "that wait; give it before the first forward, or before fully_shard"
-        )
+def _split_bucket(bucket: Bucket) -> list[Bucket]:
     extended = [param for param in bucket.params if is_extended(param.local)]
-    rest = [param for param in bucket.params if not is_extended(param.local)]
+    others = [param for param in bucket.params if not is_extended(param.local)]
+    if type(bucket) is not Bucket or bucket.grads.is_busy:
+        raise Parallel3dError(
+            f"the local tensor of parameter {', '.join(p.name for p in extended)} of unit {bucket.unit} was "
+            "given fsdp_pre_all_gather, which does not go with shard_optimizer_over_replicate, nor with "
+            "unreduced gradients; give it before fully_shard"
+        )
     new = ExtensionBucket(bucket.unit, extended, bucket.axes, bucket.given_policy, bucket.offload)
     for name in _SETTINGS:
         setattr(new, name, getattr(bucket, name))
-    if not rest:
+    if not others:
         return [new]
     device_type = bucket.axes.mesh.device_type
-    locals_ = [param.local for param in rest]
-    bucket.params = rest
+    locals_ = [param.local for param in others]
+    bucket.params = others
     if bucket.shard_group is not None:
-        bucket.zero_copy = count_zero_copy(rest, device_type)
-    bucket.small_grads = [is_small(param, device_type) for param in rest]
+        bucket.zero_copy = count_zero_copy(others, device_type)
+    bucket.small_grads = [is_small(param, device_type) for param in others]
     bucket._take(locals_)
     return [bucket, new]

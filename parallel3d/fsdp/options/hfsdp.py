@@ -1,14 +1,13 @@
-"""HybridBucket: HFSDP, in which what the optimizer sees is sharded over replicate x shard.
+"""HybridBucket: HFSDP, which shards optimizer states over replicate x shard.
 
-HSDP keeps whole optimizer states on every replica. Here Parameters, gradients and so optimizer states are cut
-into R * N parts (R, N: sizes of replicate and shard), and the engine keeps a copy of the weights in compute
-dtype, sharded over ``shard`` alone, from which forward and backward gather as HSDP does. It is renewed by one
-all-gather over replicate at each forward of the root. Gradients are reduce-scattered over
-shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is its relative.
+HSDP keeps an optimizer state for each shard on every replica. Here Parameters, gradients and optimizer
+states are sharded over R * N ranks (R, N: sizes of replicate and shard), and the engine keeps a copy of the
+weights in compute dtype that is sharded over ``shard`` only. Forward and backward gather from this copy as
+in HSDP. One all-gather over replicate renews it at each forward of the root. Gradients are reduce-scattered
+over shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is similar.
 
-Part ``s * R + r`` is that of the rank (r, s): the R parts of one shard rank are neighbours, so that both
-gathers, one after the other, bring all parts in order. ``set_requires_all_reduce(False)`` puts the second
-reduce-scatter off; see ``HybridGradients``. Buffers beside a Bucket's: ``copy`` (R * S).
+The rank (r, s) has shard ``s * R + r``: the R shards of one shard coordinate are consecutive, so that the two
+gathers, one after the other, return all shards in order. ``copy``, (R * S,), is a buffer beside a Bucket's.
 """
 
 from __future__ import annotations
@@ -34,22 +33,20 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
 
 
-# HybridGradients: HFSDP's sums between micro-batches.
-#
-# ``set_requires_all_reduce(False)`` puts off the second reduce-scatter: a rank then holds, of each
-# parameter, what an HSDP rank does, the R parts of its place on the shard axis. They arrive as R
-# rows of S (see ``HybridBucket``); ``.grad`` must be a DTensor, so they wait by parameter.
-
-
 class HybridGradients(GradientSlots):
-    """Of a ``HybridBucket``, whose parameters are all cut evenly. R: the size of replicate."""
+    """The gradients of a ``HybridBucket``, whose parameters are all sharded evenly. R: the size of replicate.
+
+    ``set_requires_all_reduce(False)`` defers the second reduce-scatter: a rank then accumulates what an HSDP
+    rank does, the R shards of its shard coordinate. They arrive as R rows of S elements, but are accumulated
+    by parameter, as ``.grad`` must be a DTensor.
+    """
 
     def __init__(self, bucket: HybridBucket) -> None:
         super().__init__(bucket)
         self.replicas = bucket.replicate_scatter_group.size()
 
     def _zero_partial(self) -> HeldSum:
-        """Parts are (R, *chunk); their memory is that of what an HSDP rank holds, in its shape."""
+        """Parts are (R, *chunk) views of the memory of ``.grad``, which has an HSDP rank's shape."""
         bucket, r = self.bucket, self.replicas
         flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
         regions = flat.split([r * size for size in bucket.slot_sizes])
@@ -64,7 +61,7 @@ class HybridGradients(GradientSlots):
         return HeldSum(flat, parts, marks)
 
     def _rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in (R * S,), each (R, *chunk)."""
+        """Returns views of ``flat``, (R * S,): for each parameter one of (R, *chunk)."""
         columns = flat.view(self.replicas, -1).split(self.bucket.slot_sizes, dim=1)
         return [
             p.slots_by_rank(c).reshape(self.replicas, *p.chunk_shape)
@@ -82,7 +79,7 @@ class HybridGradients(GradientSlots):
             self.partial_reduce_output = self._zero_partial()
         held = self.partial_reduce_output
         row = bucket.axes.coordinate(bucket.axes.replicate)
-        # This rank alone has it: the reduce-scatter to come sums it with zeros, or a hook takes the mean.
+        # Only this rank has it: the second reduce-scatter sums it with zeros, or a hook takes the mean.
         times = self.replicas if bucket.reducer.averages else 1.0
         for index in used:
             before = held.place(index, bucket.params[index].sharded)
@@ -92,30 +89,28 @@ class HybridGradients(GradientSlots):
             part.add_(rows)
 
     def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
-        if (
-            self.partial_reduce_output is None
-            or grad is not self.partial_reduce_output.marks[index]
-        ):
+        reduced, accumulated = self.partial_reduce_output, self.unsharded_accumulated
+        if reduced is None or grad is not reduced.marks[index]:
             super()._fold_into_whole(index, grad)
             return
-        assert self.unsharded_accumulated is not None
+        assert accumulated is not None
         bucket, param, r = self.bucket, self.bucket.params[index], self.replicas
         factor = bucket.num_shards / r if bucket.reducer.averages else bucket.divisor
-        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.tp_partial:
+        if param.layout.tp_grad == "partial" or index in accumulated.tp_partial:
             factor /= param.tp_size
-        self.unsharded_accumulated.folded.add(index)
+        accumulated.folded.add(index)
         first = bucket.axes.coordinate(bucket.axes.shard) * r
-        mine = self.unsharded_accumulated.parts[index].narrow(0, first, r)
-        mine.add_(self.partial_reduce_output.parts[index].reshape(mine.shape), alpha=factor)
-        self.partial_reduce_output.drop(index)
+        target = accumulated.parts[index].narrow(0, first, r)
+        target.add_(reduced.parts[index].reshape(target.shape), alpha=factor)
+        reduced.drop(index)
 
 
 def cut_over_replicate(
     name: str, param: nn.Parameter, requested: RequestedPlacement
 ) -> RequestedPlacement:
-    """``requested`` with axes that cut ``param`` over replicate too, where that is possible.
+    """Returns ``requested`` with axes that shard ``param`` over replicate too, if a dim divides evenly.
 
-    It is where a dim divides evenly by all ranks. Others stay as in HSDP, as do all-gather extensions.
+    Otherwise, and for parameters with an all-gather extension, it returns ``requested``: as in HSDP.
     """
     axes = requested.axes
     if axes.size(axes.replicate) == 1 or axes.spmd is not None or is_extended(param):
@@ -127,7 +122,7 @@ def cut_over_replicate(
 
 
 class ReplicateScatter(Stage):
-    """HFSDP's second reduce-scatter, over replicate."""
+    """The second reduce-scatter of HFSDP, over replicate."""
 
     lane = Lane.REPLICATE
     is_collective = True
@@ -136,28 +131,27 @@ class ReplicateScatter(Stage):
         self.group = group
 
     def start(self, job: Reduction) -> Any:
-        """Issues it."""
         bucket = job.bucket
         reducer = bucket.reducer if bucket.reducer.averages else SUMS
         return reducer.reduce_scatter([job.tensor], self.group, unit=bucket.unit)
 
     def finish(self, job: Reduction, work: Any) -> None:
-        """Its result is this rank's part."""
+        """Makes this rank's shard of the sum the result."""
         job.tensor = work.wait()
 
 
 class HybridBucket(Bucket):
-    """See the module's docstring.
+    """A bucket of HFSDP; see the module's docstring.
 
     Attributes:
-        copy: (R * S,) in compute dtype: the parts of this rank's place on the shard axis.
-        renewing: what to wait for until ``copy`` is there, and the tensor it is made of.
-        is_new: whether there has been no copy yet.
+        copy: (R * S,) in compute dtype: the shards of this rank's shard coordinate.
+        renewing: the work of the all-gather into ``copy`` and its input, until it was waited for; else None.
+        is_new: whether ``copy`` has no values yet.
     """
 
     joinable = False
     gathers_copy = True
-    packs_all = True  # the R parts of a parameter are not neighbours in ``copy``
+    packs_all = True  # the R shards of a parameter are not consecutive in ``copy``
 
     def _find_groups(self) -> None:
         super()._find_groups()
@@ -166,7 +160,6 @@ class HybridBucket(Bucket):
         self.replicate_scatter_group = group = axes.group(axes.replicate)
         self.replicate_groups = []
         self.over_replicate = [ReplicateScatter(group)]
-        # The parts are those of replicate x shard, neighbours along replicate.
         self.gather_groups = [group, *self.gather_groups]
 
     def _describe(self, device: torch.device) -> None:
@@ -174,17 +167,16 @@ class HybridBucket(Bucket):
         self.grads = HybridGradients(self)
 
     def build_unsharded(self) -> None:
-        """As a Bucket does, and the copy, which there is in the present dtype only."""
+        """See ``Bucket``. There is a copy in the present dtype only."""
         super().build_unsharded()
         self.make_copy()
 
     def make_copy(self) -> None:
-        """Memory for the copy, which the next unshard fills."""
+        """Allocates the copy, which the next unshard fills."""
         size = self.replicate_scatter_group.size() * self.numel
         self.copy = torch.empty(size, dtype=self.compute_dtype, device=self.device)
-        if (
-            self.shard_group is None
-        ):  # views made now: those made in inference mode could not be trained
+        if self.shard_group is None:
+            # Views are made here, as those made in inference mode could not be trained.
             allocate(self.unsharded)
             pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
             self.free_unsharded()
@@ -193,27 +185,23 @@ class HybridBucket(Bucket):
         self.is_new = True
 
     def leave_precision(self) -> None:
-        """As a Bucket does."""
         self.finish_renewal()
 
     def enter_precision(self) -> None:
-        """As a Bucket does: the copy is of the other dtype."""
         self.make_copy()
-
-    # -- the copy ------------------------------------------------------------------------------------
 
     @property
     def is_old(self) -> bool:
-        """Whether there is no copy yet, or the weights were seen to change since the last renewal began."""
+        """Whether the copy has no values, or a change of the weights since its last renewal was noticed."""
         return self.is_new or self.versions.weights_changed()
 
     def note_weights(self, comm: Comm) -> None:
-        """As a Bucket does: what is gathered is the copy, of the values that it was renewed with."""
+        """See ``Bucket``. The copy is gathered, with the values from its last renewal."""
         if self.is_new:
             self.renew(comm)
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
-        """Starts the all-gather over replicate that the copy is made by."""
+        """Starts the all-gather over replicate into the copy; see ``Bucket``."""
         if if_changed and not self.is_old:
             return
         self.finish_renewal()
@@ -224,30 +212,28 @@ class HybridBucket(Bucket):
             return all_gather(self.copy, parts, self.replicate_scatter_group, unit=self.unit)
 
         work = comm.run_over_replicate(start, reads_host=self.reads_host)
-        # Here, because an exception on the way leaves the copy in need of it.
+        # Only now, as after an exception the copy must still be renewed.
         self.renewing = (work, parts)
         self.is_new = False
         self.versions.note_weights()
 
     def finish_renewal(self) -> None:
-        """Lets who comes next, on an accelerator the current stream, wait for the copy."""
+        """Waits for the copy; on an accelerator the current stream does."""
         if self.renewing is not None:
             work, _ = self.renewing
             if work is not None:
                 work.wait()
             self.renewing = None
 
-    # -- unshard -------------------------------------------------------------------------------------
-
     def gather_input(self) -> torch.Tensor:
-        """What this rank brings to the all-gather over shard."""
+        """Returns this rank's input of the all-gather over shard."""
         if self.part is not None:
             return self.part
         self.finish_renewal()
         return self.copy
 
     def cast_whole(self) -> None:
-        """Unshard without a shard axis: the copy is all."""
+        """Unshards without a shard axis, from the copy alone."""
         self.finish_renewal()
         allocate(self.unsharded)
         foreach_copy_(*self._whole_pairs)

@@ -1,13 +1,9 @@
-"""Mixed precision's options: full precision in eval mode, modules that keep their precision, cast buffers.
-
-With ``full_precision_in_eval`` a bucket computes in one of two dtypes. Once it has been in both, it has
-buffers and unsharded parameters for both; those that it does not use have no storage.
-"""
+"""Options of MixedPrecisionPolicy: full precision in eval mode, modules in full precision, cast buffers."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,15 +22,17 @@ from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.members import units_modules
 from parallel3d.fsdp.unit import BackwardPass, Call, Observer, Unit
 
+# ``full_precision_in_eval``: a bucket computes in one of two dtypes. Once it has used both, it has buffers
+# and unsharded parameters for both; those that are not in use have no storage.
 
-def switch_precision(bucket: Bucket, full: bool) -> None:
-    """Lets ``bucket``, which is sharded, compute in its parameters' own dtype, or in the policy's again."""
-    if bucket.own_dtype is full:
+
+def _switch_bucket(bucket: Bucket, own: bool) -> None:
+    if bucket.own_dtype is own:
         return
     bucket.leave_precision()
-    bucket.own_dtype = full
+    bucket.own_dtype = own
     before = {name: getattr(bucket, name) for name in bucket.by_precision}
-    # Also during inference: tensors made in inference mode could not be trained with later.
+    # Not in inference mode: tensors made there could not be trained with later.
     with torch.inference_mode(False), torch.no_grad():
         if bucket.other_precision is not None:
             vars(bucket).update(bucket.other_precision)
@@ -47,15 +45,15 @@ def switch_precision(bucket: Bucket, full: bool) -> None:
     bucket.other_precision = before
 
 
-def use_precision(group: ParamGroup, own: bool, comm: Comm) -> None:
-    """Lets ``group`` compute in the parameters' own dtype, or in the policy's again."""
+def _switch_group(group: ParamGroup, own: bool, comm: Comm) -> None:
+    """Makes ``group`` compute in its parameters' own dtypes (``own``) or in the policy's; reshards it."""
     if own is group.own_dtype:
         return
     retain = group.retain
     group.register_sharded()
     group.reshard(comm)
     for bucket in group.buckets:
-        switch_precision(bucket, own)
+        _switch_bucket(bucket, own)
     group.own_dtype = own
     group.refresh()
     if retain is Retain.USER:
@@ -63,72 +61,60 @@ def use_precision(group: ParamGroup, own: bool, comm: Comm) -> None:
 
 
 class FollowMode(Observer):
-    """A unit in eval mode computes in its parameters' own dtype."""
+    """Makes a unit compute in its parameters' own dtypes while its modules are in eval mode."""
 
     def __init__(self) -> None:
         self._calls: weakref.WeakKeyDictionary[Call, bool] = weakref.WeakKeyDictionary()
 
     def prepare(self, unit: Unit, context: RunContext) -> None:
-        """Full precision if the unit's modules are in eval mode."""
-        # What is recomputed within the unit's own backward is in the precision that this has.
+        # A recomputation within the unit's backward keeps the precision.
         if not unit.backward_begun:
             own = not any(module.training for module in unit.modules)
-            use_precision(unit.group, own, context.comm)
+            _switch_group(unit.group, own, context.comm)
 
     def note_call(self, call: Call) -> None:
-        """Notes which precision it has."""
         self._calls[call] = call.unit.group.own_dtype
 
     def reach_call(self, call: Call, context: RunContext) -> None:
-        """Its backward is in the same."""
-        own = self._calls[call]
-        if own is not call.unit.group.own_dtype:
-            go_back_to(call.unit, call, own, context)
+        """Switches to the precision of the forward, if the unit's last forward had another.
+
+        A backward that reaches both reaches the later call first, whose backward is over when all gradients
+        have arrived.
+
+        Raises:
+            StateError: the other backward is not over, or a forward of the unit is running.
+        """
+        unit, own = call.unit, self._calls[call]
+        if own is unit.group.own_dtype:
+            return
+        backward = unit.backward
+        if backward is not None and backward.has_begun and backward.arrived >= unit.group.trainable:
+            unit.finish_backward(context)
+            unit.backward = BackwardPass(calls={id(call)})
+        if unit.backward_begun or unit.depth:
+            raise StateError(
+                f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train "
+                "mode and to one in eval mode before either was over; call backward for each on its own"
+            )
+        _switch_group(unit.group, own, context.comm)
 
 
 def set_up_precision(unit: Unit) -> None:
-    """What the policy of ``unit``, which is new, asks for beside its buckets' dtypes."""
+    """Adds the options of the policy of ``unit``, which is new, to it."""
     policy = unit.policy
     if policy.full_precision_in_eval:
         unit.observers.append(FollowMode())
     if policy.buffer_dtype is not None:
-        unit.group.beside.append(
-            BufferCasts(outside_full(unit.modules, policy), policy.buffer_dtype)
-        )
+        kept = kept_in_full(unit.modules, policy)
+        modules = [module for module in units_modules(unit.modules) if id(module) not in kept]
+        unit.group.beside.append(BufferCasts(modules, policy.buffer_dtype))
 
 
-def go_back_to(unit: Unit, call: Call, own: bool, context: RunContext) -> None:
-    """Before the backward of a ``call`` in another precision than that of the unit's last forward.
-
-    Where one backward comes to both, it comes to the later call first, and is through with it when all
-    gradients have arrived.
-
-    Raises:
-        StateError: it is not, or a forward of the unit is under way.
-    """
-    backward = unit.backward
-    if backward is not None and backward.has_begun and backward.arrived >= unit.group.trainable:
-        unit.finish_backward(context)
-        unit.backward = BackwardPass(calls={id(call)})
-    if unit.backward_begun or unit.depth:
-        raise StateError(
-            f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train mode "
-            "and to one in eval mode before either was over; call backward for each on its own"
-        )
-    use_precision(unit.group, own, context.comm)
-
-
-# Modules that keep their own precision within a unit of a lower one: ``full_precision_modules``.
-
-_KEY = "full_precision"  # of the wrapped forward
+# ``full_precision_modules``: modules that keep their own precision in a unit of a lower one.
 
 
 def kept_in_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> set[int]:
-    """Ids of the modules of one unit that ``policy`` keeps in full precision, and of all inside them.
-
-    Args:
-        modules: those given to ``fully_shard``.
-    """
+    """Returns ids of the unit's modules that are in full precision; ``modules`` were given to fully_shard."""
     classes = policy.full_precision_modules
     return {
         id(inner)
@@ -138,19 +124,13 @@ def kept_in_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> 
     }
 
 
-def outside_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> Iterator[nn.Module]:
-    """The other modules of the unit."""
-    kept = kept_in_full(modules, policy)
-    return (module for module in units_modules(modules) if id(module) not in kept)
-
-
 def cast_around(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
-    """Lets the unit's full-precision modules cast what comes in, and back what goes out."""
+    """Makes the unit's full-precision modules cast their inputs to their own dtype and outputs back."""
     if policy.param_dtype is None:
         return
     for module in units_modules(modules):
         if isinstance(module, policy.full_precision_modules):
-            wrap_forward(module, _in_own_precision, _KEY)
+            wrap_forward(module, _in_own_precision, "full_precision")
 
 
 def _in_own_precision(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,9 +146,9 @@ def _in_own_precision(inner: Callable[..., Any]) -> Callable[..., Any]:
             before = before or tensor.dtype
             return tensor.to(wanted)
 
-        # One by one: torch.compile can't trace what compares the tuple of all.
-        args = tuple(map_tensors(cast_in, each) for each in args)
-        kwargs = {key: map_tensors(cast_in, each) for key, each in kwargs.items()}
+        # One by one: torch.compile can't trace the comparison of all as one tuple.
+        args = tuple(map_tensors(cast_in, arg) for arg in args)
+        kwargs = {key: map_tensors(cast_in, arg) for key, arg in kwargs.items()}
         output = inner(self, *args, **kwargs)
         if before is None:
             return output
@@ -179,22 +159,20 @@ def _in_own_precision(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:
-    """What the module computes in: the dtype of its first parameter or buffer with numbers in it."""
+    """Returns the dtype of the module's first floating-point parameter or buffer, or None."""
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.is_floating_point():
             return tensor.dtype
     return None
 
 
-# BufferCasts: a unit's floating-point buffers in another dtype during its forwards and backwards.
-#
-# At rest each module has its own buffer. While the unit's parameters are shown it has a cast copy
-# instead, and what was written into the copy meanwhile is written back when they are hidden. A
-# copy is kept as long as the buffer's version counter stands still; modules that hold one buffer
-# share one copy.
+# ``buffer_dtype``: while a unit's unsharded parameters are registered, cast copies of its floating-point
+# buffers are registered too. What was written to a copy is written back to the buffer when they are
+# unregistered. A copy is reused while the buffer's version counter doesn't change; modules that share a
+# buffer share its copy.
 
-# F.batch_norm writes them behind the version counter's back.
-_WRITTEN_UNSEEN = ("running_mean", "running_var")
+# F.batch_norm writes these without a change of the version counter.
+_WRITTEN_UNNOTICED = ("running_mean", "running_var")
 
 
 class _Cast:
@@ -202,25 +180,24 @@ class _Cast:
 
     Attributes:
         copy: the buffer in another dtype.
-        of_version: the buffer's version that it holds; None where it is to be made anew.
-        version: its own version since.
+        of_version: the version of the buffer that it was made from; None if it must be made again.
+        version: its own version at that time.
     """
 
     __slots__ = ("copy", "of_version", "version")
 
     def __init__(self, buffer: torch.Tensor, dtype: torch.dtype) -> None:
-        # Not in inference mode: a copy made there could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
             self.copy = buffer.to(dtype)
         self.note(buffer)
 
     def note(self, buffer: torch.Tensor) -> None:
-        """The two hold the same."""
+        """Notes that copy and buffer have the same values now."""
         self.of_version = _version(buffer)
         self.version = self.copy._version
 
     def is_of(self, buffer: torch.Tensor) -> bool:
-        """Whether it is still ``buffer``'s copy."""
+        """Returns whether it is an up-to-date copy of ``buffer``."""
         version = self.of_version
         return (
             version is not None
@@ -229,12 +206,27 @@ class _Cast:
             and self.copy.shape == buffer.shape
         )
 
+    def write_back(self, buffer: torch.Tensor, *, unnoticed: bool) -> None:
+        """Copies to ``buffer`` what was written to the copy; ``unnoticed``: perhaps without a new version."""
+        written = self.copy._version != self.version
+        if not written and not unnoticed:
+            return
+        with torch.no_grad():
+            if written:
+                buffer.copy_(self.copy)
+            else:  # unchanged values keep the digits that the copy lacks
+                same = self.copy == buffer.to(self.copy.dtype)
+                buffer.copy_(torch.where(same, buffer, self.copy.to(buffer.dtype)))
+        self.note(buffer)
+        if torch.promote_types(buffer.dtype, self.copy.dtype) != buffer.dtype:
+            self.of_version = None  # the buffer was rounded, so the copy may differ from it
+
 
 class _Place:
-    """One name in a module, where a copy stands for its buffer.
+    """A name in a module where a copy is registered instead of the buffer.
 
     Attributes:
-        units: how many have put it there: a module without parameters may be of several.
+        units: number of units that have registered it: a module without parameters may be in several.
     """
 
     __slots__ = ("buffer", "cast", "units")
@@ -251,17 +243,17 @@ class BufferCasts:
     """Registers cast copies of a unit's buffers together with its unsharded parameters.
 
     Args:
-        modules: the unit's, those of inner units left out.
-        dtype: what their floating-point buffers are cast to.
+        modules: the unit's modules, without those of inner units.
+        dtype: the dtype to cast their floating-point buffers to.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self._dtype = dtype
-        self._shown: list[tuple[weakref.ref[nn.Module], str, _Place]] = []
+        self._registered: list[tuple[weakref.ref[nn.Module], str, _Place]] = []
 
     def register(self, group: ParamGroup) -> None:
-        """Puts the copies into the modules, unless the group computes in its own dtype."""
+        """Registers the copies, unless the group computes in its own dtype."""
         for ref in () if group.own_dtype else self._modules:
             module = ref()
             if module is None or not module._buffers:
@@ -270,60 +262,35 @@ class BufferCasts:
             for name, buffer in list(module._buffers.items()):
                 place = places.get(name)
                 if place is None or buffer is not place.cast.copy:
-                    if buffer is None or not self._concerns(buffer):
+                    if buffer is None or not buffer.is_floating_point():
                         continue
-                    place = places[name] = _Place(buffer, _cast_of(buffer, self._dtype))
-                    module._buffers[name] = place.cast.copy
+                    if buffer.dtype == self._dtype:
+                        continue
+                    by_dtype = _casts.setdefault(buffer, {})
+                    cast = by_dtype.get(self._dtype)
+                    if cast is None or not cast.is_of(buffer):
+                        cast = by_dtype[self._dtype] = _Cast(buffer, self._dtype)
+                    place = places[name] = _Place(buffer, cast)
+                    module._buffers[name] = cast.copy
                 place.units += 1
-                self._shown.append((ref, name, place))
-
-    def _concerns(self, buffer: torch.Tensor) -> bool:
-        return buffer.is_floating_point() and buffer.dtype != self._dtype
+                self._registered.append((ref, name, place))
 
     def unregister(self) -> None:
-        """Puts the buffers back, with what was written into the copies."""
-        shown, self._shown = self._shown, []
-        for ref, name, place in shown:
+        """Registers the buffers again, with what was written to the copies."""
+        registered, self._registered = self._registered, []
+        for ref, name, place in registered:
             place.units -= 1
             module = ref()
             if module is None or place.units or _places[module].get(name) is not place:
                 continue
             del _places[module][name]
-            if name in module._buffers:  # not deleted meanwhile
-                _put_back(module, name, place)
-
-
-def _put_back(module: nn.Module, name: str, place: _Place) -> None:
-    current, buffer = module._buffers[name], place.buffer
-    if current is place.cast.copy:
-        _write_back(module, name, buffer, place.cast)
-        module._buffers[name] = buffer
-    elif current is not None and current.is_floating_point():
-        module._buffers[name] = current.to(buffer.dtype)  # another tensor was assigned
-
-
-def _cast_of(buffer: torch.Tensor, dtype: torch.dtype) -> _Cast:
-    by_dtype = _casts.setdefault(buffer, {})
-    cast = by_dtype.get(dtype)
-    if cast is None or not cast.is_of(buffer):
-        cast = by_dtype[dtype] = _Cast(buffer, dtype)
-    return cast
-
-
-def _write_back(module: nn.Module, name: str, buffer: torch.Tensor, cast: _Cast) -> None:
-    unseen = module.training and name in _WRITTEN_UNSEEN
-    if cast.copy._version == cast.version and not unseen:
-        return
-    with torch.no_grad():
-        if cast.copy._version == cast.version:
-            # Maybe nothing was: what has not changed keeps the digits that the copy lacks.
-            same = cast.copy == buffer.to(cast.copy.dtype)
-            buffer.copy_(torch.where(same, buffer, cast.copy.to(buffer.dtype)))
-        else:
-            buffer.copy_(cast.copy)
-    cast.note(buffer)
-    if torch.promote_types(buffer.dtype, cast.copy.dtype) != buffer.dtype:
-        cast.of_version = None  # the buffer has been rounded: what comes next begins with that
+            current = module._buffers.get(name)  # None if deleted meanwhile
+            if current is place.cast.copy:
+                unnoticed = module.training and name in _WRITTEN_UNNOTICED
+                place.cast.write_back(place.buffer, unnoticed=unnoticed)
+                module._buffers[name] = place.buffer
+            elif current is not None and current.is_floating_point():  # assigned meanwhile
+                module._buffers[name] = current.to(place.buffer.dtype)
 
 
 def _version(buffer: torch.Tensor) -> int | None:

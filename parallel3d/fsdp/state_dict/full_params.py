@@ -1,4 +1,8 @@
-"""full_params: modules show whole, plain Parameters for a while, and what is done to them is kept."""
+"""full_params: registers the full parameters in a sharded model's modules for a while.
+
+Also what full state dicts share with it: gathering full tensors, registering other Parameters than the
+sharded ones, and sending values from the first rank to all.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,12 @@ from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import waits_for_reduction
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.members import check_module, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
-from parallel3d.fsdp.param import of
-from parallel3d.fsdp.placement import ParamAxes
+from parallel3d.fsdp.param import parameters_dict
+from parallel3d.fsdp.state_dict.transforms import all_gathered
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
@@ -33,22 +36,22 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.unit import Unit
 
 
-# The first rank of a model's meshes: what ``rank0_only`` keeps and ``broadcast_from_rank0`` gives.
+# The first rank of a model's meshes, which ``rank0_only`` and ``broadcast_from_rank0`` are about.
 
 
 def meshes_of(units: Iterable[Unit]) -> list[DeviceMesh]:
-    """The meshes that the units' parameters lie on at rest, each once, in an order all ranks share."""
+    """Returns the distinct meshes of the units' sharded Parameters, in the same order on all ranks."""
     meshes: list[DeviceMesh] = []
-    for unit in units:
-        for bucket in unit.group.buckets:
-            for param in bucket.params:
-                if all(param.on.mesh is not mesh and param.on.mesh != mesh for mesh in meshes):
-                    meshes.append(param.on.mesh)
+    for param in (
+        param for unit in units for bucket in unit.group.buckets for param in bucket.params
+    ):
+        if param.on.mesh not in meshes:
+            meshes.append(param.on.mesh)
     return meshes
 
 
 def is_first(meshes: Iterable[DeviceMesh]) -> bool:
-    """Whether this rank is the first of each of ``meshes``: rank 0, where they have all ranks.
+    """Returns whether this rank is the first of each of ``meshes``: rank 0, if they have all ranks.
 
     Simulated ranks are one process, which counts as the first.
     """
@@ -62,9 +65,10 @@ def _groups(mesh: DeviceMesh) -> list[ProcessGroup]:
 
 
 def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Gives ``tensor`` of the mesh's first rank to all, in place, axis by axis.
+    """Broadcasts ``tensor`` of the mesh's first rank to all its ranks, in place, axis by axis.
 
-    After axis i all ranks have it whose coordinates on later axes are 0; what others send is overwritten.
+    After axis i all ranks with coordinate 0 on the later axes have the value; other ranks' values are
+    overwritten later.
     """
     if not tensor.numel():
         return
@@ -72,184 +76,133 @@ def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=0)
 
 
-def sent_by_first(value: Any, meshes: Iterable[DeviceMesh]) -> Any:
-    """``value`` of the first rank of ``meshes``, on all of them; pickled, so for small things.
+def made_by_first(
+    meshes: Sequence[DeviceMesh], tensors: Mapping[str, Any], make: Callable[[], Any]
+) -> Any:
+    """Returns on every rank what ``make()`` returns on the first rank of ``meshes``, sent by pickle.
+
+    Args:
+        tensors: the values by name that the first rank will send later, checked there.
 
     Raises:
-        Parallel3dError: it is a ``refusal``; on every rank, others would wait for one that raises alone.
+        Parallel3dError: one of ``tensors`` is a DTensor or on the meta device. It is raised on every rank,
+            so that no rank waits for one that has raised alone.
     """
+    made = (_refusal(tensors) or make()) if is_first(meshes) else None
     for mesh in meshes:
-        value = _broadcast_object(value, mesh)
-    if isinstance(value, str):
-        raise Parallel3dError(value)
-    return value
+        box = [made]
+        for group in () if ranks_are_simulated() else _groups(mesh):
+            dist.broadcast_object_list(box, group=group, group_src=0)
+        made = box[0]
+    if isinstance(made, str):
+        raise Parallel3dError(made)
+    return made
 
 
-def refusal(values: Mapping[str, Any]) -> str | None:
-    """What is wrong with ``values``, which the first rank is to send; None if nothing is."""
-    for name, value in values.items():
+def _refusal(tensors: Mapping[str, Any]) -> str | None:
+    for name, value in tensors.items():
         if isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta):
             what = "on the meta device" if value.is_meta else "a DTensor"
             return (
-                f"broadcast_from_rank0=True: {name} is {what} on the first rank, which has to give whole "
+                f"broadcast_from_rank0=True: {name} is {what} on the first rank, which has to give full "
                 "tensors with values, as model_state_dict and optim_state_dict return them for "
                 "StateDictType.FULL_STATE_DICT"
             )
     return None
 
 
-def _broadcast_object(value: Any, mesh: DeviceMesh) -> Any:
-    if ranks_are_simulated():
-        return value
-    box = [value]
-    for group in _groups(mesh):
-        dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same shape and dtype in the memory of one element, for a value sent later."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
-# Whole tensors: from what the ranks hold of a bucket's parameters to tensors of the plain model's
-# shapes.
-#
-# One all-gather over the shard axis for all that is asked for of a bucket, and one over each own
-# axis (tp) for what it cuts. Values keep their dtype, unlike those that an unshard makes for
-# computing.
+# Full tensors: from this rank's shards of a bucket's parameters to tensors of their global shapes. There is
+# one all-gather over the shard axis per bucket, and one over each own axis (tp) that shards a parameter.
+# Unlike in an unshard, values keep their dtype.
 
 
-def check_has_values(bucket: Bucket) -> None:
-    """Raises StateError for parameters on the meta device, which have nothing to gather."""
-    if bucket.flat.is_meta:
-        raise StateError(
-            f"parameters of unit {bucket.unit} ({bucket.params[0].name} is the first) are on the meta "
-            "device and have no values yet; call parallel3d.materialize or to_empty first"
-        )
-
-
-def gather_rows(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-    """What every shard rank has in ``flat``.
-
-    Args:
-        flat: (k,), of the same k on every rank: slots of some or all of the bucket's parameters.
-
-    Returns:
-        (parts, k) on the device that the bucket computes on. Without a shard axis a view of ``flat``.
-    """
-    flat = flat.to(bucket.device)
-    numel = flat.numel()
-    for group in bucket.gather_groups:
-        if numel:
-            size = group.size() * flat.numel()
-            gathered = torch.empty(size, dtype=flat.dtype, device=flat.device)
-            _gather(gathered, flat, group, bucket.unit)
-            flat = gathered
-    return (
-        flat.view(bucket.num_shards, numel)
-        if numel
-        else flat.view(1, 0).expand(bucket.num_shards, 0)
-    )
-
-
-def whole_tensors(
-    bucket: Bucket, indices: Sequence[int], locals_: Sequence[torch.Tensor | None]
+def full_tensors(
+    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Gathers tensors that lie on the ranks as the bucket's parameters do: values, gradients, moments.
+    """Gathers tensors sharded as the bucket's parameters are: values, gradients, optimizer states.
 
     Args:
-        indices: which parameters' they are.
-        locals_: this rank's parts, plain tensors of one dtype; None counts as zeros.
+        params: the parameters of the bucket that they belong to.
+        locals_: this rank's shards, plain tensors of one dtype; None stands for zeros.
 
     Returns:
-        Tensors of the parameters' global shapes, each with memory of its own.
+        Tensors of the parameters' global shapes, each in its own memory, on the device that the bucket
+        computes on.
     """
-    params = [bucket.params[i] for i in indices]
     if not params:
         return []
     with torch.inference_mode(False), torch.no_grad():
-        rows = gather_rows(bucket, _packed(bucket, params, locals_))
+        rows = _packed(bucket, params, locals_).to(bucket.device)
+        numel = rows.numel()
+        for group in bucket.gather_groups:
+            rows = all_gathered(rows, group, bucket.unit)
+        rows = rows.view(bucket.num_shards, numel)
         columns = rows.split([p.slot_numel for p in params], dim=1)
         parts = [_compute_part(p, c) for p, c in zip(params, columns, strict=True)]
         del rows, columns
-        return _joined_over_own_axes(bucket.unit, params, parts)
+        _gather_own_axes(bucket.unit, params, parts)
+        return parts
 
 
 def _packed(
     bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """``locals_`` in the parameters' slots, one after another; padding is zero."""
+    """Returns ``locals_`` in the parameters' segments, one after another, with zeros as padding."""
     views = bucket.local_views
-    one_buffer = bucket.joinable  # not where each parameter has memory of its own
+    one_buffer = bucket.joinable  # False where each parameter has its own memory
     if one_buffer and len(locals_) == len(views) and all(map(operator.is_, locals_, views)):
         return bucket.flat
     dtype = next((x.dtype for x in locals_ if x is not None), bucket.dtype)
     sizes = [p.slot_numel for p in params]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=bucket.storage_device)
-    for param, slot, local in zip(params, flat.split(sizes), locals_, strict=True):
+    for param, segment, local in zip(params, flat.split(sizes), locals_, strict=True):
         if local is not None:
-            param.local_view(slot).copy_(local)
+            param.local_view(segment).copy_(local)
     return flat
 
 
 def _compute_part(param: ShardedParam, column: torch.Tensor) -> torch.Tensor:
-    """(parts, slot_numel) of one parameter -> what the own axes leave of it on this rank."""
+    """Returns the parameter in its compute shape from ``column``, (num_shards, slot_numel)."""
     region = torch.empty(
         param.num_shards * param.slot_numel, dtype=column.dtype, device=column.device
     )
-    for part, held in param.copy_pairs(region, column):
-        part.copy_(held)
+    for target, source in param.copy_pairs(region, column):
+        target.copy_(source)
     view = param.contiguous_view(region)
     return view if param.even else view.clone(memory_format=torch.contiguous_format)
 
 
-# -- own axes ----------------------------------------------------------------------------------------
-
-
-def _joined_over_own_axes(
-    unit: str, params: Sequence[ShardedParam], parts: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Undoes the own axes' cuts, the last first."""
+def _gather_own_axes(unit: str, params: Sequence[ShardedParam], parts: list[torch.Tensor]) -> None:
+    """Replaces ``parts``, of compute shapes, by tensors of global shapes; the last own axis first."""
     for level in reversed(range(max(len(p.on.cuts) for p in params))):
-        members: dict[str, list[int]] = {}
-        groups: dict[str, ProcessGroup] = {}
+        by_group: dict[str, tuple[ProcessGroup, list[int]]] = {}
         for index, param in enumerate(params):
-            if level < len(param.on.cuts) and _ways(param.on, level) > 1:
-                group = _group(param.on, level)
-                groups[group.group_name] = group
-                members.setdefault(group.group_name, []).append(index)
-        for name, indices in members.items():
-            _join(unit, groups[name], level, params, parts, indices)
-    return parts
+            mesh = param.on.compute_mesh
+            if level < len(param.on.cuts) and mesh is not None:
+                axis, _ = param.on.cuts[level]
+                if mesh.size(axis) > 1:
+                    group = mesh.get_group(axis)
+                    by_group.setdefault(group.group_name, (group, []))[1].append(index)
+        for group, indices in by_group.values():
+            cuts = [_OwnCut(params[i], level) for i in indices]
+            packed = torch.cat([c.padded(parts[i]) for c, i in zip(cuts, indices, strict=True)])
+            rows = all_gathered(packed, group, unit).view(group.size(), packed.numel())
+            columns = rows.split([prod(cut.largest) for cut in cuts], dim=1)
+            for cut, index, column in zip(cuts, indices, columns, strict=True):
+                parts[index] = cut.joined(column)
 
 
-def _join(
-    unit: str,
-    group: ProcessGroup,
-    level: int,
-    params: Sequence[ShardedParam],
-    parts: list[torch.Tensor],
-    indices: list[int],
-) -> None:
-    """Replaces ``parts[i]``, cut by ``group`` as their ``level``-th cut, by what they were before it."""
-    cells = [_Cut(params[i], level) for i in indices]
-    sizes = [prod(cell.largest) for cell in cells]
-    packed = torch.cat([cell.padded(parts[i]) for cell, i in zip(cells, indices, strict=True)])
-    if not packed.numel():
-        rows = packed.new_empty(group.size(), 0)
-    else:
-        gathered = torch.empty(
-            group.size() * packed.numel(), dtype=packed.dtype, device=packed.device
-        )
-        _gather(gathered, packed, group, unit)
-        rows = gathered.view(group.size(), packed.numel())
-    columns = rows.split(sizes, dim=1)
-    for cell, index, column in zip(cells, indices, columns, strict=True):
-        parts[index] = cell.joined(column)
-
-
-class _Cut:
-    """One cut of one parameter by an own axis.
+class _OwnCut:
+    """How one own axis shards one parameter.
 
     Attributes:
-        dim: what is cut.
-        largest: the largest shape after the cut.
+        axis, dim: the axis of the compute mesh, and the dim that it shards.
+        largest: the largest shape that a rank has after it.
         before: this rank's shape before it; SymInts under simulated ranks.
     """
 
@@ -258,16 +211,16 @@ class _Cut:
         self.on = on
         self.axis, self.dim = on.cuts[level]
         self.largest, self.before = list(shape), list(shape)
-        for each, (axis, dim) in enumerate(on.cuts[: level + 1]):
+        for i, (axis, dim) in enumerate(on.cuts[: level + 1]):
             self.largest[dim] = on.largest_length(axis, self.largest[dim])
-            if each < level:
+            if i < level:
                 assert on.compute_mesh is not None
                 rank = on.compute_mesh.get_local_rank(axis)
                 self.before[dim] = on.length(axis, self.before[dim], rank)
         self.even = on.are_even(shape)
 
     def padded(self, part: torch.Tensor) -> torch.Tensor:
-        """``part`` with zeros up to the largest shape, flat."""
+        """Returns ``part`` flat, padded with zeros up to the largest shape."""
         if self.even:
             return part.reshape(-1)
         padded = torch.zeros(self.largest, dtype=part.dtype, device=part.device)
@@ -278,7 +231,7 @@ class _Cut:
         return padded.view(-1)
 
     def joined(self, column: torch.Tensor) -> torch.Tensor:
-        """(ways, elements) of the ranks along the axis -> the tensor before the cut."""
+        """Returns the tensor before the cut from ``column``, (ranks of the axis, elements)."""
         pieces = []
         for rank, row in enumerate(column):
             piece = row.view(self.largest)
@@ -290,45 +243,23 @@ class _Cut:
         return self.on.joined(self.axis, self.dim, pieces)
 
 
-def _ways(on: ParamAxes, level: int) -> int:
-    assert on.compute_mesh is not None
-    return on.compute_mesh.size(on.cuts[level][0])
-
-
-def _group(on: ParamAxes, level: int) -> ProcessGroup:
-    assert on.compute_mesh is not None
-    return on.compute_mesh.get_group(on.cuts[level][0])
-
-
-def _gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup, unit: str) -> None:
-    work = all_gather(output, part.contiguous(), group, unit=unit)
-    if work is not None:
-        work.wait()
-
-
-# -- replicas ----------------------------------------------------------------------------------------
-
-
 def make_replicas_agree(
-    bucket: Bucket, indices: Sequence[int], locals_: Sequence[torch.Tensor]
+    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> None:
-    """Ranks that hold the same part of a parameter take what the first of them has, in place.
+    """Broadcasts each shard from the first of the ranks that hold it, in place.
 
-    One broadcast per axis that replicates: what users write to whole tensors may differ by rank, as
-    random numbers do, and replicas that differ stay so without a sign.
+    What users write to full tensors may differ by rank, as random numbers do, and replicas that differ once
+    would stay different without an error. There is one broadcast per axis that replicates.
     """
-    params = [bucket.params[i] for i in indices]
     with torch.inference_mode(False), torch.no_grad():
         for group in bucket.replicate_groups:
             _take_first(group, bucket.device, locals_)
-        members: dict[str, list[torch.Tensor]] = {}
-        groups: dict[str, ProcessGroup] = {}
+        by_group: dict[str, tuple[ProcessGroup, list[torch.Tensor]]] = {}
         for param, local in zip(params, locals_, strict=True):
             for group in param.on.replicating_groups():
-                groups[group.group_name] = group
-                members.setdefault(group.group_name, []).append(local)
-        for name, group in groups.items():
-            _take_first(group, bucket.device, members[name])
+                by_group.setdefault(group.group_name, (group, []))[1].append(local)
+        for group, members in by_group.values():
+            _take_first(group, bucket.device, members)
 
 
 def _take_first(group: ProcessGroup, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -337,34 +268,32 @@ def _take_first(group: ProcessGroup, device: torch.device, tensors: Sequence[tor
         return
     plain = [as_plain(tensor.detach()) for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1) for tensor in plain]).to(device)
-    dist.broadcast(packed.view(torch.uint8), group=group, group_src=0)  # bytes: of any dtype
+    dist.broadcast(packed.view(torch.uint8), group=group, group_src=0)  # as bytes, for any dtype
     values = packed.split([tensor.numel() for tensor in plain])
     for tensor, value in zip(tensors, values, strict=True):
         tensor.detach().copy_(value.view(tensor.shape))
 
 
-# OtherForm: other Parameters in place of a unit's sharded ones, for a while between steps.
-#
-# ``full_params`` shows whole ones, ``state_dict`` whole or local ones while it is made. The
-# sharded Parameter objects stay what the optimizer and the unit have; they come back into the
-# modules on any way out.
+# Swapped parameters: other Parameters registered instead of a unit's sharded ones, between steps.
+# ``full_params`` registers full ones, ``state_dict`` full or local ones while it runs. The optimizer and the
+# unit keep the sharded Parameter objects, which are registered again in any case.
 
-Chosen = list[tuple["Bucket", list[int]]]
-"""Parameters of a unit: by bucket their indices, in an order that all ranks share."""
+ByBucket = list[tuple["Bucket", list["ShardedParam"]]]
+"""Parameters of a unit by bucket, in the same order on all ranks."""
 
 
-def check_not_shown(unit: Unit, what: str) -> None:
-    """Raises StateError while the unit shows other Parameters than its own."""
+def check_not_swapped(unit: Unit, what: str) -> None:
+    """Raises StateError, naming ``what`` was called, while the unit's parameters are swapped."""
     if unit.group.is_in_other_form:
         raise StateError(
-            f"{what}: unit {unit.label} shows its parameters in another form already; leave that "
+            f"{what}: the parameters of unit {unit.label} are in another form already; leave that "
             "full_params (or state_dict) first"
         )
 
 
 def check_at_rest(unit: Unit, what: str) -> None:
-    """Raises StateError if the unit shows other Parameters already, or is in a forward or backward."""
-    check_not_shown(unit, what)
+    """Raises StateError if the unit's parameters are swapped, or it is in a forward or backward."""
+    check_not_swapped(unit, what)
     unit.come_to_rest()
     context = unit.context
     running = context is not None and (context.running or context.in_backward)
@@ -376,96 +305,86 @@ def check_at_rest(unit: Unit, what: str) -> None:
 
 
 def to_rest(unit: Unit) -> None:
-    """Brings the shards back into the modules, nothing gathered, with what ordinary calls have put there."""
+    """Reshards ``unit`` and copies Parameters that were replaced back into its buckets.
+
+    Raises:
+        StateError: parameters are on the meta device.
+    """
     group = unit.group
     if unit.context is not None:
         group.register_sharded()
         group.reshard(unit.context.comm)
     group.adopt()
     for bucket in group.buckets:
-        check_has_values(bucket)
+        if bucket.flat.is_meta:
+            raise StateError(
+                f"parameters of unit {bucket.unit} ({bucket.params[0].name} is the first) are on the meta "
+                "device and have no values yet; call parallel3d.materialize or to_empty first"
+            )
 
 
-def whole_params(
-    chosen: Chosen, *, keep: bool = True, to_cpu: bool = False
+def gather_full_params(
+    chosen: ByBucket, *, keep: bool = True, to_cpu: bool = False
 ) -> dict[ShardedParam, nn.Parameter]:
-    """Gathers ``chosen`` bucket by bucket.
+    """Gathers the parameters ``chosen``, one bucket after another.
 
     Args:
-        keep: False takes part in the gathers only, and drops each bucket's result at once.
-        to_cpu: copies each bucket to the CPU before the next one is gathered.
+        keep: False only takes part in the gathers, and drops each bucket's result at once.
+        to_cpu: copies each bucket's result to the CPU before the next bucket is gathered.
 
     Returns:
-        Whole Parameters of the parameters' own dtypes, each with memory of its own.
+        Full Parameters of the parameters' own dtypes, each in its own memory.
     """
-    found: dict[ShardedParam, nn.Parameter] = {}
-    for bucket, indices in chosen:
-        found.update(_whole_bucket(bucket, indices, keep=keep, to_cpu=to_cpu))
-    return found
-
-
-def _whole_bucket(
-    bucket: Bucket, indices: list[int], *, keep: bool, to_cpu: bool
-) -> dict[ShardedParam, nn.Parameter]:
-    params = [bucket.params[i] for i in indices]
-    with torch.inference_mode(False):
-        wholes = whole_tensors(bucket, indices, [param.local for param in params])
-        if not keep:
-            return {}
-        return {
-            param: nn.Parameter(whole.cpu() if to_cpu else whole, param.sharded.requires_grad)
-            for param, whole in zip(params, wholes, strict=True)
-        }
+    result: dict[ShardedParam, nn.Parameter] = {}
+    for bucket, params in chosen:
+        with torch.inference_mode(False):
+            tensors = full_tensors(bucket, params, [param.local for param in params])
+            if keep:
+                result |= {
+                    param: nn.Parameter(full.cpu() if to_cpu else full, param.sharded.requires_grad)
+                    for param, full in zip(params, tensors, strict=True)
+                }
+        del tensors
+    return result
 
 
 @contextmanager
-def shown_instead(
-    unit: Unit, chosen: Chosen, shown: Callable[[ShardedParam], nn.Parameter | None]
+def swapped_params(
+    unit: Unit, chosen: ByBucket, others: Mapping[ShardedParam, nn.Parameter]
 ) -> Iterator[None]:
-    """The modules have ``shown(param)`` instead of the sharded Parameters; None leaves one as it is."""
-    slots: list[tuple[Any, str, nn.Parameter]] = []
+    """Registers ``others[param]`` instead of the sharded Parameters ``chosen``, where there is one."""
+    swapped: list[tuple[Any, str, nn.Parameter]] = []
     unit.group.show_other()
     try:
-        for bucket, indices in chosen:
-            for index in indices:
-                param = bucket.params[index]
-                other = shown(param)
-                if other is None:
-                    continue
-                for holder, name in param.slots:
-                    if holder.get(name) is not None:  # the user may have removed one
-                        slots.append((holder, name, param.sharded))
-                        holder[name] = other
+        for _, params in chosen:
+            for param in params:
+                for holder, name in param.slots if param in others else ():
+                    if holder.get(name) is not None:  # the user may have removed it
+                        swapped.append((holder, name, param.sharded))
+                        holder[name] = others[param]
         yield
     finally:
         unit.group.hide_other()
-        for holder, name, sharded in slots:
+        for holder, name, sharded in swapped:
             holder[name] = sharded
 
 
-def chosen_of(unit: Unit, module: nn.Module | None = None) -> Chosen:
-    """The unit's parameters; with ``module``, one of several that make up the unit, those that it holds."""
-    inside = None
-    if module is not None and len(unit.modules) > 1:
-        inside = {id(each._parameters) for each in module.modules()}
-    result: Chosen = []
+def params_by_bucket(unit: Unit, module: nn.Module | None = None) -> ByBucket:
+    """Returns the unit's parameters; with ``module``, one of the unit's several, those inside it."""
+    if module is None or len(unit.modules) == 1:
+        return [(bucket, list(bucket.params)) for bucket in unit.group.buckets]
+    inside = {id(m._parameters) for m in module.modules()}
+    result: ByBucket = []
     for bucket in unit.group.buckets:
-        indices = [
-            index
-            for index, param in enumerate(bucket.params)
-            if inside is None or inside & places_of(param)
-        ]
-        if indices:
-            result.append((bucket, indices))
+        params = [param for param in bucket.params if inside & places_of(param)]
+        if params:
+            result.append((bucket, params))
     return result
 
 
 def places_of(param: ShardedParam) -> set[int]:
-    """Ids of the ``_parameters`` of the modules that hold ``param``."""
-    return {id(of(holder)) for holder, _ in param.slots}
-
-
-_WHAT = "full_params"
+    """Returns the ids of the ``_parameters`` dicts of the modules that hold ``param``."""
+    return {id(parameters_dict(holder)) for holder, _ in param.slots}
 
 
 @contextmanager
@@ -477,52 +396,56 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within it the modules have plain Parameters of the plain model's shapes, to read or to edit.
+    """Context manager in which modules have plain Parameters of the plain model's shapes, to read or edit.
 
-    They are gathered over shard and tp in the parameters' own dtypes, one all-gather per bucket and axis.
-    On leaving, each rank keeps its shard of what its Parameters then hold (also of one that was put in
-    place of another); ranks that hold the same shard take that of the first of them. The sharded Parameter
-    objects, which the optimizer has, stay the same. If the body raises, its edits are dropped: a rank
-    that raises alone could not communicate. Ignored parameters are as ever.
+    They are gathered over shard and tp in the parameters' own dtypes, with one all-gather per bucket and
+    axis. On exit each rank keeps its shard of its edited Parameters, also of those that were replaced; ranks
+    that hold the same shard take the value of the first of them. The sharded Parameter objects, which the
+    optimizer has, stay the same. If the body raises, its edits are dropped: a rank that raises alone could
+    not communicate. Ignored parameters are left as they are.
 
-    Every rank of the mesh must enter it. No forward, backward, optimizer step or conversion goes inside.
-    Replaces ``FullyShardedDataParallel.summon_full_params``.
+    Every rank of the mesh must enter it. No forward, backward, optimizer step or conversion may run inside.
+    It replaces ``FullyShardedDataParallel.summon_full_params``.
 
     Args:
         module: a unit, or a module with units inside.
-        recurse: False shows the parameters of ``module``'s own unit only.
-        writeback: whether edits are kept; False drops them.
-        rank0_only: whole Parameters on the first rank of the mesh only; others show their shards.
-        offload_to_cpu: whole Parameters on the CPU; one bucket at a time is whole on the device.
-        with_grads: ``.grad`` too is whole where there is one, and its edits are kept: setting it to
-            None, or to a tensor, does so to the sharded Parameter's.
+        recurse: whether to include units inside ``module``'s own unit.
+        writeback: whether to keep edits.
+        rank0_only: register full Parameters on the first rank of the mesh only; others see their shards.
+        offload_to_cpu: put full Parameters on the CPU; on the device one bucket is gathered at a time.
+        with_grads: gather ``.grad`` too, where there is one, and keep its edits: setting it to None, or to a
+            tensor, does so to the sharded Parameter's.
 
     Raises:
-        Parallel3dError: ``rank0_only`` with ``writeback``, or an option that is no bool; on leaving, a
+        Parallel3dError: ``rank0_only`` with ``writeback``, or an option that is no bool; on exit, a
             Parameter was replaced by one of another shape. Nothing is written then.
-        StateError: in a forward or backward, in another ``full_params`` of the same unit, parameters on
-            the meta device; with ``with_grads``, gradients that wait for their reduction.
+        StateError: a forward, backward or other ``full_params`` of the unit is running, parameters are on
+            the meta device, or, with ``with_grads``, gradients wait for their reduction.
     """
     check_module(module)
-    _check_options(
-        recurse=recurse,
-        writeback=writeback,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-    )
+    options = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only}
+    options |= {"offload_to_cpu": offload_to_cpu, "with_grads": with_grads}
+    for name, value in options.items():
+        as_bool(name, value)
+    if writeback and rank0_only:
+        raise Parallel3dError(
+            "full_params: writeback=True with rank0_only=True would write what the other ranks don't "
+            "have; give writeback=False to read on the first rank, or rank0_only=False to edit"
+        )
     units = list(units_of(module, recurse))
     for unit in units:
-        check_at_rest(unit, _WHAT)
+        check_at_rest(unit, "full_params")
         if with_grads:
             _check_reduced(unit)
     keep = not rank0_only or is_first(meshes_of(units))
-    kept = [unit for unit in units if unit.group.is_registered and unit.group.retain is Retain.USER]
-    views: list[_View] = []
+    unsharded_by_user = [
+        unit for unit in units if unit.group.is_registered and unit.group.retain is Retain.USER
+    ]
+    views: list[_FullView] = []
     with ExitStack() as stack:
         for unit in units:
-            view = _View(unit, keep=keep, to_cpu=offload_to_cpu, grads=with_grads)
-            stack.enter_context(shown_instead(unit, view.chosen, view.wholes.get))
+            view = _FullView(unit, keep=keep, to_cpu=offload_to_cpu, grads=with_grads)
+            stack.enter_context(swapped_params(unit, view.chosen, view.full))
             views.append(view)
         yield
         if writeback:
@@ -530,7 +453,7 @@ def full_params(
             for view, edited in zip(views, edits, strict=True):
                 view.write(edited)
         views.clear()
-    for unit in kept:  # by the user's ``unshard()``
+    for unit in unsharded_by_user:
         context = unit.ready_context()
         unit.issue_unshard(context)
         unit.group.retain = Retain.USER
@@ -538,118 +461,101 @@ def full_params(
         unit.group.register_unsharded()
 
 
-def _check_options(**options: bool) -> None:
-    for name, value in options.items():
-        as_bool(name, value)
-    if options["writeback"] and options["rank0_only"]:
-        raise Parallel3dError(
-            "full_params: writeback=True with rank0_only=True would write what the other ranks don't "
-            "have; give writeback=False to read on the first rank, or rank0_only=False to edit"
-        )
-
-
 def _check_reduced(unit: Unit) -> None:
     for bucket in unit.group.buckets:
         for param in bucket.params:
-            grad = param.sharded.grad
-            if waits_for_reduction(grad):
+            if waits_for_reduction(param.sharded.grad):
                 raise StateError(
                     f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
                     "waits for its reduction; call it after the backward of the last micro-batch"
                 )
 
 
-class _View:
-    """One unit's parameters as whole ones.
+class _FullView:
+    """The full parameters of one unit.
 
     Attributes:
-        wholes: by parameter what to show; empty on ranks that show nothing.
+        chosen: the unit's parameters by bucket.
+        full: the full Parameter for each; empty on ranks that keep none.
     """
 
     def __init__(self, unit: Unit, *, keep: bool, to_cpu: bool, grads: bool) -> None:
         to_rest(unit)
         self.unit = unit
         self.grads = grads
-        self.chosen: Chosen = chosen_of(unit)
-        self.wholes = whole_params(self.chosen, keep=keep, to_cpu=to_cpu)
+        self.chosen = params_by_bucket(unit)
+        self.full = gather_full_params(self.chosen, keep=keep, to_cpu=to_cpu)
         if grads:
-            for bucket, indices in self.chosen:
-                self._gather_grads(bucket, indices, keep=keep)
+            for bucket, params in self.chosen:
+                self._gather_grads(bucket, params)
 
-    def _gather_grads(self, bucket: Bucket, indices: list[int], *, keep: bool) -> None:
-        """Also where this rank has no gradient: another may."""
+    def _gather_grads(self, bucket: Bucket, params: list[ShardedParam]) -> None:
+        """Gathers gradients, zeros where this rank has none: another rank may have one."""
         if not _may_have_grads(bucket):
             return
-        locals_ = [_local_grad(bucket.params[i]) for i in indices]
-        wide = [
-            torch.zeros((), dtype=bucket.sum_dtype, device=bucket.storage_device).expand(
-                p.local.shape
-            )
-            if local is None
-            else local.to(bucket.sum_dtype)
-            for p, local in zip([bucket.params[i] for i in indices], locals_, strict=True)
+        dtype = bucket.sum_dtype
+        grads = [param.sharded.grad for param in params]
+        grads = [get_local_tensor(g) if isinstance(g, DTensor) else g for g in grads]
+        locals_ = [
+            torch.zeros((), dtype=dtype, device=bucket.storage_device).expand(param.local.shape)
+            if grad is None
+            else grad.to(dtype)
+            for param, grad in zip(params, grads, strict=True)
         ]
-        wholes = whole_tensors(bucket, indices, wide)
-        for index, local, grad in zip(indices, locals_, wholes, strict=True):
-            shown = self.wholes.get(bucket.params[index])
-            if keep and shown is not None and local is not None:
-                set_grad(shown, grad.to(shown.device, local.dtype))
+        tensors = full_tensors(bucket, params, locals_)
+        for param, grad, full in zip(params, grads, tensors, strict=True):
+            if grad is not None and param in self.full:
+                target = self.full[param]
+                set_grad(target, full.to(target.device, grad.dtype))
 
     def edits(self) -> dict[ShardedParam, nn.Parameter]:
-        """What the modules have now; checked."""
-        found: dict[ShardedParam, nn.Parameter] = {}
-        for param, shown in self.wholes.items():
-            now = [holder.get(name) for holder, name in param.slots]
-            others = [each for each in now if each is not None and each is not shown]
-            for other in others:  # maybe several, of a tied parameter
+        """Returns the Parameters that the modules have now, after checking their shapes."""
+        result: dict[ShardedParam, nn.Parameter] = {}
+        for param, full in self.full.items():
+            registered = [holder.get(name) for holder, name in param.slots]
+            replaced = [p for p in registered if p is not None and p is not full]
+            for other in replaced:  # several, if the parameter is tied
                 if other.shape != param.global_shape:
                     raise Parallel3dError(
                         f"full_params: parameter {param.name} of unit {self.unit.label} was replaced by one "
                         f"of shape {tuple(other.shape)}; its shape must stay {tuple(param.global_shape)}"
                     )
-            found[param] = others[0] if others else shown
-        return found
+            result[param] = replaced[0] if replaced else full
+        return result
 
     def write(self, edited: dict[ShardedParam, nn.Parameter]) -> None:
-        """Keeps this rank's shards of ``edited``."""
+        """Copies this rank's shards of ``edited`` to the sharded Parameters."""
         with torch.inference_mode(False), torch.no_grad():
-            for bucket, indices in self.chosen:
-                params = [bucket.params[i] for i in indices]
+            for bucket, params in self.chosen:
                 for param in params:
                     param.local.copy_(param.local_part(edited[param].detach()))
                     param.sharded.requires_grad_(edited[param].requires_grad)
-                make_replicas_agree(bucket, indices, [p.local for p in params])
+                make_replicas_agree(bucket, params, [p.local for p in params])
                 if self.grads and _may_have_grads(bucket):
-                    _write_grads(bucket, indices, [edited[p].grad for p in params])
+                    _write_grads(bucket, params, [edited[p].grad for p in params])
 
 
 def _may_have_grads(bucket: Bucket) -> bool:
-    """The same answer on every rank, whatever gradients it has."""
+    """Returns whether the parameters can have gradients: the same on every rank."""
     return bucket.dtype.is_floating_point or bucket.dtype.is_complex
 
 
-def _local_grad(param: ShardedParam) -> torch.Tensor | None:
-    grad = param.sharded.grad
-    return get_local_tensor(grad) if isinstance(grad, DTensor) else grad
-
-
-def _write_grads(bucket: Bucket, indices: list[int], grads: list[torch.Tensor | None]) -> None:
-    params = [bucket.params[i] for i in indices]
+def _write_grads(
+    bucket: Bucket, params: list[ShardedParam], grads: list[torch.Tensor | None]
+) -> None:
     locals_ = []
-    for param, whole in zip(params, grads, strict=True):
-        dtype = bucket.sum_dtype if whole is None else whole.dtype
-        local = torch.zeros_like(param.local, dtype=dtype)
-        if whole is not None:
-            local.copy_(param.local_part(whole.detach()))
+    for param, full in zip(params, grads, strict=True):
+        local = torch.zeros_like(param.local, dtype=bucket.sum_dtype)
+        if full is not None:
+            local.copy_(param.local_part(full.detach()))
         locals_.append(local)
-    wide = [local.to(bucket.sum_dtype) for local in locals_]
-    make_replicas_agree(bucket, indices, wide)
-    for param, whole, local, agreed in zip(params, grads, locals_, wide, strict=True):
+    make_replicas_agree(bucket, params, locals_)
+    for param, full, local in zip(params, grads, locals_, strict=True):
         before = param.sharded.grad
-        if whole is None:
+        if full is None:
             param.sharded.grad = None
-        elif isinstance(before, DTensor) and before.dtype == whole.dtype:
-            get_local_tensor(before).copy_(agreed)
+        elif isinstance(before, DTensor) and before.dtype == full.dtype:
+            get_local_tensor(before).copy_(local)
         else:
-            grad = make_dtensor(local.copy_(agreed), param.reduced_spec(whole.dtype))
+            grad = make_dtensor(local.to(full.dtype), param.reduced_spec(full.dtype))
             set_grad(param.sharded, grad)

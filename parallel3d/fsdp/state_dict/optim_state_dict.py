@@ -1,15 +1,15 @@
-"""Optimizer state dicts under parameter names, in the forms that a sharded model's state dict has.
+"""optim_state_dict and load_optim_state_dict: optimizer state dicts by parameter name, in any type.
 
-``{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{..., "params": [name, ...]}]}``, as FSDP1 gives
-them. What has a parameter's layout (moments) is gathered and cut as the parameter is; the rest
-(step counts) is the same on every rank and stays as it is.
+``{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{..., "params": [name, ...]}]}``, as in FSDP1.
+Tensors sharded as their parameter (moments) are gathered and sharded as it is; other values (step counts) are
+the same on every rank and stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,13 +25,13 @@ from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict.full_params import (
     check_at_rest,
+    full_tensors,
     is_first,
+    made_by_first,
     meshes_of,
-    refusal,
-    sent_by_first,
-    whole_tensors,
+    placeholder,
 )
-from parallel3d.fsdp.state_dict.model_state_dict import Placeholder, check_broadcast, check_mapping
+from parallel3d.fsdp.state_dict.model_state_dict import check_broadcast, check_mapping
 from parallel3d.fsdp.state_dict.state_dict_type import (
     form_set,
     from_first_rank,
@@ -42,13 +42,16 @@ from parallel3d.fsdp.state_dict.state_dict_type import (
 from parallel3d.fsdp.state_dict.transforms import chunk
 from parallel3d.mesh.agreement import check_agreement
 
+if TYPE_CHECKING:
+    from parallel3d.fsdp.param import ShardedParam
+
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
-# One rank may come late, from an evaluation say; a collective would wait for it too.
-_PATIENCE = timedelta(minutes=10)
+# A rank may come late, from an evaluation say; a collective would wait as long.
+_TIMEOUT = timedelta(minutes=10)
 
 States = dict[Any, dict[str, Any]]
-"""What an optimizer keeps, by parameter."""
+"""An optimizer's state by parameter name or key."""
 
 
 def optim_state_dict(
@@ -59,21 +62,21 @@ def optim_state_dict(
     offload_to_cpu: bool | None = None,
     rank0_only: bool | None = None,
 ) -> dict[str, Any]:
-    """``optim.state_dict()`` under ``model``'s parameter names, in the form ``type``.
+    """Returns ``optim.state_dict()`` by ``model``'s parameter names, as a state dict of ``type``.
 
-    Every rank must call it. Whole tensors are gathered one bucket and one kind (``exp_avg``) at a time.
+    Every rank must call it. Full tensors are gathered one bucket and one key (``exp_avg``) at a time.
 
     Args:
-        model: what the optimizer's parameters are of.
-        optim: an optimizer over all or some of ``model.parameters()``.
+        model: the model whose parameters the optimizer has.
+        optim: an optimizer of all or some of ``model.parameters()``.
         type, rank0_only: as for ``model_state_dict``.
         offload_to_cpu: copy tensors to the CPU. None: as ``set_state_dict_type`` has set it for the
-            optimizer; torch's default is True, save for LOCAL.
+            optimizer; torch's default is True, except for LOCAL.
 
     Raises:
-        Parallel3dError: a parameter of the optimizer is none of ``model``'s.
-        StateError: in a forward, backward or ``full_params``.
-        AgreementError: for FULL, ranks have state of different parameters.
+        Parallel3dError: the optimizer has a parameter that ``model`` doesn't have.
+        StateError: a forward, backward or ``full_params`` is running.
+        AgreementError: for FULL: ranks have state of different parameters.
     """
     settings = with_options(
         get_state_dict_type(model), type, offload_to_cpu, rank0_only, optimizer=True
@@ -85,129 +88,123 @@ def optim_state_dict(
         check_at_rest(unit, "optim_state_dict")
     named = named_params(model, optim)
     raw = optim.state_dict()
-    keys = dict(zip(state_keys(raw), named, strict=True))
-    states: States = {}
-    for key, state in raw["state"].items():
-        states[keys[key][0] if key in keys else key] = dict(state)
+    names = [name for name, _ in named]
+    name_of = dict(zip(state_keys(raw), names, strict=True))
+    states: States = {name_of.get(key, key): dict(state) for key, state in raw["state"].items()}
     keep = not getattr(config, "rank0_only", False) or is_first(meshes_of(units))
     if kind is _FULL:
         _check_same_states(states, meshes_of(units))
-        _make_whole(states, dict(named), units, keep=keep, to_cpu=config.offload_to_cpu)
+        buckets = [bucket for unit in units for bucket in unit.group.buckets]
+        _gather_states(states, dict(named), buckets, keep=keep, to_cpu=config.offload_to_cpu)
         if not keep:
             return {}
     elif kind is _LOCAL:
         _map_tensors(states, lambda t: get_local_tensor(t) if isinstance(t, DTensor) else t)
     if config.offload_to_cpu:
         _map_tensors(states, lambda t: t.cpu())
-    names = [name for name, _ in named]
-    groups = [dict(group) for group in raw["param_groups"]]
-    for group in groups:
-        count = len(group["params"])
-        group["params"], names = names[:count], names[count:]
+    remaining = iter(names)
+    groups = [
+        {**group, "params": [next(remaining) for _ in group["params"]]}
+        for group in raw["param_groups"]
+    ]
     return {"state": states, "param_groups": groups}
 
 
 def check_optimizer(optim: object) -> None:
-    """Raises unless ``optim`` has what is asked of an optimizer."""
+    """Raises Parallel3dError unless ``optim`` has the methods of an optimizer."""
     if not all(hasattr(optim, name) for name in ("param_groups", "state_dict", "load_state_dict")):
         raise Parallel3dError(
             f"optim is {optim!r}; it must be an optimizer, with param_groups, state_dict and load_state_dict"
         )
 
 
-# -- names ---------------------------------------------------------------------------------------------
-
-
 def named_params(model: nn.Module, optim: Any) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) in the order of the optimizer's groups; names as in ``model.state_dict()``."""
+    """Returns (name in ``model.state_dict()``, parameter) in the order of the optimizer's groups."""
     with form_set(list(units_of(model, True)), None):
         values = model.state_dict(keep_vars=True)
     names: dict[int, str] = {}
     for name, param in [*values.items(), *model.named_parameters()]:
         names.setdefault(id(param), name)
-    found = []
+    result = []
     for group in optim.param_groups:
         for param in group["params"]:
             if id(param) not in names:
                 raise Parallel3dError(
                     f"the optimizer has a parameter of shape {tuple(param.shape)} that the "
-                    f"{model.__class__.__name__} doesn't have; give the model whose parameters() it was made "
-                    "with, after fully_shard"
+                    f"{model.__class__.__name__} doesn't have; make it after fully_shard, of this model"
                 )
-            found.append((names[id(param)], param))
-    return found
+            result.append((names[id(param)], param))
+    return result
 
 
 def state_keys(raw: Mapping[str, Any]) -> list[Any]:
-    """The optimizer's own keys of its parameters, in the order of its groups."""
+    """Returns the keys of parameters in the optimizer's own state dict, in the order of its groups."""
     return [key for group in raw["param_groups"] for key in group["params"]]
 
 
 # -- saving --------------------------------------------------------------------------------------------
 
 
-def _map_tensors(states: States, fn: Any) -> None:
+def _map_tensors(states: States, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for state in states.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[key] = fn(value)
 
 
-def _make_whole(
-    states: States, params: dict[str, nn.Parameter], units: list, *, keep: bool, to_cpu: bool
+def _gather_states(
+    states: States,
+    params: dict[str, nn.Parameter],
+    buckets: Iterable[Bucket],
+    *,
+    keep: bool,
+    to_cpu: bool,
 ) -> None:
-    """Replaces DTensors by whole tensors; by None where the rank is to ``keep`` nothing."""
+    """Replaces DTensors in ``states`` by full tensors, or by None on ranks that are not to ``keep`` them."""
 
-    def put(state: dict[str, Any], key: str, whole: torch.Tensor) -> None:
-        state[key] = (whole.cpu() if to_cpu else whole) if keep else None
+    def full(tensor: torch.Tensor) -> torch.Tensor | None:
+        return (tensor.cpu() if to_cpu else tensor) if keep else None
 
     names = {id(param): name for name, param in params.items()}
-    buckets = [bucket for unit in units for bucket in unit.group.buckets]
     for bucket in buckets:
-        by_index = {
-            i: states.get(names.get(id(p.sharded), ""), {}) for i, p in enumerate(bucket.params)
+        by_param = {p: states.get(names.get(id(p.sharded), ""), {}) for p in bucket.params}
+        # By key and dtype, in the same order on all ranks: one all-gather for each.
+        gathers = {
+            (key, value.dtype): None
+            for param, state in by_param.items()
+            for key, value in state.items()
+            if _is_sharded_as(param, value)
         }
-        for key, dtype in _kinds(bucket, by_index):
-            _gather_kind(bucket, by_index, key, dtype, put)
-    for state in states.values():  # of other layouts than their parameters
+        for key, dtype in gathers:
+            _gather_key(bucket, by_param, key, dtype, full)
+    for state in states.values():  # tensors sharded otherwise than their parameters
         for key, value in state.items():
             if isinstance(value, DTensor):
-                put(state, key, value.full_tensor())
+                state[key] = full(value.full_tensor())
 
 
-def _gather_kind(
+def _gather_key(
     bucket: Bucket,
-    by_index: dict[int, dict[str, Any]],
+    by_param: dict[ShardedParam, dict[str, Any]],
     key: str,
     dtype: torch.dtype,
-    put: Callable[[dict[str, Any], str, torch.Tensor], None],
+    full: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> None:
-    """Replaces what the bucket's parameters have under ``key``; on return nothing else is alive."""
-    indices = [i for i, s in by_index.items() if _fits(bucket, i, s.get(key), dtype)]
-    locals_ = [get_local_tensor(by_index[i][key]) for i in indices]
-    for i, whole in zip(indices, whole_tensors(bucket, indices, locals_), strict=True):
-        put(by_index[i], key, whole)
+    """Gathers ``key`` of the bucket's parameters; a function, so that no local variable keeps a tensor."""
+    params = [
+        param
+        for param, state in by_param.items()
+        if _is_sharded_as(param, state.get(key)) and state[key].dtype == dtype
+    ]
+    locals_ = [get_local_tensor(by_param[param][key]) for param in params]
+    for param, tensor in zip(params, full_tensors(bucket, params, locals_), strict=True):
+        by_param[param][key] = full(tensor)
 
 
-def _kinds(
-    bucket: Bucket, by_index: dict[int, dict[str, Any]]
-) -> Iterator[tuple[str, torch.dtype]]:
-    seen = set()
-    for index, state in by_index.items():
-        for key, value in list(state.items()):
-            if not isinstance(value, DTensor) or (key, value.dtype) in seen:
-                continue
-            if _fits(bucket, index, value, value.dtype):
-                seen.add((key, value.dtype))
-                yield key, value.dtype
-
-
-def _fits(bucket: Bucket, index: int, value: Any, dtype: torch.dtype) -> bool:
-    """Whether ``value`` lies as parameter ``index`` does."""
-    spec = bucket.params[index].spec
+def _is_sharded_as(param: ShardedParam, value: Any) -> bool:
+    spec = param.spec
     return (
         isinstance(value, DTensor)
-        and value.dtype == dtype
         and value.shape == spec.shape
         and value.placements == spec.placements
         and value.device_mesh == spec.mesh
@@ -215,22 +212,19 @@ def _fits(bucket: Bucket, index: int, value: Any, dtype: torch.dtype) -> bool:
 
 
 def _check_same_states(states: States, meshes: list[DeviceMesh]) -> None:
-    """What is gathered must be there on every rank: ranks that wait for others would hang."""
+    """Raises AgreementError unless all ranks have the same tensors to gather; otherwise they would hang."""
     described = {
         str(name): ", ".join(
             f"{key} {value.dtype}" for key, value in state.items() if isinstance(value, DTensor)
         )
         for name, state in states.items()
     }
-    for index, mesh in enumerate(meshes):  # each a topic of its own: their ranks may overlap
+    for index, mesh in enumerate(meshes):  # each with a topic of its own, as meshes may overlap
         ranks = sorted(mesh.mesh.flatten().tolist())
-        check_agreement(f"optimizer state {index}", described, ranks=ranks, timeout=_PATIENCE)
+        check_agreement(f"optimizer state {index}", described, ranks=ranks, timeout=_TIMEOUT)
 
 
-# load_optim_state_dict: an optimizer's state by parameter names, cut as this mesh has the
-# parameters.
-
-_FULL_TYPE = StateDictType.FULL_STATE_DICT
+# -- loading -------------------------------------------------------------------------------------------
 
 
 def load_optim_state_dict(
@@ -241,53 +235,51 @@ def load_optim_state_dict(
     type: StateDictType | None = None,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Loads what ``optim_state_dict`` has returned, on this mesh or (FULL) another, into ``optim``.
+    """Loads what ``optim_state_dict`` has returned, on this mesh or (FULL) on another, into ``optim``.
 
-    Parameters are matched by name: their order and groups may differ from what was saved. A group of
-    ``optim`` takes its options from the saved group of its first parameter. A parameter without saved
-    state has none afterwards.
+    Parameters are matched by name, so their order and groups may differ. A group of ``optim`` takes its
+    options from the saved group of its first parameter. A parameter without saved state has none afterwards.
 
     Args:
-        type: the form of ``state_dict``. None: what ``set_state_dict_type`` has set on ``model``.
-        broadcast_from_rank0: of FULL: the first rank has the state dict, others give ``{}``.
+        type: the type of ``state_dict``. None: as ``set_state_dict_type`` has set it on ``model``.
+        broadcast_from_rank0: for FULL: the first rank has the state dict, others give ``{}``.
 
     Raises:
-        Parallel3dError: names that ``model`` or ``state_dict`` doesn't have, tensors of another shape.
-            ``optim`` is unchanged.
+        Parallel3dError: ``model`` or ``state_dict`` lacks names, or tensors have another shape. ``optim`` is
+            unchanged.
     """
     settings = with_options(get_state_dict_type(model), type, None, None, optimizer=True)
     as_bool("broadcast_from_rank0", broadcast_from_rank0)
     check_optimizer(optim)
     check_mapping(state_dict)
-    meshes = meshes_of(units_of(model, True))
+    meshes = meshes_of(units_of(model, True)) if broadcast_from_rank0 else []
     if broadcast_from_rank0:
         check_broadcast(settings)
         state_dict = _from_first(state_dict, meshes)
     if not {"state", "param_groups"} <= set(state_dict):
         raise Parallel3dError(
             f"an optimizer state dict with the keys {sorted(map(str, state_dict))}; it must have 'state' and "
-            "'param_groups', as optim_state_dict returns it (or broadcast_from_rank0=True where "
-            "others than the first rank have none)"
+            "'param_groups', unless only the first rank has it (broadcast_from_rank0=True)"
         )
-    sources = meshes if broadcast_from_rank0 else ()
     named = named_params(model, optim)
     _check_names(state_dict, named)
     raw = optim.state_dict()
     states: States = {}
     for index, (name, param) in zip(state_keys(raw), named, strict=True):
-        given = state_dict["state"].get(name)
-        if given is None:
+        saved = state_dict["state"].get(name)
+        if saved is None:
             continue
-        before = raw["state"].get(index, {})
-        states[index] = {
-            key: _loaded(
-                key, name, value, param, before.get(key), settings.state_dict_type, sources
+        present = raw["state"].get(index, {})
+        states[index] = {}
+        for key, value in saved.items():
+            if meshes and isinstance(value, torch.Tensor) and value.ndim:
+                value = from_first_rank(value, meshes)
+            states[index][key] = _as_present(
+                key, name, value, param, present.get(key), settings.state_dict_type
             )
-            for key, value in given.items()
-        }
-    for name, given in state_dict["state"].items():
+    for name, saved in state_dict["state"].items():
         if not isinstance(name, str):
-            states[name] = given  # the user's own
+            states[name] = saved  # an entry of the user's
     optim.load_state_dict(
         {"state": states, "param_groups": _groups(raw["param_groups"], state_dict, named)}
     )
@@ -313,91 +305,78 @@ def _check_names(state_dict: Mapping[str, Any], named: list[tuple[str, nn.Parame
 def _groups(
     raw: list[dict[str, Any]], state_dict: Mapping[str, Any], named: list[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with their saved options."""
+    """Returns the optimizer's groups with their saved options."""
     saved = {name: group for group in state_dict["param_groups"] for name in group["params"]}
     names = iter(name for name, _ in named)
     result = []
     for group in raw:
-        mine = [next(names) for _ in group["params"]]
-        options = {k: v for k, v in (saved[mine[0]] if mine else group).items() if k != "params"}
-        own = {k: group[k] for k in ("param_names",) if k in group}
-        result.append({**options, **own, "params": group["params"]})
+        own_names = [next(names) for _ in group["params"]]
+        options = saved[own_names[0]] if own_names else group
+        own = {key: group[key] for key in ("params", "param_names") if key in group}
+        result.append({**options, **own})
     return result
 
 
 def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapping[str, Any]:
-    """The first rank's state dict; on others tensors of any size are stand-ins of the same shape."""
+    """Returns the first rank's state dict, on other ranks with placeholders of all but scalar tensors."""
     if not meshes:
         return state_dict
-    sent: Any = {}
-    if is_first(meshes):
-        given = state_dict.get("state", {})
-        values = {
-            f"{key} of {name}": v for name, state in given.items() for key, v in state.items()
+    states = state_dict.get("state", {})
+    values = {f"{key} of {name}": v for name, state in states.items() for key, v in state.items()}
+
+    def stripped() -> dict[str, Any]:
+        return {
+            **state_dict,
+            "state": {
+                name: {
+                    key: (placeholder(value) if value.ndim else value.cpu())
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in state.items()
+                }
+                for name, state in states.items()
+            },
         }
-        sent = refusal(values)
-        if sent is None:
-            states = {n: {k: _sent(v) for k, v in state.items()} for n, state in given.items()}
-            sent = {**state_dict, "state": states}
-    sent = sent_by_first(sent, meshes)
-    if is_first(meshes):
-        return state_dict
-    for state in sent["state"].values():
-        for key, value in state.items():
-            if isinstance(value, Placeholder):
-                state[key] = value.tensor()
-    return sent
+
+    sent = made_by_first(meshes, values, stripped)
+    return state_dict if is_first(meshes) else sent
 
 
-def _sent(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return Placeholder(value) if value.ndim else value.cpu()
-
-
-def _loaded(
-    key: str,
-    name: str,
-    value: Any,
-    param: nn.Parameter,
-    before: Any,
-    kind: StateDictType,
-    sources: Sequence[DeviceMesh],
+def _as_present(
+    key: str, name: str, value: Any, param: nn.Parameter, present: Any, kind: StateDictType
 ) -> Any:
-    """A copy of ``value`` as the optimizer keeps it: cut as ``before`` is, or as ``param`` if of its shape.
+    """Returns a copy of ``value``, sharded as ``present`` is, or as ``param`` if it has the same shape.
 
     Args:
-        before: what the optimizer has now; None where it has nothing.
-        sources: the meshes whose first rank has the value; none: every rank has.
+        value: of a state dict of type ``kind``.
+        present: the optimizer's present value, or None.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if sources and value.ndim:
-        value = from_first_rank(value, sources)
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value.clone()
-    if before is not None and not isinstance(before, DTensor):
+    if present is not None and not isinstance(present, DTensor):
         return value.clone()
     owner = owner_of(param)
-    shape = param.shape if kind is _FULL_TYPE or owner is None else owner.local_shape
-    if before is None:
+    shape = param.shape if kind is _FULL or owner is None else owner.local_shape
+    if present is None:
         as_param = key != "step" and tuple(value.shape) == tuple(shape)
         if not as_param and not value.ndim:
-            return value.clone()  # a number for the whole parameter
+            return value.clone()  # one number for the whole parameter
     else:
-        as_param = owner is not None and before.placements == owner.spec.placements
-        as_param = as_param and before.shape == param.shape
+        as_param = owner is not None and present.placements == owner.spec.placements
+        as_param = as_param and present.shape == param.shape
     result: torch.Tensor | None = None
     if as_param and owner is not None:
         result = in_sharded_form(owner, value, kind)
-    elif kind is _FULL_TYPE and (as_param or before is not None):
-        like = param if before is None else before
+    elif kind is _FULL and (as_param or present is not None):
+        like = param if present is None else present
         if value.shape == like.shape:
             result = chunk(value.to(like.device), like.device_mesh, like.placements)
     if not isinstance(result, DTensor):
         raise Parallel3dError(
             f"optimizer state {key} of {name} has shape {tuple(value.shape)} in a {kind.name}, and the "
-            f"parameter {tuple(shape)}; its layout is not the parameter's: load it in the form it was saved "
-            "in, and if it is of another shape by nature take one step first, so that the optimizer tells it"
+            f"parameter {tuple(shape)}, so it is not sharded as the parameter is: load it in the type it was "
+            "saved in, and if its shape differs by nature take one optimizer step first"
         )
     return result.clone()

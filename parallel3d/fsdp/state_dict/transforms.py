@@ -1,8 +1,8 @@
-"""chunk and gather: between layouts of one tensor on a mesh, as a checkpoint of another layout needs them.
+"""chunk and gather: change how one tensor is sharded on a mesh, as loading a checkpoint may need it.
 
-FSDP1's DTensor extension did this inside state dicts, for one mesh of two axes. Here the mesh may have any
-axes, and several may cut one dim: "tp first, then shard" is ``_StridedShard(dim, split_factor=tp)`` on
-shard, as torch lays parameters out.
+FSDP1's DTensor extension did this inside state dicts, for a mesh of two axes. Here the mesh may have any
+axes, and several may shard one dim: "tp first, then shard" is ``_StridedShard(dim, split_factor=tp)`` on the
+shard axis, as torch lays parameters out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 import torch
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from parallel3d._layout.packed import PackedShard, PackedSpec, cut_packed, packing_of
@@ -28,12 +28,12 @@ from parallel3d._torch.dtensor import (
 )
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.placement import ceil_div, chunk_length, is_exact
+from parallel3d.fsdp.placement import ceil_div, chunk_length, is_exact, shard_placement
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How one axis cuts: into ``factor`` parts first, each of these into one chunk for each rank."""
+    """How one axis shards: ``dim`` is cut into ``factor`` parts, and each of these into a chunk per rank."""
 
     axis: int
     dim: int
@@ -41,21 +41,21 @@ class _Cut:
 
 
 def chunk(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """``tensor`` laid out on ``mesh`` by ``placements``; each rank keeps its part, without autograd.
+    """Shards ``tensor`` on ``mesh`` by ``placements``, without autograd.
 
-    Nothing is communicated for a plain tensor, nor where a DTensor's own axes keep their placements and
-    others cut what they have left: a tp-parallel parameter becomes one on (replicate, shard, tp). Anything
-    else gathers the tensor first.
+    A plain tensor is sharded without communication, and so is a DTensor whose axes keep their placements
+    while other axes shard its local tensors further: a tp-parallel parameter becomes one on (replicate,
+    shard, tp). Any other DTensor is gathered first.
 
     Args:
-        tensor: the whole tensor, the same on every rank, or a DTensor on ``mesh`` or on some of its axes.
+        tensor: the full tensor, the same on every rank, or a DTensor on ``mesh`` or on some of its axes.
         placements: one for each axis: ``Replicate()``, ``Shard(dim)``, or torch's ``_StridedShard``.
 
     Returns:
-        A DTensor of ``tensor``'s shape and dtype on its device, with memory of its own.
+        A DTensor of ``tensor``'s shape and dtype on its device, in its own memory.
 
     Raises:
-        Parallel3dError: a placement of another kind, a dim that ``tensor`` doesn't have, partial values.
+        Parallel3dError: a placement of another kind, a dim that ``tensor`` doesn't have, or partial values.
         MeshError: a DTensor on axes that ``mesh`` doesn't have.
     """
     if not isinstance(tensor, torch.Tensor) or not isinstance(mesh, DeviceMesh):
@@ -67,35 +67,36 @@ def chunk(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     if isinstance(tensor, DTensor):
         _checked(tensor, tensor.device_mesh, tensor.placements)
     with torch.no_grad():
-        whole = tensor.detach()
-        spec = make_spec(mesh, placements, whole.shape, whole.dtype)
-        if packing_of(whole) is not None or isinstance(spec, PackedSpec):
-            return make_dtensor(_chunk_packed(whole, spec), spec)
-        if isinstance(whole, DTensor):
-            local = _from_dtensor(whole, mesh, placements)
+        full = tensor.detach()
+        spec = make_spec(mesh, placements, full.shape, full.dtype)
+        if packing_of(full) is not None or isinstance(spec, PackedSpec):
+            return make_dtensor(_chunk_packed(full, spec), spec)
+        if isinstance(full, DTensor):
+            local = _chunk_further(full, mesh, placements)
             if local is not None:
                 return make_dtensor(local, spec)
-            whole = _read(whole)
-        local = whole
+            full = _full_tensor(full)
+        local = full
         for cut in _cuts(placements):
-            local = _cut(local, mesh, cut)
-        if local is whole:  # a factory call, for simulated ranks too
-            local = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
+            local = _own_chunk(local, mesh, cut)
+        if local is full:  # by a factory call, which also works for simulated ranks
+            local = torch.empty(full.shape, dtype=full.dtype, device=full.device).copy_(full)
         return make_dtensor(local, spec)
 
 
 def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
-    """``dtensor`` with ``Replicate()`` on the axis ``over``, by one all-gather; without autograd.
+    """Replicates ``dtensor`` over the axis ``over`` by one all-gather, without autograd.
 
-    Other axes keep their parts. If one of them has cut the same dim after ``over``, its part is then in
-    pieces: its placement becomes a ``_StridedShard`` that says so. Where three axes cut one dim, or cuts
-    are so uneven that DTensor doesn't tell the order they were made in, the tensor is gathered and cut anew.
+    Other axes keep sharding it. If one of them has sharded the same dim after ``over``, its rows are no
+    longer contiguous, and its placement becomes a ``_StridedShard``. If three axes shard one dim, or so
+    unevenly that the placements don't tell in which order, the tensor is gathered over all axes and sharded
+    again.
 
     Args:
         over: the name of an axis of the DTensor's mesh.
 
     Raises:
-        Parallel3dError: not a DTensor, or partial values.
+        Parallel3dError: ``dtensor`` is no DTensor, or has partial values.
         MeshError: the mesh has no such axis.
     """
     if not isinstance(dtensor, DTensor):
@@ -110,19 +111,30 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
         )
     axis = names.index(over)
     placements = _checked(dtensor, mesh, dtensor.placements)
-    mine = next((cut for cut in _cuts(placements) if cut.axis == axis), None)
     if isinstance(placements[axis], PackedShard):
-        return chunk(dtensor, mesh, _cut_anew(placements, mesh, axis))
-    target = _after_gather(placements, mesh, axis)
-    spec = make_spec(mesh, target, dtensor.shape, dtensor.dtype)
+        return chunk(dtensor, mesh, _without_axis(placements, mesh, axis))
+    gathered_cut = next((cut for cut in _cuts(placements) if cut.axis == axis), None)
+    spec = make_spec(
+        mesh, _placements_after_gather(placements, mesh, axis), dtensor.shape, dtensor.dtype
+    )
     with torch.no_grad():
         local = get_local_tensor(dtensor.detach())
-        if mine is None or mesh.size(axis) == 1:
+        if gathered_cut is None or mesh.size(axis) == 1:
             return make_dtensor(local.clone(), spec)
-        pieces = _pieces(dtensor, mesh, mine, [c for c in _cuts(placements) if c != mine])
-        if pieces is None:
-            return chunk(dtensor, mesh, _cut_anew(placements, mesh, axis))
-        return make_dtensor(_gathered(local, mesh, mine, *pieces), spec)
+        sizes = _piece_sizes(dtensor, gathered_cut, _cuts(placements))
+        if sizes is None:
+            return chunk(dtensor, mesh, _without_axis(placements, mesh, axis))
+        return make_dtensor(_gathered(local, mesh, gathered_cut, *sizes), spec)
+
+
+def all_gathered(part: torch.Tensor, group: ProcessGroup, unit: str = "") -> torch.Tensor:
+    """All-gathers the flat ``part``, (k,), of every rank of ``group`` and returns (n * k,), in rank order."""
+    size = group.size() * part.numel()
+    output = torch.empty(size, dtype=part.dtype, device=part.device)
+    work = all_gather(output, part.contiguous(), group, unit=unit) if part.numel() else None
+    if work is not None:
+        work.wait()
+    return output
 
 
 # -- placements ----------------------------------------------------------------------------------------
@@ -131,6 +143,7 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
 def _checked(
     tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Placement, ...]:
+    """Returns ``placements`` with dims from 0, and ``Shard`` for a strided one of factor 1."""
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise Parallel3dError(
@@ -151,8 +164,7 @@ def _checked(
             raise Parallel3dError(
                 f"placement {placement!r} for a tensor of shape {tuple(tensor.shape)}: it has no such dim"
             )
-        factor = _factor(placement)
-        result.append(StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim))
+        result.append(shard_placement(dim, _factor(placement)))
     return tuple(result)
 
 
@@ -161,7 +173,7 @@ def _factor(placement: Placement) -> int:
 
 
 def _cuts(placements: Sequence[Placement]) -> list[_Cut]:
-    """In the order that DTensor applies them."""
+    """Returns how axes shard, in the order in which DTensor applies them."""
     return [
         _Cut(axis, placement.dim, _factor(placement))
         for axis, placement in enumerate(placements)
@@ -169,106 +181,106 @@ def _cuts(placements: Sequence[Placement]) -> list[_Cut]:
     ]
 
 
-def _after_gather(
+def _placements_after_gather(
     placements: Sequence[Placement], mesh: DeviceMesh, axis: int
 ) -> tuple[Placement, ...]:
-    """``placements`` with ``axis`` whole. One further in that has cut its pieces has a piece of each."""
+    """Returns ``placements`` with ``axis`` replicated; an inner axis that shards the same dim is strided."""
     result = list(placements)
-    gone = placements[axis]
+    gathered = placements[axis]
     result[axis] = Replicate()
-    # A strided cut is made after those further in, which therefore are none of its pieces.
-    if isinstance(gone, (Shard, StridedShard)) and _factor(gone) == 1 and mesh.size(axis) > 1:
+    # A strided axis is applied after those further in, which therefore do not shard its chunks.
+    if (
+        isinstance(gathered, (Shard, StridedShard))
+        and _factor(gathered) == 1
+        and mesh.size(axis) > 1
+    ):
         for inner in range(axis + 1, len(placements)):
             other = placements[inner]
-            if isinstance(other, (Shard, StridedShard)) and other.dim == gone.dim:
-                factor = _factor(other) * mesh.size(axis)
-                result[inner] = StridedShard(other.dim, split_factor=factor)
+            if isinstance(other, (Shard, StridedShard)) and other.dim == gathered.dim:
+                result[inner] = shard_placement(other.dim, _factor(other) * mesh.size(axis))
     return tuple(result)
 
 
-def _cut_anew(
+def _without_axis(
     placements: Sequence[Placement], mesh: DeviceMesh, axis: int
 ) -> tuple[Placement, ...]:
-    """``placements`` with ``axis`` whole, other axes cutting in the same order as before."""
+    """Returns ``placements`` with ``axis`` replicated, other axes sharding in the same order as before."""
     result = list(placements)
     result[axis] = Replicate()
-    ways = mesh.size(axis)
-    mine = next(cut for cut in _cuts(placements) if cut.axis == axis)
-    for other in _cuts(placements[:axis]):
-        if other.dim == mine.dim and other.factor > 1 and other.factor % ways == 0:
-            left = other.factor // ways
-            result[other.axis] = (
-                StridedShard(other.dim, split_factor=left) if left > 1 else Shard(other.dim)
-            )
+    ranks = mesh.size(axis)
+    removed = next(cut for cut in _cuts(placements) if cut.axis == axis)
+    for cut in _cuts(placements[:axis]):
+        if cut.dim == removed.dim and cut.factor > 1 and cut.factor % ranks == 0:
+            result[cut.axis] = shard_placement(cut.dim, cut.factor // ranks)
     return tuple(result)
 
 
 # -- chunk ---------------------------------------------------------------------------------------------
 
 
-def _cut(local: torch.Tensor, mesh: DeviceMesh, cut: _Cut) -> torch.Tensor:
-    """One axis's cut of what the axes before it have left."""
-    if mesh.size(cut.axis) == 1:
+def _own_chunk(local: torch.Tensor, mesh: DeviceMesh, cut: _Cut) -> torch.Tensor:
+    """Returns this rank's chunk of ``local``, which the axes before ``cut`` have left."""
+    size = mesh.size(cut.axis)
+    if size == 1:
         return local
-    return _part(local, cut, mesh.size(cut.axis), mesh.get_local_rank(cut.axis))
-
-
-def _part(local: torch.Tensor, cut: _Cut, ways: int, rank: int) -> torch.Tensor:
-    """That of ``rank`` of ``ways``."""
-    return strided_chunk(local, cut.dim, cut.factor, ways, rank)
+    return strided_chunk(local, cut.dim, cut.factor, size, mesh.get_local_rank(cut.axis))
 
 
 def _chunk_packed(tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of a tensor that is packed, or is to be."""
+    """Returns this rank's part of a tensor that is packed, or is to be by ``spec``."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh == spec.mesh and tensor.placements == spec.placements:
             return get_local_tensor(tensor).clone(memory_format=torch.contiguous_format)
-        tensor = tensor.full_tensor() if packing_of(tensor) is not None else _read(tensor)
+        packed = packing_of(tensor) is not None
+        tensor = tensor.full_tensor() if packed else _full_tensor(tensor)
     if isinstance(spec, PackedSpec):
         return cut_packed(tensor, spec.mesh, spec.placements)
     return get_local_tensor(chunk(tensor, spec.mesh, spec.placements))
 
 
-def _from_dtensor(
+def _chunk_further(
     tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> torch.Tensor | None:
-    """This rank's part, cut from what it has; None if that is not enough."""
+    """Returns this rank's part, cut from its local tensor; None if that doesn't contain it."""
     own = dict(zip(_positions(tensor.device_mesh, mesh), tensor.placements, strict=True))
     before = [own.get(axis, Replicate()) for axis in range(mesh.ndim)]
     kept = [cut for cut in _cuts(before) if mesh.size(cut.axis) > 1]
     if any(own[cut.axis] != placements[cut.axis] for cut in kept):
         return None
+    kept_axes = {cut.axis for cut in kept}
     new = [
-        cut
-        for cut in _cuts(placements)
-        if mesh.size(cut.axis) > 1 and all(cut.axis != k.axis for k in kept)
+        cut for cut in _cuts(placements) if mesh.size(cut.axis) > 1 and cut.axis not in kept_axes
     ]
     local = get_local_tensor(tensor)
     result = local
     for cut in new:
-        same = [k for k in kept if k.dim == cut.dim]
-        if same and sum(each.dim == cut.dim for each in new) > 1:
+        same_dim = [k for k in kept if k.dim == cut.dim]
+        if not same_dim:
+            result = _own_chunk(result, mesh, cut)
+            continue
+        outside = tuple(mesh.size(k.axis) for k in same_dim if k.axis < cut.axis)
+        inside = tuple(mesh.size(k.axis) for k in same_dim if k.axis > cut.axis)
+        if (
+            sum(other.dim == cut.dim for other in new) > 1
+            or any(k.factor > 1 for k in same_dim)
+            or cut.factor != prod(inside)
+            or not is_exact(tensor.shape[cut.dim], outside, inside, mesh.size(cut.axis))
+        ):
             return None
-        outside = tuple(mesh.size(k.axis) for k in same if k.axis < cut.axis)
-        inside = tuple(mesh.size(k.axis) for k in same if k.axis > cut.axis)
-        strided = any(k.factor > 1 for k in same)
-        if same and (strided or cut.factor != prod(inside)):
-            return None
-        ways = mesh.size(cut.axis)
-        if same and not is_exact(tensor.shape[cut.dim], outside, inside, ways):
-            return None
-        result = _cut(result, mesh, _Cut(cut.axis, cut.dim, 1 if same else cut.factor))
+        result = _own_chunk(result, mesh, replace(cut, factor=1))
     return result.clone(memory_format=torch.contiguous_format) if result is local else result
 
 
-def _read(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor. Uneven strided cuts are undone here: ``full_tensor`` fails there, on some ranks only,
-    for which the others then wait, or takes rows for others."""
+def _full_tensor(tensor: DTensor) -> torch.Tensor:
+    """Like ``full_tensor``, also for uneven strided shards.
+
+    For these torch's raises on some ranks only, so that others hang, or returns rows in the wrong order.
+    """
     mesh, shape = tensor.device_mesh, tensor.shape
     cuts = [cut for cut in _cuts(tensor.placements) if mesh.size(cut.axis) > 1]
     if all(cut.factor == 1 for cut in cuts):
         if any(isinstance(placement, StridedShard) for placement in tensor.placements):
-            # torch 2.11 reads the strides of axes of size 1 too, which mean nothing, and may not know such.
+            # torch 2.11 reads the factors of axes of size 1 too, which mean nothing, and may raise.
             placements = [
                 Replicate() if mesh.size(axis) == 1 else placement
                 for axis, placement in enumerate(tensor.placements)
@@ -276,34 +288,30 @@ def _read(tensor: DTensor) -> torch.Tensor:
             spec = make_spec(mesh, placements, shape, tensor.dtype)
             tensor = make_dtensor(get_local_tensor(tensor), spec)
         return tensor.full_tensor()
-    ways = [mesh.size(cut.axis) for cut in cuts]
-    places = []  # by rank along the axes that cut: which rows of each dim it has
-    for ranks in product(*map(range, ways)):
+    sizes = [mesh.size(cut.axis) for cut in cuts]
+    rows_by_rank = []  # by rank along the axes that shard: the row numbers it has of each dim
+    for ranks in product(*map(range, sizes)):
         rows = [torch.arange(size, device=tensor.device) for size in shape]
-        for cut, size, rank in zip(cuts, ways, ranks, strict=True):
-            rows[cut.dim] = _part(rows[cut.dim], replace(cut, dim=0), size, rank)
-        places.append(rows)
-    largest = max(prod(map(len, rows)) for rows in places)
+        for cut, size, rank in zip(cuts, sizes, ranks, strict=True):
+            rows[cut.dim] = strided_chunk(rows[cut.dim], 0, cut.factor, size, rank)
+        rows_by_rank.append(rows)
+    largest = max(prod(map(len, rows)) for rows in rows_by_rank)
     local = get_local_tensor(tensor)
     gathered = torch.zeros(largest, dtype=tensor.dtype, device=tensor.device)
     gathered.narrow(0, 0, local.numel()).copy_(local.reshape(-1))
-    for cut in reversed(cuts if largest else ()):
-        size = mesh.size(cut.axis) * gathered.numel()
-        output = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-        work = all_gather(output, gathered, mesh.get_group(cut.axis), unit="")
-        if work is not None:
-            work.wait()
-        gathered = output
-    whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    for rows, part in zip(places, gathered.view(len(places), largest), strict=True):
-        sizes = [len(each) for each in rows]
-        if prod(sizes):
-            whole[torch.meshgrid(*rows, indexing="ij")] = part.narrow(0, 0, prod(sizes)).view(sizes)
-    return whole
+    for cut in reversed(cuts):
+        gathered = all_gathered(gathered, mesh.get_group(cut.axis))
+    full = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    for rows, part in zip(rows_by_rank, gathered.view(len(rows_by_rank), largest), strict=True):
+        lengths = [len(numbers) for numbers in rows]
+        if prod(lengths):
+            local = part.narrow(0, 0, prod(lengths)).view(lengths)
+            full[torch.meshgrid(*rows, indexing="ij")] = local
+    return full
 
 
 def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
-    """Where the axes of ``own`` are in ``mesh``."""
+    """Returns the positions of the axes of ``own`` in ``mesh``."""
     if own == mesh:
         return list(range(mesh.ndim))
     names, known = own.mesh_dim_names or (), mesh.mesh_dim_names or ()
@@ -323,60 +331,55 @@ def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
 # -- gather --------------------------------------------------------------------------------------------
 
 
-def _pieces(
-    tensor: DTensor, mesh: DeviceMesh, mine: _Cut, cuts: Sequence[_Cut]
+def _piece_sizes(
+    tensor: DTensor, gathered: _Cut, cuts: Sequence[_Cut]
 ) -> tuple[list[list[int]], int] | None:
-    """What each rank along ``mine``'s axis brings.
+    """Returns what each rank along the axis of ``gathered`` contributes along the dim.
 
     Returns:
-        For each rank the sizes of its pieces along the dim; and the largest sum of them on any rank. The
-        result is all ranks' first pieces, then all second ones. None where an axis besides ``mine`` and
-        one other cuts the dim, or DTensor doesn't tell the two cuts' rows.
+        For each rank the sizes of its pieces, and the largest sum of them. The result has all ranks' first
+        pieces, then all second ones. None if two other axes shard the dim, or the placements don't tell how.
     """
-    size, ways = tensor.shape[mine.dim], mesh.size(mine.axis)
-    others = [cut for cut in cuts if cut.dim == mine.dim and mesh.size(cut.axis) > 1]
+    mesh = tensor.device_mesh
+    size, ranks = tensor.shape[gathered.dim], mesh.size(gathered.axis)
+    others = [c for c in cuts if c != gathered and c.dim == gathered.dim and mesh.size(c.axis) > 1]
     if not others:
-        cells = [chunk_length(size, mine.factor, i) for i in range(mine.factor)]
-        by_rank = [[chunk_length(cell, ways, rank) for cell in cells] for rank in range(ways)]
-        return by_rank, sum(ceil_div(cell, ways) for cell in cells)
+        parts = [chunk_length(size, gathered.factor, i) for i in range(gathered.factor)]
+        by_rank = [[chunk_length(part, ranks, rank) for part in parts] for rank in range(ranks)]
+        return by_rank, sum(ceil_div(part, ranks) for part in parts)
     if len(others) > 1:
         return None
-    outer, inner = sorted((mine, others[0]), key=lambda cut: cut.axis)
+    outer, inner = sorted((gathered, others[0]), key=lambda cut: cut.axis)
     first, second = outer, inner
-    if outer.factor > 1:  # "inner first", told by a strided cut
+    if outer.factor > 1:  # a strided outer axis is applied after the inner one
         first, second = inner, outer
-        told = outer.factor == mesh.size(inner.axis)
-        if not told or not is_exact(size, (), (outer.factor,), mesh.size(outer.axis)):
+        inner_first = outer.factor == mesh.size(inner.axis)
+        if not inner_first or not is_exact(size, (), (outer.factor,), mesh.size(outer.axis)):
             return None
     if inner.factor > 1:
         return None
-    here = mesh.get_local_rank(others[0].axis)
+    other_rank = mesh.get_local_rank(others[0].axis)
     by_rank = []
-    for rank in range(ways):
-        left = chunk_length(size, mesh.size(first.axis), rank if first is mine else here)
-        by_rank.append(
-            [chunk_length(left, mesh.size(second.axis), rank if second is mine else here)]
-        )
+    for rank in range(ranks):
+        ranks_of = {gathered: rank, others[0]: other_rank}
+        length = chunk_length(size, mesh.size(first.axis), ranks_of[first])
+        by_rank.append([chunk_length(length, mesh.size(second.axis), ranks_of[second])])
     return by_rank, ceil_div(ceil_div(size, mesh.size(first.axis)), mesh.size(second.axis))
 
 
 def _gathered(
-    local: torch.Tensor, mesh: DeviceMesh, mine: _Cut, sizes: list[list[int]], largest: int
+    local: torch.Tensor, mesh: DeviceMesh, cut: _Cut, sizes: list[list[int]], largest: int
 ) -> torch.Tensor:
-    ways, dim = mesh.size(mine.axis), mine.dim
+    dim = cut.dim
     shape = list(local.shape)
-    shape[dim] = largest  # on the wire every rank's part has one size
+    shape[dim] = largest  # the all-gather needs the same size from every rank
     padded = torch.zeros(shape, dtype=local.dtype, device=local.device)
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    rows = torch.empty((ways, *shape), dtype=local.dtype, device=local.device)
-    if largest:
-        work = all_gather(rows.view(-1), padded.view(-1), mesh.get_group(mine.axis), unit="")
-        if work is not None:
-            work.wait()
+    rows = all_gathered(padded.view(-1), mesh.get_group(cut.axis))
     pieces: list[list[torch.Tensor]] = [[] for _ in sizes[0]]
-    for row, lengths in zip(rows, sizes, strict=True):
+    for row, lengths in zip(rows.view(len(sizes), *shape), sizes, strict=True):
         start = 0
         for index, length in enumerate(lengths):
             pieces[index].append(row.narrow(dim, start, length))
             start = start + length
-    return torch.cat([piece for each in pieces for piece in each], dim=dim)
+    return torch.cat([piece for same_index in pieces for piece in same_index], dim=dim)

@@ -98,7 +98,7 @@ def note(device: Device, monkeypatch) -> None:
     for name in ("reduce_scatter", "all_reduce"):
         noting(reduction.Reducer, name, name)
     noting(reduction, "sum_over_tp", "sum_over_tp")
-    noting(offload.CopyHome, "finish", "copy_home")
+    noting(offload.CopyToHost, "finish", "copy_to_host")
     monkeypatch.setattr(
         "parallel3d.fsdp.context.make_comm",
         lambda device_type: comm.StreamComm(device),
