@@ -12,7 +12,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import exp
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 
@@ -20,22 +22,11 @@ import torch
 from torch import distributed as dist
 
 from parallel3d.errors import PlanningError
-from parallel3d.planner.cluster import Gpu, gpus
+from parallel3d.planner.cluster import MEASURED, Gpu, gpus
+from parallel3d.planner.constants import constant
 
 _MATMULS = ((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 4096), (16384, 8192))
 _ROUNDS = 5
-_WRITTEN = (
-    "peak",
-    "fp32_slowdown",
-    "capacity_gib",
-    "bandwidth",
-    "gemm_efficiency",
-    "gemm_start_us",
-    "node",
-    "link",
-    "nic",
-    "power",
-)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -65,48 +56,38 @@ def calibrate(
     if kind == "cuda" and not torch.cuda.is_available():
         raise PlanningError("there is no CUDA device; calibrate with device='cpu'")
     known = gpus()
-    base = known.get((name or "").lower()) or known[_nearest(kind)]
+    similar, own_name, capacity = _describe(kind)
+    base = known.get((name or "").lower()) or known[similar]
     times = _matmul_times(kind, largest, seconds)
     start, rate = _fit_line([f for f, _ in times], [t for _, t in times])
     peak = base.peak if base.name != "cpu" else max(f / t for f, t in times) / 1e12
-    found = replace(
+    measured = replace(
         base,
-        name=name or _name(kind),
+        name=name or own_name,
         peak=peak,
         gemm_efficiency=min(rate / (peak * 1e12), 1.0),
         gemm_start_us=max(start, 1e-7) * 1e6,
         bandwidth=_copy_rate(kind) / 1e12,
-        capacity_gib=_capacity(kind),
+        capacity_gib=capacity,
         source=f"measured on {platform.node()} with torch {torch.__version__}; else {base.name}'s",
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         table = _collectives(kind)
-        within = [rates[1] for rates in table["all_gather"].values()]
+        link = max(rate for _, rate, _ in table["all_gather"].values())
         node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        found = replace(found, collectives=table, node=node, domain=node, link=max(within))
-    return found
+        measured = replace(measured, collectives=table, node=node, domain=node, link=link)
+    return measured
 
 
-def _nearest(kind: str) -> str:
+def _describe(kind: str) -> tuple[str, str, float]:
+    """(most similar GPU that is known, the device's own name, GiB of its memory)."""
     if kind == "cpu":
-        return "cpu"
-    own = torch.cuda.get_device_name().lower()
-    for family in ("gb200", "b200", "h200", "h100", "a100", "mi300x"):
-        if family in own:
-            return family
-    return "a100"
-
-
-def _name(kind: str) -> str:
-    if kind == "cpu":
-        return f"cpu-{platform.machine()}"
-    return torch.cuda.get_device_name().lower().replace(" ", "-")
-
-
-def _capacity(kind: str) -> float:
-    if kind == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory / 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return "cpu", f"cpu-{platform.machine()}", nbytes / 2**30
+    name, nbytes = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    families = ("gb200", "b200", "h200", "h100", "a100", "mi300x")
+    similar = next((family for family in families if family in name.lower()), "a100")
+    return similar, name.lower().replace(" ", "-"), nbytes / 2**30
 
 
 def _timed(function: Callable[[], object], kind: str) -> float:
@@ -128,25 +109,19 @@ def _matmul_times(kind: str, largest: int, seconds: float) -> list[tuple[float, 
     """(FLOPs, seconds) of bf16 products of growing size (fp32 on a CPU)."""
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     end = time.monotonic() + seconds
-    found: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     for rows, columns in _MATMULS:
-        if rows > largest or (len(found) >= 2 and time.monotonic() > end):
+        if rows > largest or (len(times) >= 2 and time.monotonic() > end):
             break
-        found.append((2.0 * rows * columns * columns, _matmul_time(rows, columns, kind, dtype)))
-    return found
-
-
-def _matmul_time(rows: int, columns: int, kind: str, dtype: torch.dtype) -> float:
-    a = torch.randn(rows, columns, device=kind).to(dtype)
-    b = torch.randn(columns, columns, device=kind).to(dtype)
-    out = torch.empty(rows, columns, device=kind, dtype=dtype)
-    return _timed(lambda: torch.mm(a, b, out=out), kind)
+        a = torch.randn(rows, columns, device=kind).to(dtype)
+        b = torch.randn(columns, columns, device=kind).to(dtype)
+        product = partial(torch.mm, a, b, out=torch.empty_like(a))
+        times.append((2.0 * rows * columns * columns, _timed(product, kind)))
+    return times
 
 
 def _copy_rate(kind: str) -> float:
     """Bytes a second that copies read and write, over the part of the bandwidth that copies reach."""
-    from parallel3d.planner.constants import constant
-
     count = 2**28 if kind == "cuda" else 2**25
     a, b = torch.ones(count, device=kind), torch.empty(count, device=kind)
     rate = 2 * a.numel() * a.element_size() / _timed(lambda: b.copy_(a), kind)
@@ -175,23 +150,16 @@ def _collectives(kind: str) -> dict[str, dict[int, tuple[float, float, float]]]:
         groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world, size)]
         group = groups[dist.get_rank() // size]
         for name in COLLECTIVES:
-            taken = []
+            times = []
             nbytes = 2**12
             while nbytes <= most:
-                taken.append((nbytes, _collective_time(name, nbytes, size, group, kind)))
+                seconds = collective_seconds(name, nbytes, size, group, kind)
+                slowest = torch.tensor([seconds], device=kind)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                times.append((nbytes, slowest.item()))
                 nbytes *= 4
-            table[name][size] = _fit_collective(taken)
+            table[name][size] = _fit_collective(times)
     return table
-
-
-def _collective_time(
-    name: str, nbytes: int, size: int, group: dist.ProcessGroup, kind: str
-) -> float:
-    """The slowest rank's."""
-    seconds = collective_seconds(name, nbytes, size, group, kind)
-    slowest = torch.tensor([seconds], device=kind)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
 
 
 def collective_seconds(
@@ -200,8 +168,8 @@ def collective_seconds(
     """Median seconds of a collective, as this rank sees it. All ranks of the group call it.
 
     Args:
-        name: of COLLECTIVES.
-        nbytes: of the whole tensor, in float32: rounded to a multiple of ``size``.
+        name: one of ``COLLECTIVES``.
+        nbytes: bytes of the whole float32 tensor, rounded to a multiple of ``size`` elements.
         kind: "cuda" or "cpu".
     """
     count = max(nbytes // 4 // size, 1) * size
@@ -214,25 +182,25 @@ def collective_seconds(
     return _timed(lambda: dist.all_reduce(whole, group=group), kind)
 
 
-def _fit_collective(taken: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Of t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth: the best ramp of a grid."""
-    best: tuple[float, tuple[float, float, float]] | None = None
+def _fit_collective(times: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """(start us, GB/s, ramp MB) of t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth.
+
+    Args:
+        times: (bytes, seconds).
+    """
+    fits = []
     for ramp in (0.25e6, 0.5e6, 1e6, 2e6, 4e6, 8e6, 16e6, 32e6):
-        x = [s + ramp * (1 - exp(-s / ramp)) for s, _ in taken]
-        y = [t for _, t in taken]
+        x = [s + ramp * (1 - exp(-s / ramp)) for s, _ in times]
+        y = [t for _, t in times]
         start, rate = _fit_line(x, y)
         error = sum(abs((start + a / rate) / b - 1) for a, b in zip(x, y, strict=True))
-        if best is None or error < best[0]:
-            best = error, (round(start * 1e6, 2), round(rate / 1e9, 4), ramp / 1e6)
-    assert best is not None
-    return best[1]
+        fits.append((error, (round(start * 1e6, 2), round(rate / 1e9, 4), ramp / 1e6)))
+    return min(fits, key=itemgetter(0))[1]
 
 
 def write_profile(gpu: Gpu, path: str | PathLike[str]) -> Path:
     """Writes a file for ``Cluster.of(name, profile=path)``; returns its path."""
-    lines = [f'[gpu."{gpu.name}"]']
-    for name in _WRITTEN:
-        lines.append(f"{name} = {getattr(gpu, name):.6g}")
+    lines = [f'[gpu."{gpu.name}"]', *(f"{name} = {getattr(gpu, name):.6g}" for name in MEASURED)]
     if gpu.mesh_links:
         lines.append(f"mesh_links = {gpu.mesh_links}")
     lines.append('source = "' + gpu.source.replace("\\", "\\\\").replace('"', '\\"') + '"')
@@ -241,6 +209,6 @@ def write_profile(gpu: Gpu, path: str | PathLike[str]) -> Path:
         for kind, table in gpu.collectives.items():
             sizes = ", ".join(f"{n} = [{a}, {b}, {c}]" for n, (a, b, c) in table.items())
             lines.append(f"{kind} = {{ {sizes} }}")
-    found = Path(path)
-    found.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return found
+    profile = Path(path)
+    profile.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return profile

@@ -6,16 +6,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
-from math import exp, gcd, isfinite, log2
+from math import exp, gcd, log2
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
+from parallel3d.planner.arguments import check_number, check_size, nearest
 from parallel3d.planner.constants import Constant
 
 Table = dict[str, dict[int, tuple[float, float, float]]]
@@ -27,18 +27,18 @@ class Gpu:
 
     Attributes:
         peak: dense bf16, TFLOP/s.
-        capacity_gib: what torch reports as its memory, GiB.
+        capacity_gib: memory that torch reports, GiB.
         bandwidth: of its memory, TB/s.
         gemm_efficiency, gemm_start_us: a matmul takes start + FLOPs / (efficiency * peak).
         node: GPUs of a node.
         link: GB/s to the others of its node.
         nic: GB/s to other nodes.
         domain: GPUs that the fast links reach, if more than a node's.
-        fp32_slowdown: how many times as long matmuls take in float32.
         power: the power limit over that of the measurements.
-        mesh_links: links of a GPU where they go to single peers (xGMI); 0: a switch.
+        fp32_slowdown: how many times as long matmuls take in float32.
+        mesh_links: links of a GPU if they go to single peers (xGMI); 0: a switch.
         collectives: operation -> GPUs -> (start us, GB/s, ramp MB), as measured; else derived from ``link``.
-        source: where these are from.
+        source: where these numbers are from.
     """
 
     name: str
@@ -82,12 +82,9 @@ class Cluster:
             object.__setattr__(self, "gpus_per_node", self.gpu.node)
         if self.nic is None:
             object.__setattr__(self, "nic", self.gpu.nic)
-        for name in ("nodes", "gpus_per_node"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise PlanningError(
-                    f"{name} is {getattr(self, name)!r}; it must be an int, 1 or more"
-                )
-        _check_number("nic", self.nic, "GB/s ")
+        check_size("nodes", self.nodes)
+        check_size("gpus_per_node", self.gpus_per_node)
+        check_number("nic", self.nic, "GB/s ")
 
     @property
     def world_size(self) -> int:
@@ -124,28 +121,27 @@ def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
     """The GPU of this name or short name.
 
     Raises:
-        PlanningError: there is none; names the nearest.
+        PlanningError: there is none; the message names the nearest.
     """
     if not isinstance(name, str):
         raise PlanningError(f"the GPU is {name!r}; it must be a name, such as 'h100-80gb-sxm'")
     known = gpus(profile)
-    found = known.get(name.lower())
-    if found is None:
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0.3) or sorted(known)
-        raise PlanningError(f"there is no GPU {name!r}; the nearest: {', '.join(near)}")
-    return found
+    if name.lower() not in known:
+        raise PlanningError(
+            f"there is no GPU {name!r}; the nearest: {nearest(name.lower(), known)}"
+        )
+    return known[name.lower()]
 
 
 def gpus(profile: str | PathLike[str] | None = None) -> dict[str, Gpu]:
-    """All GPUs by their names and short names; those of ``profile`` before the built-in ones."""
-    found = dict(_built_in())
-    if profile is not None:
-        try:
-            text = Path(profile).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanningError(f"the profile {profile} can't be read: {error}") from error
-        found.update(_read(text, str(profile)))
-    return found
+    """All GPUs by their names and short names; those of ``profile`` replace the built-in ones."""
+    if profile is None:
+        return dict(_built_in())
+    try:
+        text = Path(profile).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanningError(f"the profile {profile} can't be read: {error}") from error
+    return {**_built_in(), **_read(text, str(profile))}
 
 
 @lru_cache(maxsize=1)
@@ -160,62 +156,58 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
     except tomllib.TOMLDecodeError as error:
         raise PlanningError(f"{where} is no TOML: {error}") from None
     tables = {name: _table(entry, where) for name, entry in data.get("collectives", {}).items()}
-    found: dict[str, Gpu] = {}
+    known: dict[str, Gpu] = {}
     entries = data.get("gpu", {})
     if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
         raise PlanningError(f"{where}: GPUs are tables, [gpu.NAME]")
     for name, entry in entries.items():
         short = entry.pop("names", [])
-        made = _gpu(name, entry, tables, where)
-        made = replace(made, source=_sources(made.source, data.get("sources", {})))
-        found.update(dict.fromkeys([each.lower() for each in [name, *short]], made))
-    return found
+        made = _gpu(name, entry, tables, f"{where}: gpu.{name}", data.get("sources", {}))
+        known.update(dict.fromkeys([each.lower() for each in [name, *short]], made))
+    return known
 
 
-def _sources(text: str, legend: Mapping[str, str]) -> str:
-    """``text`` with the abbreviations of ``legend`` written out."""
-    return re.sub(r"\b[a-z]\b", lambda found: legend.get(found[0], found[0]), str(text))
-
-
-def _check_number(name: str, value: object, unit: str = "") -> None:
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if not fits or not value > 0:  # type: ignore[operator]
-        raise PlanningError(f"{name} is {value!r}; it must be a number {unit}above 0")
-
-
-def _gpu(name: str, entry: dict[str, Any], tables: Mapping[str, Table], where: str) -> Gpu:
+def _gpu(
+    name: str,
+    entry: dict[str, Any],
+    tables: Mapping[str, Table],
+    where: str,
+    sources: Mapping[str, str],
+) -> Gpu:
+    """One entry; ``sources``: the abbreviations in its source written out."""
     allowed = {each.name for each in fields(Gpu)} - {"name"}
     if unknown := sorted(set(entry) - allowed):
-        raise PlanningError(
-            f"{where}: gpu.{name} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}"
-        )
-    table = entry.get("collectives")
-    if table is not None and table not in tables:
-        raise PlanningError(f"{where}: gpu.{name}: there are no collectives {table!r}")
-    measured = tables[table] if table is not None else {}
+        raise PlanningError(f"{where} has {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+    table = entry.get("collectives", "")
+    if table and table not in tables:
+        raise PlanningError(f"{where}: there are no collectives {table!r}")
     try:
-        made = Gpu(**{**entry, "name": name, "collectives": measured})
+        made = Gpu(**{**entry, "name": name, "collectives": tables.get(table, {})})
     except TypeError as error:
-        raise PlanningError(f"{where}: gpu.{name}: {error}") from None
-    for each in (
-        "peak",
-        "capacity_gib",
-        "bandwidth",
-        "gemm_efficiency",
-        "node",
-        "link",
-        "nic",
-        "power",
-        "fp32_slowdown",
-        "gemm_start_us",
-    ):
-        _check_number(f"{where}: gpu.{name}: {each}", getattr(made, each))
-    for each in ("node", "domain", "mesh_links"):
-        if type(getattr(made, each)) is not int or getattr(made, each) < 0:
-            raise PlanningError(
-                f"{where}: gpu.{name}: {each} is {getattr(made, each)!r}; it must be an int"
-            )
-    return replace(made, domain=made.domain or made.node)
+        raise PlanningError(f"{where}: {error}") from None
+    for number in MEASURED:
+        check_number(f"{where}: {number}", getattr(made, number))
+    for count in ("node", "domain", "mesh_links"):
+        value = getattr(made, count)
+        if type(value) is not int or value < 0:
+            raise PlanningError(f"{where}: {count} is {value!r}; it must be an int")
+    source = re.sub(r"\b[a-z]\b", lambda word: sources.get(word[0], word[0]), str(made.source))
+    return replace(made, domain=made.domain or made.node, source=source)
+
+
+MEASURED = (
+    "peak",
+    "fp32_slowdown",
+    "capacity_gib",
+    "bandwidth",
+    "gemm_efficiency",
+    "gemm_start_us",
+    "node",
+    "link",
+    "nic",
+    "power",
+)
+"""The numbers of a ``Gpu`` that must be above 0."""
 
 
 def _table(entry: dict[str, Any], where: str) -> Table:
@@ -232,13 +224,17 @@ def _table(entry: dict[str, Any], where: str) -> Table:
 
 # Seconds that a collective takes on a mesh axis, from measured tables of NCCL.
 
-_WHOLE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-_RAMP = ((8e6, 0.68), (16e6, 0.79), (float("inf"), 0.87))  # bytes a GPU -> part of the bandwidth
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of a ring over the whole tensor
+_RAMP = (
+    (8e6, 0.68),
+    (16e6, 0.79),
+    (float("inf"), 0.87),
+)  # (most bytes a GPU, part of the bandwidth)
 
 
 @dataclass(frozen=True)
 class AxisLink:
-    """How the ranks of one axis's group lie on the nodes.
+    """How the ranks of one axis's group are placed on the nodes.
 
     Attributes:
         size: ranks of the group.
@@ -254,39 +250,43 @@ class AxisLink:
 
 
 def link_of(layout: MeshLayout, axis: str, cluster: Cluster) -> AxisLink:
-    """Of ``axis``: the inner axes' ranks lie between its own.
+    """The placement of the groups of ``axis``, between whose ranks are those of the inner axes.
 
     Where groups don't end with nodes, it is the worst group's: the fewest ranks that one of its nodes has.
     """
-    stride = layout.stride(axis)
     size = getattr(layout, axis)
-    places = max(cluster.domain // stride, 1)  # of this axis on a node
-    return AxisLink(size, size if places % size == 0 else gcd(size, places))
+    per_domain = max(cluster.domain // layout.stride(axis), 1)
+    return AxisLink(size, size if per_domain % size == 0 else gcd(size, per_domain))
 
 
 @lru_cache(maxsize=65536)
 def collective_time(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float:
     """Seconds of one collective.
 
+    On one node: fits of NVIDIA's measured NCCL tables, see hardware.toml. On several: a ring, or for an
+    all-reduce a tree where that is faster: 35 us x log2(nodes) of latency at 0.6 of the ring's bandwidth.
+
     Args:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
-        nbytes: of the whole tensor: what is gathered, scattered or reduced.
+        nbytes: bytes of the whole tensor: what is gathered, scattered or reduced.
     """
     if link.size == 1 or not nbytes:
         return 0.0
     if link.nodes == 1:
-        return _within(kind, nbytes, link.size, cluster)
-    return _across(kind, nbytes, link, cluster)
-
-
-def _within(kind: str, nbytes: float, size: int, cluster: Cluster) -> float:
-    """One node. Source: fits of NVIDIA's measured NCCL tables, see hardware.toml."""
-    start, bandwidth, ramp = _constants(kind, size, cluster)
-    return start + (nbytes + ramp * (1 - exp(-nbytes / ramp))) / bandwidth
+        start, bandwidth, ramp = _constants(kind, link.size, cluster)
+        return start + (nbytes + ramp * (1 - exp(-nbytes / ramp))) / bandwidth
+    latency, rate = _ring(nbytes, link, cluster)
+    passes = _PASSES[kind]
+    ring = latency * passes + nbytes * passes / rate
+    if kind != "all_reduce":
+        return ring
+    tree = 35e-6 * log2(link.nodes) + 17e-6 + nbytes * passes / (0.6 * rate)
+    return min(ring, tree)
 
 
 @lru_cache(maxsize=4096)
 def _constants(kind: str, size: int, cluster: Cluster) -> tuple[float, float, float]:
+    """(seconds to start, bytes a second, bytes of ramp) on one node."""
     table = cluster.gpu.collectives.get(kind)
     if table:
         known = min((n for n in table if n >= size), default=max(table))
@@ -296,27 +296,15 @@ def _constants(kind: str, size: int, cluster: Cluster) -> tuple[float, float, fl
     rate = cluster.gpu.link * 1e9 * 0.8
     if cluster.gpu.mesh_links:
         rate *= min(size - 1, cluster.gpu.mesh_links) / cluster.gpu.mesh_links
-    return 15e-6, rate * size / (size - 1) / _WHOLE[kind], 8e6
-
-
-def _across(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float:
-    """Several nodes: a ring, or for an all-reduce a tree where that is faster.
-
-    Latency of a ring: nodes x (11 + 3.3 x ranks of a node) us; of a tree: 35 us x log2(nodes) at 0.6 of the
-    ring's bandwidth; both fitted to NCCL 2.27's own tuning numbers (mean 6 %). Bandwidth: every rank's NIC
-    at 0.96 of its rate.
-    """
-    latency, rate = _ring(nbytes, link, cluster)
-    whole = _WHOLE[kind]
-    ring = latency * whole + nbytes * whole / rate
-    if kind != "all_reduce":
-        return ring
-    tree = 35e-6 * log2(link.nodes) + 17e-6 + nbytes * whole / (0.6 * rate)
-    return min(ring, tree)
+    return 15e-6, rate * size / (size - 1) / _PASSES[kind], 8e6
 
 
 def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
-    """(seconds of latency, bytes a second) of a ring across nodes."""
+    """(seconds of latency, bytes a second) of a ring across nodes.
+
+    Latency: nodes x (11 + 3.3 x ranks of a node) us, fitted, as the tree's, to NCCL 2.27's own tuning numbers
+    (mean error 6 %). Bandwidth: every rank's NIC at 0.96 of its rate.
+    """
     n = link.size
     rate = link.per_node * cluster.nic * 0.96e9 * n / (n - 1)
     if link.per_node > 1:
@@ -334,28 +322,27 @@ def describe_collective(
     source = cluster.gpu.source
     if link.nodes == 1:
         start, bandwidth, ramp = _constants(kind, link.size, cluster)
-        measured = (
-            "fit of measured NCCL times"
-            if cluster.gpu.collectives.get(kind)
-            else "0.8 of the links"
-        )
-        where = f"{measured}; {source}"
-        return "start + (bytes + ramp (1 - exp(-bytes / ramp))) / bandwidth", (
-            ("start", Constant("start", start * 1e6, "us", where)),
-            ("bandwidth", Constant("bandwidth", bandwidth / 1e9, "GB/s", where)),
-            ("ramp", Constant("ramp", ramp / 1e6, "MB", where)),
-        )
-    latency, rate = _ring(nbytes, link, cluster)
-    own = cluster.nic != cluster.gpu.nic
-    formula = "latency + bytes / rate"
-    if kind == "all_reduce":
-        formula = (
-            "min(2 (latency + bytes / rate), 17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate))"
-        )
-    why = "nodes (11 + 3.3 ranks of a node) us, fitted to NCCL 2.27's tuning numbers, mean 6 %"
-    how = "ranks of a node * 0.96 nic * n / (n - 1), at most a node's own; * 0.68, 0.79 or 0.87 by size"
-    return formula, (
-        ("latency", Constant("latency", latency * 1e6, "us", why)),
-        ("rate", Constant("rate", rate / 1e9, "GB/s", how)),
-        ("nic", Constant("nic", cluster.nic, "GB/s", "as given" if own else source)),
-    )
+        is_measured = cluster.gpu.collectives.get(kind)
+        where = f"{'fit of measured NCCL times' if is_measured else '0.8 of the links'}; {source}"
+        constants = [
+            Constant("start", start * 1e6, "us", where),
+            Constant("bandwidth", bandwidth / 1e9, "GB/s", where),
+            Constant("ramp", ramp / 1e6, "MB", where),
+        ]
+        formula = "start + (bytes + ramp (1 - exp(-bytes / ramp))) / bandwidth"
+    else:
+        latency, rate = _ring(nbytes, link, cluster)
+        why = "nodes (11 + 3.3 ranks of a node) us, fitted to NCCL 2.27's tuning numbers, mean 6 %"
+        how = "ranks of a node * 0.96 nic * n / (n - 1), at most a node's own; * 0.68, 0.79 or 0.87 by size"
+        nic = source if cluster.nic == cluster.gpu.nic else "as given"
+        constants = [
+            Constant("latency", latency * 1e6, "us", why),
+            Constant("rate", rate / 1e9, "GB/s", how),
+            Constant("nic", cluster.nic, "GB/s", nic),
+        ]
+        formula = "latency + bytes / rate"
+        if kind == "all_reduce":
+            formula = (
+                "min(2 (latency + bytes / rate), 17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate))"
+            )
+    return formula, tuple((each.name, each) for each in constants)

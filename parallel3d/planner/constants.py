@@ -36,10 +36,14 @@ class Term:
     value: float
     unit: str
     formula: str
-    inputs: tuple[tuple[str, float | int | str | Constant | Term], ...] = ()
+    inputs: Inputs = ()
 
 
-def explained(term: Term, depth: int = 0, seen: set[str] | None = None) -> Iterator[str]:
+Input = tuple[str, float | int | str | Constant | Term]
+Inputs = tuple[Input, ...]
+
+
+def explained(term: Term, depth: int = 0) -> Iterator[str]:
     """Lines of text: the term, its formula, what was put in; then each of those that is a term itself."""
     margin = "  " * depth
     yield f"{margin}{term.name} = {shown(term.value, term.unit)} = {term.formula}"

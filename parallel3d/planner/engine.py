@@ -6,8 +6,8 @@ The planner runs the engine's own arithmetic: ``fsdp/layout.py`` says how parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -258,11 +258,12 @@ def node_gradients(order: Sequence[UnitLayout], widths: Widths) -> dict[int, int
 
 @dataclass(frozen=True)
 class Backward:
-    """The moment at which most is held, beside what has been reduced.
+    """Bytes at the moment of a backward at which unsharded parameters and buffers together are largest.
 
     Attributes:
-        unsharded: unsharded parameters. buffers: of gathers, and gradients that aren't reduced yet.
-        at_loss: unsharded parameters before it begins.
+        unsharded: unsharded parameters.
+        buffers: buffers of gathers, and gradients that are not reduced yet.
+        at_loss: unsharded parameters before the backward begins.
     """
 
     unsharded: int
@@ -271,346 +272,329 @@ class Backward:
 
 
 def run_backward(
-    units: Sequence[UnitLayout],
+    layouts: Sequence[UnitLayout],
     widths: Widths,
     *,
     reshard_after_forward: bool,
     streams: bool = True,
 ) -> Backward:
-    """Of ``units``, in the order of the forward.
+    """Runs one backward.
 
     Args:
-        streams: whether reductions run on streams (an accelerator), which keep what a sum over replicate
-            reads as an input.
+        layouts: of the units, in the order of the forward.
+        streams: whether reductions run on streams (an accelerator), which keep the input of the all-reduce.
     """
     timeline = _Timeline(widths, streams)
-    known = [unit for unit in units if unit.buckets]
-    each = list(_expanded(known, widths))
-    first_trained = next((i for i, (unit, _) in enumerate(each) if unit.trainable), len(each))
-    group: list[_Unit] = []
-    for index, (unit, left_out) in enumerate(each):
-        # One whose inputs have no gradient is over when the backward is.
-        late = unit.kind in ("embedding", "root") or index <= first_trained
-        reached = index >= first_trained or unit.kind == "root"
-        group.append(_Unit(unit, widths, late, reached, left_out))
-    roots = [each for each in group if each.layout.kind == "root"]
-    order = roots + [each for each in group if each.layout.kind != "root"]
-    for one in order:
-        kept = one.layout.kind in ("tail", "root")
-        if kept or (one.layout.kind == "block" and not reshard_after_forward):
-            one.gathered = True
-            timeline.unsharded += one.whole * (1 + one.left_out)
+    every = [layout for layout in layouts if layout.buckets for _ in range(layout.count)]
+    trained = [index for index, layout in enumerate(every) if layout.trainable]
+    first_trained = trained[0] if trained else len(every)
+    units = [
+        _Unit(
+            layout,
+            [_Bucket(bucket, [0] * len(bucket.grads)) for bucket in layout.buckets],
+            is_replicated(layout, widths),
+            # The inputs of these have no gradient: their backward is over when the whole one is.
+            ends_last=layout.kind in ("embedding", "root") or index <= first_trained,
+            in_backward=index >= first_trained or layout.kind == "root",
+        )
+        for index, layout in enumerate(every)
+    ]
+    order = sorted(units, key=lambda unit: unit.layout.kind != "root")
+    for unit in order:
+        kind = unit.layout.kind
+        if kind in ("tail", "root") or (kind == "block" and not reshard_after_forward):
+            unit.gathered = True
+            timeline.unsharded += timeline.unsharded_bytes(unit)
     at_loss = timeline.unsharded
     timeline.note()
-    timeline.run(order, freed_between=not reshard_after_forward)
-    return Backward(timeline.best[1], timeline.best[2], at_loss)
+    timeline.run(order)
+    return Backward(timeline.most[1], timeline.most[2], at_loss)
 
 
-def _expanded(units: Sequence[UnitLayout], widths: Widths) -> Iterator[tuple[UnitLayout, int]]:
-    """(unit, how many equal ones after it are left out): of many equal ones the first and last two."""
-    for unit in units:
-        if unit.count <= 5 or is_replicated(unit, widths):
-            yield from ((unit, 0) for _ in range(unit.count))
-        else:
-            yield from ((unit, 0), (unit, 0), (unit, unit.count - 5), (unit, 0), (unit, 0))
+@dataclass(eq=False)
+class _Bucket:
+    """A bucket during the backward.
+
+    Attributes:
+        waiting: for each gradient its bytes if it waits for the reduction, else 0.
+        has_input: whether the buffer of packed gradients is allocated.
+    """
+
+    layout: BucketLayout
+    waiting: list[int]
+    has_input: bool = False
 
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit and where it is.
+    """A unit during the backward.
 
     Attributes:
-        late: whether its backward is over only when the whole one is.
-        reached: whether the backward comes to it.
-        left_out: how many equal units it stands for beside itself.
-        whole: bytes of its unsharded parameters.
-        gathering: of each gather under way, what it holds beside the unsharded parameters, and how much of
-            these is still to be allocated.
-        kept: gradients that wait as they are: by bucket, of each its bytes, or 0 (padded copies included).
-        written: by bucket, whether the buffer of packed gradients is there.
+        replicated: see ``is_replicated``.
+        ends_last: whether its backward is over only when the whole one is.
+        in_backward: whether it has a backward.
+        gathering: for each all-gather under way the bytes of its buffers, and those of unsharded parameters
+            that are still to be allocated.
     """
 
     layout: UnitLayout
-    widths: Widths
-    late: bool
-    reached: bool
-    left_out: int = 0
-    whole: int = 0
+    buckets: list[_Bucket]
+    replicated: bool
+    ends_last: bool
+    in_backward: bool
     gathered: bool = False
     begun: bool = False
-    resident: bool = False
     gathering: list[tuple[int, int]] | None = None
-    kept: list[list[int]] = field(default_factory=list)
-    written: list[bool] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        buckets, widths = self.layout.buckets, self.widths
-        self.whole = sum(
-            b.num_shards * b.numel * widths.compute
-            for b in buckets
-            if b.num_shards > 1 or widths.compute != widths.rest
-        )
-        self.resident = is_replicated(self.layout, widths)
-        self.kept = [[0] * len(b.grads) for b in buckets]
-        self.written = [False] * len(buckets)
 
     @property
     def gathers_in_backward(self) -> bool:
-        return self.layout.kind != "embedding" and not self.resident
+        return self.layout.kind != "embedding" and not self.replicated
 
 
 class _Timeline:
+    """Runs the events of a backward and notes the bytes that are held after each.
+
+    Attributes:
+        most: (sum, unsharded, buffers) at the largest sum so far.
+        inputs: bytes of the inputs of the last reduce-scatter, which are held until the next one.
+        holds_inputs: whether the engine takes them to be held: then gathers are deferred.
+        deferring: the bucket whose large gradients deferred gathers wait for.
+        awaited: elements of them that must arrive first.
+    """
+
     def __init__(self, widths: Widths, streams: bool) -> None:
         self.widths, self.streams = widths, streams
-        self.unsharded = self.buffers = 0
-        self.best = (0, 0, 0)
-        self.held = 0  # the inputs of the last reduce-scatter
-        self.holds = False  # whether the engine believes so
-        self.half: tuple[_Unit, int, float] | None = None  # the unit, its bucket, elements to come
-        self.order: list[_Unit] = []
-        self.schedule = GatherSchedule(self, PrefetchSettings())  # its units: places in ``order``
+        self.unsharded = self.buffers = self.inputs = 0
+        self.most = (0, 0, 0)
+        self.holds_inputs = False
+        self.deferring: _Bucket | None = None
+        self.awaited = 0.0
+        self.schedule = GatherSchedule(self, PrefetchSettings())
 
-    def note(self) -> None:
-        total = self.unsharded + self.buffers
-        if total > self.best[0]:
-            self.best = (total, self.unsharded, self.buffers)
+    def note(self, extra: int = 0) -> None:
+        """Notes what is held, with ``extra`` bytes of buffers that are freed at once."""
+        total = self.unsharded + self.buffers + extra
+        if total > self.most[0]:
+            self.most = (total, self.unsharded, self.buffers + extra)
 
-    def run(self, order: list[_Unit], *, freed_between: bool) -> None:
-        self.order = order
-        for place in range(len(order)):
-            self.schedule.begin_forward(place)
+    def unsharded_bytes(self, unit: _Unit) -> int:
+        """Bytes of the unsharded parameters of ``unit``, but for those that are the shards themselves."""
+        cast = self.widths.compute != self.widths.rest
+        return sum(
+            bucket.num_shards * bucket.numel * self.widths.compute
+            for bucket in unit.layout.buckets
+            if bucket.num_shards > 1 or cast
+        )
+
+    def run(self, order: list[_Unit]) -> None:
+        """Runs the backward of ``order``, the order of the forward, roots first."""
+        for unit in order:
+            self.schedule.begin_forward(unit)
         self.schedule.begin_backwards()
         nodes = node_gradients([unit.layout for unit in order], self.widths)
-        late: list[_Unit] = []
-        for unit in order:
-            if unit.layout.kind == "root":
-                unit.begun = True
-                late.append(unit)
-        for unit in reversed(order):
-            if unit.layout.kind == "root" or not unit.reached:
+        roots = [unit for unit in order if unit.layout.kind == "root"]
+        last = []
+        for root in roots:
+            root.begun = True
+        for place in reversed(range(len(roots), len(order))):
+            unit = order[place]
+            if not unit.in_backward:
                 continue
-            if not unit.resident:
-                self.begin(unit)
+            if not unit.replicated:
+                self.begin(unit, place)
                 self.arrive(unit)
-                if unit.late:
-                    late.append(unit)
+                if unit.ends_last:
+                    last.append(unit)
                 else:
                     self.end(unit)
-            self.fire(nodes.get(order.index(unit), 0))
-            if unit.left_out and freed_between:
-                self.unsharded -= unit.whole * unit.left_out
-        for unit in order:  # what a root has alone is used first, and so comes last
-            if unit.layout.kind == "root":
-                if not unit.resident:
-                    self.arrive(unit)
-                self.fire(nodes.get(order.index(unit), 0))
-        self.half = None
-        late.sort(key=order.index, reverse=True)
-        for unit in late:
-            if not unit.resident:
+            self.note(nodes.get(place, 0))
+        for place, unit in enumerate(
+            roots
+        ):  # what a root has alone is used first, and so comes last
+            if not unit.replicated:
+                self.arrive(unit)
+            self.note(nodes.get(place, 0))
+        self.deferring = None
+        for unit in [*last, *reversed(roots)]:
+            if not unit.replicated:
                 self.reduce(unit)
         self.note()
 
-    def fire(self, size: int) -> None:
-        """The gradients of several resident units come at once."""
-        self.buffers += size
-        self.note()
-        self.buffers -= size
+    # -- all-gathers -------------------------------------------------------------------------------
 
-    # -- gathers -----------------------------------------------------------------------------------
-
-    def begin(self, unit: _Unit) -> None:
+    def begin(self, unit: _Unit, place: int) -> None:
+        """The backward of ``unit`` begins."""
         unit.begun = True
         if unit.gathers_in_backward:
             self.issue(unit)
             self.finish(unit)
-        counting = next((i for i, b in enumerate(unit.layout.buckets) if b.has_large), None)
-        if counting is not None and not unit.layout.buckets[counting].trainable:
-            counting = None
-        defer = self.holds and counting is not None
-        self.half = None
-        if defer and counting is not None:
-            self.half = unit, counting, _zero_copy(unit.layout.buckets[counting]) / 2
-        place = self.order.index(unit)
-        self.schedule.begin_backward(place, place, defer=defer)
+        large = next((bucket for bucket in unit.buckets if bucket.layout.has_large), None)
+        defer = self.holds_inputs and large is not None and large.layout.trainable
+        self.deferring = large if defer else None
+        if large is not None:
+            self.awaited = (large.layout.numel - large.layout.packed) / 2
+        self.schedule.begin_backward(unit, place, defer=defer)
         self.issue_gathers()
 
     def issue_gathers(self) -> None:
-        while (place := self.schedule.next()) is not None:
-            self.issue(self.order[place])  # type: ignore[call-overload]
+        while (unit := self.schedule.next()) is not None:
+            self.issue(unit)  # type: ignore[arg-type]
 
     def issue_deferred(self) -> None:
-        self.half = None
+        self.deferring = None
         self.schedule.issue_deferred()
         self.issue_gathers()
 
-    # -- what the schedule asks, of units by their place in the order ----------------------------------
+    def issue(self, unit: _Unit) -> None:
+        """Issues the all-gathers of ``unit``: one for all its sharded buckets."""
+        if unit.gathered or unit.gathering is not None:
+            return
+        unit.gathering = []
+        compute, cast = self.widths.compute, self.widths.compute != self.widths.rest
+        sharded = [bucket for bucket in unit.layout.buckets if bucket.num_shards > 1]
+        for bucket in unit.layout.buckets:
+            if bucket.num_shards == 1:  # the cast copy is made when it is used
+                unit.gathering.append((0, bucket.numel * compute if cast else 0))
+            elif bucket is sharded[0]:
+                unit.gathering.append(self.issue_together(sharded))
+
+    def issue_together(self, buckets: list[BucketLayout]) -> tuple[int, int]:
+        """Issues one all-gather; returns an entry of ``gathering``."""
+        compute, cast = self.widths.compute, self.widths.compute != self.widths.rest
+        alone = len(buckets) == 1
+        later = held = copied = 0
+        for bucket in buckets:
+            has_zero_copy = bucket.packed < bucket.numel
+            unsharded = bucket.num_shards * bucket.numel * compute
+            if has_zero_copy:
+                self.unsharded += unsharded
+            else:
+                later += unsharded
+            if cast and (alone or has_zero_copy):
+                held += bucket.numel * compute
+            elif cast:
+                copied += bucket.numel * compute
+        packed = sum(bucket.packed for bucket in buckets)
+        held += packed * (buckets[0].num_shards + (not alone)) * compute
+        self.buffers += held
+        self.note(copied)
+        return held, later
+
+    def finish(self, unit: _Unit) -> None:
+        """Waits for the all-gathers of ``unit``."""
+        for held, later in unit.gathering or ():
+            self.unsharded += later
+            self.note()
+            self.buffers -= held
+        unit.gathering, unit.gathered = None, True
+
+    # What ``GatherSchedule`` asks of units.
 
     def is_gathering(self, unit: Any) -> bool:
-        return self.order[unit].gathering is not None
+        return unit.gathering is not None
 
     def may_be_next(self, unit: Any) -> bool:
-        return not self.order[unit].begun
+        return not unit.begun
 
     def is_read_in_backward(self, unit: Any) -> bool:
-        return self.order[unit].gathers_in_backward
+        return unit.gathers_in_backward
 
     def named_in_forward(self, unit: Any) -> None:
         return None
 
-    def named_in_backward(self, unit: Any) -> None:
-        return None
-
-    def issue(self, unit: _Unit) -> None:
-        if unit.gathered or unit.gathering is not None:
-            return
-        unit.gathering = []
-        joined = [b for b in unit.layout.buckets if b.num_shards > 1]
-        for bucket in unit.layout.buckets:
-            if bucket.num_shards == 1:  # the cast copy comes when it is used
-                cast = self.widths.compute != self.widths.rest
-                later = bucket.numel * self.widths.compute if cast else 0
-                unit.gathering.append((0, later))
-            elif bucket is joined[0]:
-                unit.gathering.append(self.issue_together(joined))
-
-    def issue_together(self, joined: list[BucketLayout]) -> tuple[int, int]:
-        w = self.widths
-        later = beside = passing = 0
-        alone, cast = len(joined) == 1, w.compute != w.rest
-        for bucket in joined:
-            whole = bucket.num_shards * bucket.numel * w.compute
-            there = bucket.packed < bucket.numel
-            if there:
-                self.unsharded += whole
-            else:
-                later += whole
-            copy = bucket.numel * w.compute if cast else 0
-            if alone or there:
-                beside += copy
-            else:
-                passing += copy
-        packed = sum(bucket.packed for bucket in joined)
-        beside += packed * (joined[0].num_shards + (not alone)) * w.compute
-        self.buffers += beside + passing
-        self.note()
-        self.buffers -= passing
-        return beside, later
-
-    def finish(self, unit: _Unit) -> None:
-        for beside, later in unit.gathering or ():
-            self.unsharded += later
-            self.note()
-            self.buffers -= beside
-        unit.gathering, unit.gathered = None, True
+    named_in_backward = named_in_forward
 
     # -- gradients ---------------------------------------------------------------------------------
 
     def arrive(self, unit: _Unit) -> None:
-        w = self.widths
+        """The gradients of ``unit`` arrive, one after the other."""
+        compute, reduce = self.widths.compute, self.widths.reduce
         for number, index in unit.layout.arrivals:
-            bucket = unit.layout.buckets[number]
-            grad = bucket.grads[index]
-            size = grad.numel * w.compute
+            bucket = unit.buckets[number]
+            layout, grad = bucket.layout, bucket.layout.grads[index]
+            size = grad.numel * compute
             self.buffers += size
             self.note()
-            if grad.zero_copy and w.compute > w.reduce:
-                smaller = grad.numel * w.reduce
-                self.buffers += smaller
-                self.note()
-                self.buffers -= size
-                size = smaller
+            if grad.zero_copy and compute > reduce:
+                self.note(grad.numel * reduce)
+                self.buffers -= size - grad.numel * reduce
+                size = grad.numel * reduce
             if grad.waits:
-                unit.kept[number][index] = size
-                if grad.zero_copy:
-                    self.count(unit, number, grad.numel / bucket.num_shards)
+                bucket.waiting[index] = size
+                if grad.zero_copy and bucket is self.deferring:
+                    self.count(grad.numel / layout.num_shards)
                 continue
-            if not unit.written[number]:
-                unit.written[number] = True
-                self.buffers += bucket.num_shards * bucket.packed * w.reduce
-            padded = grad.padded * w.compute
-            self.buffers += padded
-            self.note()
-            self.buffers -= padded + size
+            if not bucket.has_input:
+                bucket.has_input = True
+                self.buffers += layout.num_shards * layout.packed * reduce
+            self.note(grad.padded * compute)
+            self.buffers -= size
 
-    def count(self, unit: _Unit, number: int, elements: float) -> None:
-        if self.half is None or self.half[0] is not unit or self.half[1] != number:
-            return
-        awaited = self.half[2] - elements
-        self.half = unit, number, awaited
-        if awaited <= 0:
+    def count(self, elements: float) -> None:
+        """A gradient has arrived that deferred gathers wait for."""
+        self.awaited -= elements
+        if self.awaited <= 0:
             self.free_inputs()
             if self.streams:
-                self.holds = False
+                self.holds_inputs = False
             self.issue_deferred()
 
     # -- reductions --------------------------------------------------------------------------------
 
     def end(self, unit: _Unit) -> None:
-        if self.half is not None and self.half[0] is unit:
+        """The backward of ``unit`` is over."""
+        if self.deferring in unit.buckets:
             self.issue_deferred()
-        self.unsharded -= unit.whole
+        self.unsharded -= self.unsharded_bytes(unit)
         unit.gathered = False
         self.reduce(unit)
 
     def free_inputs(self) -> None:
-        self.buffers -= self.held
-        self.held = 0
+        self.buffers -= self.inputs
+        self.inputs = 0
 
     def reduce(self, unit: _Unit) -> None:
-        for number, bucket in enumerate(unit.layout.buckets):
-            if bucket.trainable:
-                self.reduce_bucket(unit, number, bucket)
-
-    def reduce_bucket(self, unit: _Unit, number: int, bucket: BucketLayout) -> None:
-        w = self.widths
-        self.free_inputs()
-        self.holds = False
-        inputs = self.cast_in_place(unit, number, bucket)
-        if bucket.packed:
-            inputs += bucket.num_shards * bucket.packed * w.reduce
-            self.pack(unit, number, bucket)
-        self.note()
-        if bucket.num_shards > 1:
-            self.held, self.holds = inputs, True
-        else:  # it is the result
-            self.buffers -= inputs
-            self.holds = self.streams
-
-    def cast_in_place(self, unit: _Unit, number: int, bucket: BucketLayout) -> int:
-        kept, inputs = unit.kept[number], 0
-        for index, grad in enumerate(bucket.grads):
-            if not grad.zero_copy:
+        """Issues the reductions of ``unit``."""
+        for bucket in unit.buckets:
+            layout = bucket.layout
+            if not layout.trainable:
                 continue
-            size = grad.numel * self.widths.reduce
-            if kept[index] != size:
-                self.buffers += size
-                self.note()
-                self.buffers -= kept[index]
-            kept[index] = 0
-            inputs += size
+            self.free_inputs()
+            inputs = self.cast_zero_copy(bucket)
+            if layout.packed:
+                inputs += layout.num_shards * layout.packed * self.widths.reduce
+                self.pack(bucket)
+            self.note()
+            if layout.num_shards > 1:
+                self.inputs, self.holds_inputs = inputs, True
+            else:  # it is the result
+                self.buffers -= inputs
+                self.holds_inputs = self.streams
+
+    def cast_zero_copy(self, bucket: _Bucket) -> int:
+        """Casts the zero-copy gradients to the reduce dtype; returns their bytes."""
+        inputs = 0
+        for index, grad in enumerate(bucket.layout.grads):
+            if grad.zero_copy:
+                size = grad.numel * self.widths.reduce
+                if bucket.waiting[index] != size:
+                    self.note(size)
+                    self.buffers += size - bucket.waiting[index]
+                bucket.waiting[index] = 0
+                inputs += size
         return inputs
 
-    def pack(self, unit: _Unit, number: int, bucket: BucketLayout) -> None:
-        w, kept = self.widths, unit.kept[number]
-        fresh = not unit.written[number]
-        unit.written[number] = False
-        if fresh:
-            self.buffers += bucket.num_shards * bucket.packed * w.reduce
+    def pack(self, bucket: _Bucket) -> None:
+        """Packs the gradients that wait, by one kernel if that is possible, else one after the other."""
+        layout, waiting = bucket.layout, bucket.waiting
+        together = False
+        if not bucket.has_input:
+            self.buffers += layout.num_shards * layout.packed * self.widths.reduce
             self.note()
-        if fresh and bucket.packs_as_chunks and all(g.waits for g in bucket.grads):
-            self.buffers -= sum(kept)
-            kept[:] = [0] * len(kept)
-            return
-        for index, grad in enumerate(bucket.grads):
-            if kept[index]:
-                padded = grad.padded * w.compute
-                self.buffers += padded
-                self.note()
-                self.buffers -= padded + kept[index]
-                kept[index] = 0
-
-
-def _zero_copy(bucket: BucketLayout) -> int:
-    """Elements of the shards that travel in place."""
-    return bucket.numel - bucket.packed
+            together = layout.packs_as_chunks and all(grad.waits for grad in layout.grads)
+        for index, grad in enumerate(layout.grads):
+            if waiting[index] and not together:
+                self.note(grad.padded * self.widths.compute)
+            self.buffers -= waiting[index]
+            waiting[index] = 0
+        bucket.has_input = False

@@ -1,12 +1,11 @@
-"""ModelSpec of any nn.Module, found by running it on the meta device."""
+"""ModelSpec of any nn.Module, from a run on the meta device."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,271 +35,23 @@ from parallel3d.planner.op_recorder import (
     record_root,
 )
 from parallel3d.tp import ResolvedPlan, auto_plan, resolve_plan
-from parallel3d.tp.auto.heads import Attention as AttentionLayer
 from parallel3d.tp.auto.heads import find_attention
 from parallel3d.tp.resolve import RuledModule, numberless
 from parallel3d.tp.styles import Colwise, LocalSizes, Rowwise, SequenceParallel, VocabParallel
 
-Splits = Mapping[int, str]
-
-
-NONE: Splits = MappingProxyType({})
-
-
-_WIDTH = 2  # bytes of the compute dtype of a recording, bf16
-
-
-def matmuls_in(
-    recording: Recording,
-    tokens: int,
-    label: str | None = None,
-    prefix: str = "",
-    heads: dict[str, tuple[int, int]] | None = None,
-    kv: Set[str] = frozenset(),
-) -> tuple[Matmul, ...]:
-    """Those of the forward (with ``label``), for every token; one on fewer or more rows has its n scaled.
-
-    Args:
-        heads, kv: of weights: as in ``Matmul``.
-    """
-    found = []
-    for op in recording.recorder.forward_ops:
-        rows, n, k = op.sizes
-        if op.kind == "matmul" and rows and (label is None or op.label == label):
-            name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
-            scaled = max(1, round(n * rows / tokens))
-            of = (heads or {}).get(op.weight)
-            found.append(Matmul(name, scaled, k, op.way, op.input_gradient, of, op.weight in kv))
-    return tuple(found)
-
-
-def attention_in(recording: Recording, batch: int, kv_heads: int | None) -> tuple[Attention, ...]:
-    """Each attention; ``kv_heads``: what the model says of them, where keys were repeated before."""
-    found = []
-    for heads, pairs, dim, causal in recording.recorder.attentions:
-        kv = max(1, pairs // batch)
-        mine = max(1, heads // batch)
-        if kv_heads and kv == mine and mine % kv_heads == 0:
-            kv = kv_heads
-        found.append(Attention(mine, kv, dim, causal))
-    return tuple(found)
-
-
-def head_splits(
-    recording: Recording, heads: dict[str, tuple[int, int]], kv: Set[str]
-) -> dict[int, str]:
-    """Storage -> "heads" or "kv", of those that are divided in whole heads of queries, or of keys and values.
-
-    Args:
-        heads, kv: of weights: as in ``Matmul``.
-    """
-    found: dict[int, str] = {}
-    for ops in (recording.recorder.forward_ops, recording.recorder.backward_ops):
-        for op in ops:
-            read = {found[key] for key, *_ in op.reads if key in found}
-            if op.weight:
-                read = {"kv" if op.weight in kv else "heads"} if op.weight in heads else set()
-            for key, _ in op.writes:
-                if read and op.split:
-                    found[key] = "kv" if read == {"kv"} else "heads"
-    return found
-
-
-def elementwise_in(
-    recording: Recording, tokens: int, label: str | None = None, splits: Splits = NONE
-) -> tuple[Elementwise, ...]:
-    """Everything else: norms one by one, the rest by how tensor parallelism divides it."""
-    sums: dict[tuple[str, bool, str], list[float]] = defaultdict(lambda: [0.0] * 6)
-    ways = (recording.recorder.forward_ops, recording.recorder.backward_ops)
-    inside = _inside(recording)
-    for way, ops in enumerate(ways):
-        for group in _groups(ops):
-            first = ops[group[0]]
-            if label is not None and first.label != label:
-                continue
-            norm = _norm(first, label)
-            total = sums[first.label if norm and label is None else "", norm, _way(first, splits)]
-            total[way] += sum(ops[i].moved for i in group)
-            total[2 + way] += _fused(ops, group, recording, inside)
-            total[4 + way] += len(group)
-    found = []
-    for (name, norm, split), (f, b, ff, fb, kf, kb) in sums.items():
-        per = tokens * _WIDTH
-        found.append(
-            Elementwise(
-                name or ("norm" if norm else "elementwise"),
-                (f / per, b / per),
-                (min(f, ff) / per, min(b, fb) / per),
-                (int(kf), int(kb)),
-                split,
-                norm,
-            )
-        )
-    return tuple(found)
-
-
-def activations_in(
-    recording: Recording, tokens: int, label: str | None = None, splits: Splits = NONE
-) -> tuple[Activation, ...]:
-    """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if smaller."""
-    ops = recording.recorder.forward_ops
-    stays = _inside(recording)
-    kept: dict[tuple[str, int | None, str], float] = defaultdict(float)
-    inside: dict[tuple[int, ...], int] = defaultdict(int)
-    for key, saved in recording.saved.items():
-        at = recording.origin.get(key)
-        op = ops[at] if at is not None else None
-        if op is not None and (op.kind == "score" or _is_scores(recording, key)):
-            continue
-        if label is not None and saved.label != label:
-            continue
-        if key in stays:
-            inside[stays[key]] += saved.nbytes
-            continue
-        of = _made_by(op) if op is not None else "norm" if saved.label else "elementwise"
-        itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
-        kept[of, itemsize, _split(key, recording, splits)] += saved.nbytes / saved.itemsize
-    found = [
-        Activation(f"of {of}", size / tokens, itemsize, split, of)
-        for (of, itemsize, split), size in kept.items()
-    ]
-    for group, nbytes in inside.items():
-        first = ops[group[0]]
-        of = "norm" if _norm(first, label) else "elementwise"
-        split = _way(first, splits)
-        needed = min(nbytes, _unsaved_inputs(ops, group, recording))
-        name = first.label or first.name
-        if needed:
-            found.append(Activation(f"{name} input", needed / tokens / _WIDTH, None, split, of))
-        if nbytes > needed:
-            rest = (nbytes - needed) / tokens
-            found.append(Activation(f"{name} inside", rest, 1, split, of, eager_only=True))
-    return tuple(found)
-
-
-def _norm(op: Op, label: str | None) -> bool:
-    """Whether it is of a norm; with ``label`` (the root's) only kernels of norms are known."""
-    return op.kind == "norm" or (label is None and op.label != "")
-
-
-def _groups(ops: list[Op]) -> list[list[int]]:
-    """Elementwise operations that one kernel could do: connected, with no matmul between, divided alike."""
-    parent: dict[int, int] = {}
-
-    def top(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
-    for i, op in enumerate(ops):
-        if op.kind not in ("elementwise", "norm"):
-            continue
-        parent[i] = i
-        if op.kind == "norm":
-            continue
-        for _, writer, _ in op.reads:
-            if writer is None or writer not in parent or ops[writer].kind == "norm":
-                continue
-            other = ops[writer]
-            if (other.label, other.split, other.depth) == (op.label, op.split, op.depth):
-                parent[top(i)] = top(writer)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for i in parent:
-        groups[top(i)].append(i)
-    return list(groups.values())
-
-
-def _fused(
-    ops: list[Op], group: list[int], recording: Recording, inside: dict[int, tuple[int, ...]]
-) -> float:
-    """Bytes of ``group`` as one kernel: read from outside, and what others read. Backward makes again what is
-    ``inside`` a kernel of the forward, from that one's inputs."""
-    members = set(group)
-    backward = ops is recording.recorder.backward_ops
-    reads: dict[Any, int] = {}
-    again: dict[tuple[int, ...], int] = defaultdict(int)
-    for i in group:
-        for key, writer, size in ops[i].reads:
-            if writer in members or (key, writer) in reads:
-                continue
-            made_inside = backward and writer is None and key in inside
-            reads[key, writer] = 0 if made_inside else size
-            if made_inside:
-                again[inside[key]] += size
-    total = float(sum(reads.values()))
-    forward = recording.recorder.forward_ops
-    for source, size in again.items():
-        total += min(size, _unsaved_inputs(forward, source, recording))
-    for i in group:
-        outside = not ops[i].read_by or any(r not in members and r >= 0 for r in ops[i].read_by)
-        for key, size in ops[i].writes:
-            if outside or key in recording.outputs:
-                total += size
-    return total
-
-
-def _inside(recording: Recording) -> dict[int, tuple[int, ...]]:
-    """Saved storages that only one group of the forward reads, and backward: a compiler makes them again."""
-    ops = recording.recorder.forward_ops
-    found = {}
-    for group in map(tuple, _groups(ops)):
-        for i in group:
-            readers = [r for r in ops[i].read_by if r >= 0]
-            if ops[i].kind == "norm" or not readers or not set(readers) <= set(group):
-                continue
-            for key, _ in ops[i].writes:
-                if key in recording.saved and key not in recording.outputs:
-                    found[key] = group
-    return found
-
-
-def _unsaved_inputs(ops: list[Op], group: tuple[int, ...], recording: Recording) -> int:
-    members = set(group)
-    found = {
-        key: size
-        for i in group
-        for key, writer, size in ops[i].reads
-        if writer not in members and key not in recording.saved and key not in recording.constant
-    }
-    return sum(found.values())
-
-
-def _is_scores(recording: Recording, key: int) -> bool:
-    origin = recording.recorder.scores.get(key)
-    return origin is not None and origin.kind == "attention"
-
-
-def _made_by(op: Op) -> str:
-    if op.kind in ("matmul", "attention"):
-        return op.kind
-    return "norm" if op.kind == "norm" or op.label else "elementwise"
-
-
-def _way(op: Op, splits: Splits) -> str:
-    if not op.split:
-        return "sequence"
-    return next((splits[key] for key, _ in op.writes if key in splits), "tp")
-
-
-def _split(key: int, recording: Recording, splits: Splits) -> str:
-    if key in recording.split:
-        return splits.get(key, "tp")
-    return "gathered" if key in recording.recorder.gathered else "sequence"
-
+# What the tensor-parallel plan says of a model's parameters.
 
 _TP_SIZES = (2, 3, 5, 7)
-
-
 _OF_SEQUENCE = (SequenceParallel, Colwise, Rowwise, VocabParallel)
 
 
 @dataclass
 class ModulePlan:
-    """By the parameters' names in the model.
+    """A plan, by the names of the model's parameters.
 
     Attributes:
-        dims: the dim that is sharded. heads, kv, partial: as ``Parameter``'s ``heads``, ``kv``,
-            ``tp_partial``.
+        dims: the dim that is sharded over tp.
+        heads, kv, partial: ``Parameter``'s ``heads``, ``kv`` and ``tp_partial``.
         unplanned: ``tp_partial`` of those that aren't in ``partial``.
         divisible: sizes that only a number of ranks that divides them can share.
         problem: why there is no plan.
@@ -314,17 +65,9 @@ class ModulePlan:
     divisible: dict[str, int] = field(default_factory=dict)
     problem: str = ""
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is a plan."""
-        return not self.problem
 
-
-def plan_of(model: nn.Module, tp_plan: Any) -> ModulePlan:
-    """Of ``tp_plan``, as ``parallelize`` takes it, for the smallest tensor parallelism that it allows.
-
-    Where none does, the first problem is told.
-    """
+def _plan_of(model: nn.Module, tp_plan: Any) -> ModulePlan:
+    """``tp_plan``, as ``parallelize`` takes it, for the smallest tensor parallelism that it allows."""
     if tp_plan is None:
         return ModulePlan(problem="tp_plan is None")
     problem = ""
@@ -335,56 +78,279 @@ def plan_of(model: nn.Module, tp_plan: Any) -> ModulePlan:
                 rules = auto_plan(model, size)
             resolved = resolve_plan(model, rules, size, strict=strict)
             # As the plan says it, before attention is fitted to so many ranks.
-            return _read(model, resolve_plan(model, rules, 1, strict=False), resolved)
+            return _read_plan(model, resolve_plan(model, rules, 1, strict=False), resolved)
         except Parallel3dError as error:
             problem = problem or str(error)
     return ModulePlan(problem=problem)
 
 
-def _read(model: nn.Module, plain: ResolvedPlan, fitted: ResolvedPlan) -> ModulePlan:
-    first = {id(p): name for name, p in model.named_parameters()}
-    found, by_sequence = ModulePlan(), False
-    for planned in plain.modules:
-        module = model.get_submodule(planned.name)
-        for param in planned.params:
-            name = first[id(module._parameters[param.name])]
-            if isinstance(param.rule.placement, Shard):
-                found.dims[name] = param.rule.placement.dim
-            elif param.rule.tp_grad == "partial":
-                sequence = isinstance(planned.style, _OF_SEQUENCE)
-                by_sequence |= sequence
-                found.partial[name] = "sequence" if sequence else "always"
-    if by_sequence:  # the plan says of which parameters each rank sees a part of the tokens only
-        found.unplanned = "never"
-    ruled = {}
+def _read_plan(model: nn.Module, plain: ResolvedPlan, fitted: ResolvedPlan) -> ModulePlan:
+    names = {id(p): name for name, p in model.named_parameters()}
+    plan, ruled = ModulePlan(), {}
     for planned in plain.modules:
         module = model.get_submodule(planned.name)
         ruled[id(module)] = RuledModule(planned.name, planned.pattern, planned.style, module)
+        for param in planned.params:
+            name = names[id(module._parameters[param.name])]
+            if isinstance(param.rule.placement, Shard):
+                plan.dims[name] = param.rule.placement.dim
+            elif param.rule.tp_grad == "partial":
+                sequence = isinstance(planned.style, _OF_SEQUENCE)
+                plan.partial[name] = "sequence" if sequence else "always"
+                if sequence:  # the plan names all parameters that see a part of the tokens
+                    plan.unplanned = "never"
     for layer in find_attention(ruled, dict(model.named_modules(remove_duplicate=False))):
-        _note_heads(found, layer, first)
+        if layer.heads is None or layer.kv_heads is None:
+            continue
+        fused = any(projection.role == "fused" for projection in layer.projections)
+        heads = (layer.kv_heads if fused else layer.heads, layer.kv_heads)
+        for projection in layer.projections:
+            for parameter in projection.ruled.module._parameters.values():
+                name = names[id(parameter)] if parameter is not None else ""
+                if name in plan.dims:
+                    plan.heads[name] = heads
+                    if projection.role in ("key", "value"):
+                        plan.kv.add(name)
     for planned in fitted.modules:
         if isinstance(planned.style, LocalSizes):
             module = model.get_submodule(planned.name)
             for name in planned.style.names:
-                size = getattr(module, name)
-                found.divisible[f"{numberless(planned.name)}.{name}"] = size
-    return found
+                plan.divisible[f"{numberless(planned.name)}.{name}"] = getattr(module, name)
+    return plan
 
 
-def _note_heads(found: ModulePlan, layer: AttentionLayer, first: dict[int, str]) -> None:
-    """Of the parameters of an attention layer's projections that are cut between heads."""
-    if layer.heads is None or layer.kv_heads is None:
-        return
-    fused = any(p.role == "fused" for p in layer.projections)
-    heads = (layer.kv_heads if fused else layer.heads, layer.kv_heads)
-    for projection in layer.projections:
-        for param in projection.ruled.module._parameters.values():
-            name = first[id(param)] if param is not None else ""
-            if name in found.dims:
-                found.heads[name] = heads
-                if projection.role in ("key", "value"):
-                    found.kv.add(name)
+# The work of a unit, from the recording of its module.
 
+_WIDTH = 2  # bytes of the compute dtype of a recording, bf16
+
+
+class _Work:
+    """The operations of a recording as the fields of a ``Unit``, for one token.
+
+    Args:
+        tokens: tokens of the recorded run.
+        label: operations with this label only, of the root's recording; None: all.
+
+    Attributes:
+        ways: the operations of forward and of backward.
+        groups: for each way the elementwise operations that one kernel could do, as indices.
+        inside: saved storages that only one group of the forward reads, and backward -> that group: a
+            compiler computes them again.
+        splits: storage -> "heads" or "kv", if it is divided over tp in whole query heads, or key and value
+            heads.
+    """
+
+    def __init__(
+        self, recording: Recording, plan: ModulePlan, tokens: int, label: str | None = None
+    ) -> None:
+        self.recording, self.plan, self.tokens, self.label = recording, plan, tokens, label
+        recorder = recording.recorder
+        self.ways = (recorder.forward_ops, recorder.backward_ops)
+        self.groups = [_groups(ops) for ops in self.ways]
+        self.inside = self._find_inside()
+        self.splits: dict[int, str] = {}
+
+    def fields(self, batch: int, kv_heads: int | None, prefix: str) -> dict[str, Any]:
+        """The fields of ``Unit``.
+
+        Args:
+            batch: sequences of the recorded run.
+            kv_heads: what the model says of them, where keys were repeated before attention.
+            prefix: the unit's name and a dot, which the names of its parameters begin with.
+        """
+        recorder, is_main = self.recording.recorder, self.label in (None, "")
+        matmuls = self._matmuls(prefix)
+        fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
+        attention = self._attention(batch, kv_heads, fused) if is_main else ()
+        if attention:
+            self.splits = self._head_splits()
+        return {
+            "matmuls": matmuls,
+            "attention": attention,
+            "elementwise": tuple(self._elementwise()),
+            "activations": tuple(self._activations()),
+            "tp_inputs": tuple(recorder.gathered.values()) if is_main else (),
+            "tp_outputs": tuple(recorder.summed) if self.label in (None, BEFORE) else (),
+        }
+
+    def _matmuls(self, prefix: str) -> tuple[Matmul, ...]:
+        """The forward's. If one runs on fewer or more rows than there are tokens, its n is scaled."""
+        matmuls = []
+        for op in self.ways[0]:
+            rows, n, k = op.sizes
+            if op.kind == "matmul" and rows and self.label in (None, op.label):
+                name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
+                scaled = max(1, round(n * rows / self.tokens))
+                heads, kv = self.plan.heads.get(op.weight), op.weight in self.plan.kv
+                matmuls.append(Matmul(name, scaled, k, op.way, op.input_gradient, heads, kv))
+        return tuple(matmuls)
+
+    def _attention(self, batch: int, kv_heads: int | None, fused: bool) -> tuple[Attention, ...]:
+        attention = []
+        for all_heads, all_kv, dim, causal in self.recording.recorder.attentions:
+            kv, heads = max(1, all_kv // batch), max(1, all_heads // batch)
+            if kv_heads and kv == heads and heads % kv_heads == 0:
+                kv = kv_heads
+            attention.append(Attention(heads, kv, dim, causal, fused))
+        return tuple(attention)
+
+    def _head_splits(self) -> dict[int, str]:
+        splits: dict[int, str] = {}
+        for op in [*self.ways[0], *self.ways[1]]:
+            read = {splits[key] for key, *_ in op.reads if key in splits}
+            if op.weight:
+                way = "kv" if op.weight in self.plan.kv else "heads"
+                read = {way} if op.weight in self.plan.heads else set()
+            if read and op.split:
+                splits.update((key, "kv" if read == {"kv"} else "heads") for key, _ in op.writes)
+        return splits
+
+    def _elementwise(self) -> Iterator[Elementwise]:
+        """All but matmuls and attention: norms one by one, the rest by how tensor parallelism divides it."""
+        sums: dict[tuple[str, bool, str], list[float]] = defaultdict(lambda: [0.0] * 6)
+        for way, ops in enumerate(self.ways):
+            for group in self.groups[way]:
+                first = ops[group[0]]
+                if self.label not in (None, first.label):
+                    continue
+                norm = self._is_norm(first)
+                name = first.label if norm and self.label is None else ""
+                total = sums[name, norm, self._split_of(first)]
+                total[way] += sum(ops[i].moved for i in group)
+                total[2 + way] += self._fused_bytes(way, group)
+                total[4 + way] += len(group)
+        per = self.tokens * _WIDTH
+        for (name, norm, split), (f, b, fused_f, fused_b, kernels_f, kernels_b) in sums.items():
+            yield Elementwise(
+                name or ("norm" if norm else "elementwise"),
+                (f / per, b / per),
+                (min(f, fused_f) / per, min(b, fused_b) / per),
+                (int(kernels_f), int(kernels_b)),
+                split,
+                norm,
+            )
+
+    def _activations(self) -> Iterator[Activation]:
+        """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if smaller."""
+        recording, ops = self.recording, self.ways[0]
+        kept: dict[tuple[str, int | None, str], float] = defaultdict(float)
+        inside: dict[tuple[int, ...], int] = defaultdict(int)
+        for key, saved in recording.saved.items():
+            op = ops[recording.origin[key]] if key in recording.origin else None
+            scores = recording.recorder.scores.get(key)
+            if op is not None and (op.kind == "score" or (scores and scores.kind == "attention")):
+                continue
+            if self.label not in (None, saved.label):
+                continue
+            if key in self.inside:
+                inside[self.inside[key]] += saved.nbytes
+                continue
+            of = "norm" if (saved.label if op is None else op.label) else "elementwise"
+            if op is not None and op.kind in ("matmul", "attention", "norm"):
+                of = op.kind
+            itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
+            split = "gathered" if key in recording.recorder.gathered else "sequence"
+            if key in recording.split:
+                split = self.splits.get(key, "tp")
+            kept[of, itemsize, split] += saved.nbytes / saved.itemsize
+        for (of, itemsize, split), size in kept.items():
+            yield Activation(f"of {of}", size / self.tokens, itemsize, split, of)
+        for group, nbytes in inside.items():
+            first = ops[group[0]]
+            of = "norm" if self._is_norm(first) else "elementwise"
+            split, name = self._split_of(first), first.label or first.name
+            needed = min(nbytes, self._unsaved_inputs(group))
+            if needed:
+                elements = needed / self.tokens / _WIDTH
+                yield Activation(f"{name} input", elements, None, split, of)
+            if nbytes > needed:
+                rest = (nbytes - needed) / self.tokens
+                yield Activation(f"{name} inside", rest, 1, split, of, eager_only=True)
+
+    def _is_norm(self, op: Op) -> bool:
+        """Whether ``op`` is of a norm; in the root's recording only kernels of norms are known."""
+        return op.kind == "norm" or (self.label is None and op.label != "")
+
+    def _split_of(self, op: Op) -> str:
+        if not op.split:
+            return "sequence"
+        return next((self.splits[key] for key, _ in op.writes if key in self.splits), "tp")
+
+    def _fused_bytes(self, way: int, group: tuple[int, ...]) -> float:
+        """Bytes of ``group`` as one kernel: read from outside, and written for others.
+
+        Backward computes again what is ``inside`` a kernel of the forward, from that one's inputs.
+        """
+        ops, members = self.ways[way], set(group)
+        reads: dict[Any, int] = {}
+        again: dict[tuple[int, ...], int] = defaultdict(int)
+        for i in group:
+            for key, writer, size in ops[i].reads:
+                if writer in members or (key, writer) in reads:
+                    continue
+                made_inside = way == 1 and writer is None and key in self.inside
+                reads[key, writer] = 0 if made_inside else size
+                if made_inside:
+                    again[self.inside[key]] += size
+        total = float(sum(reads.values()))
+        for source, size in again.items():
+            total += min(size, self._unsaved_inputs(source))
+        for i in group:
+            readers = ops[i].read_by
+            outside = not readers or any(r not in members and r >= 0 for r in readers)
+            for key, size in ops[i].writes:
+                if outside or key in self.recording.outputs:
+                    total += size
+        return total
+
+    def _find_inside(self) -> dict[int, tuple[int, ...]]:
+        ops, recording, inside = self.ways[0], self.recording, {}
+        for group in self.groups[0]:
+            for op in (ops[i] for i in group):
+                readers = {r for r in op.read_by if r >= 0}
+                if op.kind != "norm" and readers and readers <= set(group):
+                    for key, _ in op.writes:
+                        if key in recording.saved and key not in recording.outputs:
+                            inside[key] = group
+        return inside
+
+    def _unsaved_inputs(self, group: tuple[int, ...]) -> int:
+        """Bytes of the inputs of a group of the forward that would have to be kept for it."""
+        members, known = set(group), self.recording.saved.keys() | self.recording.constant
+        inputs = {
+            key: size
+            for i in group
+            for key, writer, size in self.ways[0][i].reads
+            if writer not in members and key not in known
+        }
+        return sum(inputs.values())
+
+
+def _groups(ops: list[Op]) -> list[tuple[int, ...]]:
+    """Elementwise operations that one kernel could do: connected, with no matmul between, divided alike."""
+    parent: dict[int, int] = {}
+
+    def top(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i, op in enumerate(ops):
+        if op.kind not in ("elementwise", "norm"):
+            continue
+        parent[i] = i
+        for _, writer, _ in op.reads if op.kind == "elementwise" else ():
+            if writer in parent and ops[writer].kind != "norm":
+                other = ops[writer]
+                if (other.label, other.split, other.depth) == (op.label, op.split, op.depth):
+                    parent[top(i)] = top(writer)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i in parent:
+        groups[top(i)].append(i)
+    return [tuple(group) for group in groups.values()]
+
+
+# The run: inputs, recordings, units.
 
 _LENGTHS = (2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4)
 
@@ -411,8 +377,9 @@ def spec_from_module(
             token ids, or (batch, sequence, features). None: one sequence of token ids.
         tp_plan: as for ``parallelize``; None: no tensor parallelism.
         units: patterns of the blocks' names, as for ``parallelize``.
-        seq_len: of the sequence that stands for the example; otherwise the longest up to 2,048 that the
-            model takes.
+        seq_len: length of the sequence that stands for the example; by default the longest up to 2,048 that
+            the model takes.
+        name: the spec's name; by default the class's.
 
     Returns:
         The spec; ``tp_ready`` is False, and ``source`` says why, where no plan can be resolved.
@@ -426,31 +393,37 @@ def spec_from_module(
     if not any(True for _ in model.parameters()):
         raise PlanningError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     found = find_units(model, units)
-    plan = plan_of(model, tp_plan)
-    params = MetaParams(model, plan.dims, torch.bfloat16)
-    run = _run(model, example, seq_len, found, params)
-    builder = _Builder(model, found, params, plan, run)
+    plan = _plan_of(model, tp_plan)
+    run = _run(model, example, seq_len, found, MetaParams(model, plan.dims, torch.bfloat16))
+    builder = _Builder(model, found, plan, run)
     made = builder.units()
-    attention = next((a for u in made for a in u.attention), None)
+    attention = next((a for u in made for a in u.attention), Attention(0, 0, 0))
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     source = f"nn.Module {type(model).__name__}"
     return ModelSpec(
         name=name or type(model).__name__,
         units=tuple(made),
         hidden=builder.hidden(made),
         vocab=run.vocab,
-        heads=attention.heads if attention else 0,
-        kv_heads=attention.kv_heads if attention else 0,
-        head_dim=attention.head_dim if attention else 0,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
         divisible=plan.divisible,
-        tied=_tied(model),
-        tp_ready=plan.ready,
-        source=source if plan.ready else f"{source}; no tensor parallelism: {plan.problem}",
+        tied=any(id(m.weight) in tables for m in linears),
+        tp_ready=not plan.problem,
+        source=f"{source}; no tensor parallelism: {plan.problem}" if plan.problem else source,
     )
 
 
 @dataclass
 class _Run:
-    """Recordings of the root and of one unit of each kind."""
+    """A run of ``batch`` sequences of ``seq_len`` tokens: the root's recording, and one of each kind of unit.
+
+    Attributes:
+        calls: the calls of units, by name.
+        vocab: logits per token; 0: there are none.
+    """
 
     batch: int
     seq_len: int
@@ -459,14 +432,9 @@ class _Run:
     vocab: int
     recordings: dict[Any, Recording] = field(default_factory=dict)
 
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq_len
 
-
-def _tied(model: nn.Module) -> bool:
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return any(isinstance(m, nn.Linear) and id(m.weight) in tables for m in model.modules())
+def _members(found: Units) -> list[tuple[str, nn.Module]]:
+    return [*found.embeddings, *found.blocks, *found.final_norm_and_head]
 
 
 def _kind_of(module: nn.Module) -> tuple[Any, ...]:
@@ -480,17 +448,16 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 def _run(
     model: nn.Module, example: Any, seq_len: int | None, found: Units, params: MetaParams
 ) -> _Run:
-    members = [*found.embeddings, *found.blocks, *found.final_norm_and_head]
     blocks = [name for name, _ in found.blocks]
     problem: Exception | None = None
     with _training(model):
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
                 root, calls, out = record_root(
-                    model, params, members, blocks, args, kwargs, length, _kind_of
+                    model, params, _members(found), blocks, args, kwargs, length, _kind_of
                 )
                 run = _Run(batch, length, root, calls, _vocab(out, args, kwargs))
-                for name, module in members:
+                for name, module in _members(found):
                     kind = _kind_of(module)
                     if name in calls and kind not in run.recordings:
                         run.recordings[kind] = made = record(module, params, calls[name], length)
@@ -519,9 +486,9 @@ def _training(model: nn.Module) -> Iterator[None]:
 def _inputs(
     model: nn.Module, example: Any, seq_len: int | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], int, int]]:
-    """(args, kwargs, sequences, tokens of each); ids are real zeros, floats are on meta."""
+    """(args, kwargs, sequences, tokens of each) to try; ids are real zeros, floats are on meta."""
     if example is not None:
-        args, kwargs = _given(example)
+        args, kwargs = _placed(example)
         main = next(tensors_in((args, kwargs)), None)
         if main is None:
             raise PlanningError("example holds no tensor; it must be (args, kwargs) or a tensor")
@@ -529,11 +496,12 @@ def _inputs(
         batch, length = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
         yield args, kwargs, batch, length
         return
-    features = _first_features(model)
-    if features:
+    first = next(m for m in model.modules() if any(True for _ in m.parameters(recurse=False)))
+    if isinstance(first, nn.Linear):
         length = seq_len or _LENGTHS[0]
-        yield (torch.empty(1, length, features, device="meta"),), {}, 1, length
-        yield (torch.empty(length, features, device="meta"),), {}, 1, length
+        for sequences in ((1, length), (length,)):
+            example = torch.empty(*sequences, first.in_features, device="meta")
+            yield (example,), {}, 1, length
         return
     hugging_face = hasattr(model, "config") and hasattr(model, "dummy_inputs")
     if not hugging_face and not any(isinstance(m, nn.Embedding) for m in model.modules()):
@@ -552,7 +520,8 @@ def _inputs(
             yield (ids,), {}, 1, length
 
 
-def _given(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _placed(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The user's example with floats on meta, in bf16, and all other tensors on the CPU."""
     if isinstance(example, Tensor):
         example = ((example,), {})
     fits = isinstance(example, tuple) and len(example) == 2
@@ -572,70 +541,53 @@ def _given(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return map_tensors(placed, example)
 
 
-def _first_features(model: nn.Module) -> int:
-    """Input features of a model that begins with a linear layer; 0: it begins otherwise."""
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            return module.in_features if isinstance(module, nn.Linear) else 0
-    return 0
-
-
 def _vocab(out: Any, args: Any, kwargs: Any) -> int:
-    """Logits a token of a language model; 0: it has no token ids, or puts out something else."""
+    """Logits per token of a language model; 0: it has no token ids, or its output is something else."""
     ids = next(tensors_in((args, kwargs)), None)
     if ids is None or ids.is_floating_point():
         return 0
-    fits = (t for t in tensors_in(out) if t.ndim == ids.ndim + 1 and t.shape[:-1] == ids.shape)
-    return next((t.shape[-1] for t in fits), 0)
+    logits = (t for t in tensors_in(out) if t.ndim == ids.ndim + 1 and t.shape[:-1] == ids.shape)
+    return next((t.shape[-1] for t in logits), 0)
+
+
+_WORK = ("matmuls", "attention", "elementwise", "activations", "tp_inputs", "tp_outputs")
 
 
 class _Builder:
-    def __init__(
-        self, model: nn.Module, found: Units, params: MetaParams, plan: ModulePlan, run: _Run
-    ) -> None:
-        self.model, self.found, self.params, self.plan, self.run = model, found, params, plan, run
+    """Builds the units of ``model`` from a run."""
+
+    def __init__(self, model: nn.Module, found: Units, plan: ModulePlan, run: _Run) -> None:
+        self.model, self.found, self.plan, self.run = model, found, plan, run
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.config = getattr(model, "config", None)
 
     def units(self) -> list[Unit]:
-        """In the order of the forward: root and embeddings, blocks, tail."""
+        """In the order of the forward: root and embeddings, blocks, final norm and head."""
         found, run = self.found, self.run
-        inside = {
-            id(p)
-            for _, m in [*found.embeddings, *found.blocks, *found.final_norm_and_head]
-            for p in m.parameters()
-        }
+        inside = {id(p) for _, module in _members(found) for p in module.parameters()}
         own = [p for p in self.model.parameters() if id(p) not in inside]
         before = self._work(run.root, BEFORE)
         units = []
-        if own or any(before[k] for k in ("matmuls", "elementwise")):
+        if own or before["matmuls"] or before["elementwise"]:
             units.append(Unit("root", "root", self._parameters(own, run.root), **before))
-        for name, module in found.embeddings:
-            units.append(self._unit(name, "embedding", module))
-        units += self._blocks()
-        called = list(run.calls)
-        tails = sorted(
-            found.final_norm_and_head,
-            key=lambda each: called.index(each[0]) if each[0] in called else -1,
-        )
-        tail = [self._unit(name, "tail", module) for name, module in tails]
-        after = Unit("root", "tail", (), **self._work(run.root, ""))
-        if run.vocab:
-            after = _joined([after, Unit("loss", "tail", (), elementwise=(loss_work(run.vocab),))])
-        units.append(_joined([*tail, after]))
-        return units
-
-    def _blocks(self) -> list[Unit]:
+        units += [self._unit(name, "embedding", module) for name, module in found.embeddings]
         counted: dict[Any, list[tuple[str, nn.Module]]] = {}
-        for name, module in self.found.blocks:
-            call = self.run.calls.get(name)
-            counted.setdefault((_kind_of(module), call.times if call else 0), []).append(
-                (name, module)
-            )
-        return [
-            self._unit(members[0][0], "block", members[0][1], len(members))
-            for members in counted.values()
-        ]
+        for name, module in found.blocks:
+            times = run.calls[name].times if name in run.calls else 0
+            counted.setdefault((_kind_of(module), times), []).append((name, module))
+        for members in counted.values():
+            name, module = members[0]
+            units.append(self._unit(name, "block", module, len(members)))
+        called = list(run.calls)
+        last = sorted(
+            found.final_norm_and_head,
+            key=lambda member: called.index(member[0]) if member[0] in called else -1,
+        )
+        tail = [self._unit(name, "tail", module) for name, module in last]
+        tail.append(Unit("root", "tail", (), **self._work(run.root, "")))
+        if run.vocab:
+            tail.append(Unit("loss", "tail", (), elementwise=(loss_work(run.vocab),)))
+        units.append(_joined(tail, "tail"))
+        return units
 
     def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> Unit:
         recording = self.run.recordings.get(_kind_of(module))
@@ -644,37 +596,24 @@ class _Builder:
         if recording is None or call is None:
             return Unit(name, kind, parameters, count)
         unit = Unit(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
-        return _joined([unit, *[_without_parameters(unit)] * (call.times - 1)])
+        return _joined([unit, *[replace(unit, parameters=())] * (call.times - 1)], name)
 
     def _work(
         self, recording: Recording, label: str | None = None, prefix: str = ""
     ) -> dict[str, Any]:
         run = self.run
-        kv_heads = getattr(self.config, "num_key_value_heads", None)
-        ours = label in (None, "")
-        recorder = recording.recorder
-        plan = self.plan
-        matmuls = matmuls_in(recording, run.tokens, label, prefix, plan.heads, plan.kv)
-        fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
-        attention = attention_in(recording, run.batch, kv_heads) if ours else ()
-        splits = head_splits(recording, plan.heads, plan.kv) if attention else {}
-        return {
-            "matmuls": matmuls,
-            "attention": tuple(replace(a, fused=fused) for a in attention),
-            "elementwise": elementwise_in(recording, run.tokens, label, splits),
-            "activations": activations_in(recording, run.tokens, label, splits),
-            "tp_inputs": tuple(recorder.gathered.values()) if ours else (),
-            "tp_outputs": tuple(recorder.summed) if label in (None, BEFORE) else (),
-        }
+        kv_heads = getattr(getattr(self.model, "config", None), "num_key_value_heads", None)
+        work = _Work(recording, self.plan, run.batch * run.seq_len, label)
+        return work.fields(run.batch, kv_heads, prefix)
 
     def _parameters(
         self, params: list[nn.Parameter], recording: Recording | None, prefix: str = ""
     ) -> tuple[Parameter, ...]:
         """In the order of their use; those without a gradient first."""
-        found = []
+        plan, parameters = self.plan, []
         for param in params:
-            name, plan = self.names[id(param)], self.plan
-            found.append(
+            name = self.names[id(param)]
+            parameters.append(
                 Parameter(
                     name.removeprefix(prefix),
                     tuple(param.shape),
@@ -688,7 +627,7 @@ class _Builder:
             )
         arrived = recording.arrived if recording is not None else []
         used = {name: at for at, name in enumerate(reversed(arrived))}
-        return tuple(sorted(found, key=lambda each: used.get(each.name, -1)))
+        return tuple(sorted(parameters, key=lambda each: used.get(each.name, -1)))
 
     def hidden(self, units: list[Unit]) -> int:
         """Features of the first tensor that the first block gets."""
@@ -700,23 +639,10 @@ class _Builder:
         return max((m.k for u in units for m in u.matmuls), default=0)
 
 
-def _without_parameters(unit: Unit) -> Unit:
-    return Unit(unit.name, unit.kind, (), **_work_of(unit))
-
-
-_WORK = ("matmuls", "attention", "elementwise", "activations", "tp_inputs", "tp_outputs")
-
-
-def _work_of(unit: Unit) -> dict[str, Any]:
-    return {key: getattr(unit, key) for key in _WORK}
-
-
-def _joined(units: list[Unit]) -> Unit:
-    """One unit with the parameters and the work of all."""
+def _joined(units: list[Unit], name: str) -> Unit:
+    """One unit with the parameters and the work of all; the other fields are the first one's."""
     if len(units) == 1:
         return units[0]
-    first = units[0]
-    work = {key: sum((getattr(u, key) for u in units), ()) for key in _WORK}
-    parameters = sum((u.parameters for u in units), ())
-    name = "tail" if first.kind == "tail" else first.name
-    return Unit(name, first.kind, parameters, first.count, **work)
+    keys = ("parameters", *_WORK)
+    joined: dict[str, Any] = {key: sum((getattr(u, key) for u in units), ()) for key in keys}
+    return replace(units[0], name=name, **joined)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
 from os import PathLike
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import PlanningError
+from parallel3d.planner.arguments import check_size, nearest
 from parallel3d.planner.model_spec import GATED, Decoder, ModelSpec, spec_from_shapes
 
 # What families call the same size.
@@ -31,13 +31,10 @@ _OTHER = {
     "linear_num_key_heads": "linear attention",
 }
 _ELSEWHERE = "spec_from_module reads any model: build it on the meta device and give it that"
-_ACTIVATIONS = {
-    "relu2": "relu2",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-}
+_ACTIVATIONS = {"relu2": "relu2", "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu"}
+_FOUR_TIMES = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "bloom")
+# Keys of a family that are not fields of ``Decoder``.
+_NO_OPTIONS = ("defaults", "refuse", "position_extra")
 
 
 def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
@@ -92,23 +89,21 @@ def _toml(file: str) -> dict[str, Any]:
     return tomllib.loads(files("parallel3d.planner").joinpath(file).read_text(encoding="utf-8"))
 
 
-def _from_text(given: str | PathLike[str], name: str | None) -> ModelSpec:
-    """A path, or a well-known model's name."""
-    entry = _models().get(given.lower()) if isinstance(given, str) else None
+def _from_text(text: str | PathLike[str], name: str | None) -> ModelSpec:
+    """The config at a path, or of a well-known model's name."""
+    entry = _models().get(text.lower()) if isinstance(text, str) else None
     if entry is not None:
         called, source = name or entry["name"], f"models.toml: {entry['source']}"
         if "shapes" in entry:
             return spec_from_shapes(**entry["shapes"], name=called, source=source)
         return _from_dict(entry["config"], called, source)
-    path = Path(given)
+    path = Path(text)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        known = _models()
-        last = str(given).lower().rpartition("/")[2]
-        near = get_close_matches(last, known, n=3, cutoff=0.3) or sorted(known)
+        near = nearest(str(text).lower().rpartition("/")[2], _models())
         raise PlanningError(
-            f"{str(given)!r} is no file and no model that is known by name; the nearest: {', '.join(near)}"
+            f"{str(text)!r} is no file and no model that is known by name; the nearest: {near}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -122,10 +117,7 @@ def _from_text(given: str | PathLike[str], name: str | None) -> ModelSpec:
 
 def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     family = _family_of(config)
-    told = {
-        **family.get("defaults", {}),
-        **{k: v for k, v in config.items() if v is not None},
-    }
+    told = family.get("defaults", {}) | {k: v for k, v in config.items() if v is not None}
     for key in family.get("refuse", ()):
         if told.get(key):
             raise PlanningError(f"{key} is {told[key]!r}, which can't be read here; {_ELSEWHERE}")
@@ -135,42 +127,26 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
             f"word_embed_proj_dim is {told['word_embed_proj_dim']} and hidden_size {hidden}: projections "
             f"around the blocks can't be read here; {_ELSEWHERE}"
         )
-    dim = _head_dim(told, hidden, heads)
     kv = _kv_heads(told, heads)
     if heads % kv:
         raise PlanningError(f"num_key_value_heads is {kv}; it must divide the {heads} heads")
-    norm, mlp = family.get("norm", "rmsnorm"), _mlp(told, family)
-    rows = 1
+    options = {option: value for option, value in family.items() if option not in _NO_OPTIONS}
+    for option, value in options.items():
+        if isinstance(value, str) and value.startswith("."):
+            options[option] = bool(told.get(value[1:], False))
+    options.setdefault("norm_bias", options.get("norm") == "layernorm")
     if family.get("positions") == "learned":
-        rows = _size(told, _POSITIONS) + family.get("position_extra", 0)
-
-    def flag(key: str) -> bool:
-        value = family.get(key, False)
-        return bool(told.get(value[1:], False)) if isinstance(value, str) else value
-
+        options["position_rows"] = _size(told, _POSITIONS) + family.get("position_extra", 0)
     decoder = Decoder(
         layers=_size(told, _LAYERS),
         hidden=hidden,
         heads=heads,
         kv=kv,
-        dim=dim,
+        dim=_head_dim(told, hidden, heads),
         ffn=_ffn(told, hidden),
         vocab=_size(told, ("vocab_size",)),
-        mlp=mlp,
-        positions=family.get("positions", "rope"),
-        position_rows=rows,
-        norm=norm,
-        norm_bias=family.get("norm_bias", norm == "layernorm"),
-        norms=family.get("norms", 2),
-        qk_norm=family.get("qk_norm", ""),
-        fused_qkv=family.get("fused_qkv", False),
-        fused_gate=family.get("fused_gate", False),
-        embed_norm=family.get("embed_norm", False),
-        qkv_bias=flag("qkv_bias"),
-        o_bias=flag("o_bias"),
-        mlp_bias=flag("mlp_bias"),
-        head_bias=flag("head_bias"),
         tied=bool(told.get("tie_word_embeddings", False)),
+        **{**options, "mlp": _mlp(told, family)},
     )
     return decoder.spec(name, source)
 
@@ -194,10 +170,9 @@ def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     families = _families()
     if kind not in families:
-        near = get_close_matches(str(kind), families, n=3, cutoff=0.3) or sorted(families)
         raise PlanningError(
-            f"model_type is {kind!r}, a family that isn't known here; the nearest: {', '.join(near)}; "
-            f"{_ELSEWHERE}"
+            f"model_type is {kind!r}, a family that isn't known here; the nearest: "
+            f"{nearest(str(kind), families)}; {_ELSEWHERE}"
         )
     return families[kind]
 
@@ -205,15 +180,9 @@ def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def _size(told: Mapping[str, Any], keys: tuple[str, ...]) -> int:
     for key in keys:
         if key in told:
-            value = told[key]
-            if type(value) is not int or value < 1:
-                raise PlanningError(f"{key} is {value!r}; it must be an int, 1 or more")
-            return value
-    raise PlanningError(
-        f"the config has no {keys[0]} (nor {', '.join(keys[1:])})"
-        if keys[1:]
-        else f"the config has no {keys[0]}"
-    )
+            return check_size(key, told[key])
+    others = f" (nor {', '.join(keys[1:])})" if keys[1:] else ""
+    raise PlanningError(f"the config has no {keys[0]}{others}")
 
 
 def _head_dim(told: Mapping[str, Any], hidden: int, heads: int) -> int:
@@ -227,32 +196,27 @@ def _head_dim(told: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _kv_heads(told: Mapping[str, Any], heads: int) -> int:
-    if "multi_query" in told and "num_key_value_heads" not in told:
-        return 1 if told["multi_query"] else heads
     if "num_key_value_heads" in told:
         return _size(told, ("num_key_value_heads",))
-    return heads
+    return 1 if told.get("multi_query") else heads
 
 
 def _ffn(told: Mapping[str, Any], hidden: int) -> int:
-    """GPT-2 and its like: four times hidden unless said."""
-    if any(key in told for key in _FFN):
-        return _size(told, _FFN)
-    if "expansion_ratio" in told:
-        return _size(told, ("expansion_ratio",)) * hidden
-    if told.get("model_type") in ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "bloom"):
-        return 4 * hidden
+    """Features of the MLP: of GPT-2 and its like four times hidden, unless the config says otherwise."""
+    if not any(key in told for key in _FFN):
+        if "expansion_ratio" in told:
+            return _size(told, ("expansion_ratio",)) * hidden
+        if told.get("model_type") in _FOUR_TIMES:
+            return 4 * hidden
     return _size(told, _FFN)
 
 
 def _mlp(told: Mapping[str, Any], family: Mapping[str, Any]) -> str:
     """The family's, with the config's function where that is plain (a gated one only changes the name)."""
     usual = family.get("mlp", "swiglu")
-    said = (
-        told.get("hidden_act") or told.get("activation_function") or told.get("hidden_activation")
-    )
+    keys = ("hidden_act", "activation_function", "hidden_activation")
+    function = next((told[key] for key in keys if told.get(key)), "")
     if usual in GATED:
-        return "geglu" if said and "gelu" in said else usual
-    if said is None:
-        return usual
-    return next((ours for theirs, ours in _ACTIVATIONS.items() if said.startswith(theirs)), usual)
+        return "geglu" if "gelu" in function else usual
+    known = (ours for theirs, ours in _ACTIVATIONS.items() if function.startswith(theirs))
+    return next(known, usual)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from parallel3d.fsdp.layout import ceil_div
 from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.constants import constant
 from parallel3d.planner.model_spec import (
@@ -26,11 +27,13 @@ from parallel3d.planner.workload import Workload
 
 
 class HeadShare(NamedTuple):
-    """Heads of the fullest rank.
+    """Numbers of heads of the fullest rank.
 
     Attributes:
-        query: of queries. kv: of keys and values that it computes. paired: of keys and values that go into
-            attention: one comes as often as query heads need it, where they need different numbers.
+        query: query heads.
+        kv: key and value heads that it computes.
+        paired: key and value heads that go into attention. Where query heads need different numbers of them,
+            each is repeated as often as query heads need it.
     """
 
     query: int
@@ -40,16 +43,16 @@ class HeadShare(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def head_share(heads: int, kv_heads: int, tp: int) -> HeadShare:
-    """Of ``heads`` query heads and ``kv_heads`` of keys and values on ``tp`` ranks.
+    """How ``heads`` query heads and ``kv_heads`` key and value heads are divided over ``tp`` ranks.
 
-    Groups that attend to one key and value stay together, ceil(kv_heads / tp) of them; with fewer than
-    ranks, query heads are shared, and each rank has the keys and values that its own need; with fewer query
-    heads than ranks each computes all.
+    Query heads that attend to one key and value head stay together: a rank has ceil(kv_heads / tp) such
+    groups. With fewer key and value heads than ranks the query heads are divided, and each rank has the keys
+    and values that its own need. With fewer query heads than ranks each rank computes all heads.
     """
     if heads < tp:
         return HeadShare(heads, kv_heads, kv_heads)
     if kv_heads >= tp:
-        groups = -(-kv_heads // tp)
+        groups = ceil_div(kv_heads, tp)
         return HeadShare(groups * (heads // kv_heads), groups, groups)
     group, first, wanted = heads // kv_heads, 0, []
     for rank in range(tp):
@@ -63,13 +66,14 @@ def head_share(heads: int, kv_heads: int, tp: int) -> HeadShare:
 
 
 def rows_computed(size: int, heads: tuple[int, int] | None, kv: bool, tp: int) -> int:
-    """Of ``size`` features that ``tp`` divides, those that the fullest rank computes.
+    """How many of ``size`` features, which ``tp`` divides, the fullest rank computes.
 
     Args:
-        heads: (query, key and value heads) that they are made of, if they are; kv: whether of the latter.
+        heads: (query heads, key and value heads) if the features are made of heads.
+        kv: whether they are made of key and value heads.
     """
     if heads is None or tp == 1:
-        return -(-size // tp)
+        return ceil_div(size, tp)
     share = head_share(*heads, tp)
     return size * share.kv // heads[1] if kv else size * share.query // heads[0]
 
@@ -80,8 +84,8 @@ class Kernels:
 
     Attributes:
         matmul, attention, elementwise: (forward, backward).
-        again: what checkpointing computes again in backward.
-        flops: (forward, backward, again) of matmuls and attention.
+        again: forward kernels that checkpointing computes again in backward.
+        flops: FLOPs of matmuls and attention: (forward, backward, again).
         launches: (forward, backward) seconds that the host needs to start them.
     """
 
@@ -104,32 +108,42 @@ class Kernels:
 
 @lru_cache(maxsize=4096)
 def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) -> Kernels:
-    """Of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs."""
+    """The kernels of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs."""
     gemms = gemms_of(unit, gpu, work, tp, micro_batch)
     each = [seconds for _, way, _, seconds in gemms if way == "forward"]
     attention = [attention_time(a, gpu, work, tp, micro_batch) for a in unit.attention]
     counted = [elements(e, unit, work, tp) for e in unit.elementwise]
-    rate = memory_rate(gpu)
-    size = micro_batch * work.seq_len * work.compute_itemsize / rate
+    size = micro_batch * work.seq_len * work.compute_itemsize / memory_rate(gpu)
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
     elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
-    again = 0.0
-    block = unit.kind == "block"
-    if block and work.checkpointing == "full":
-        again = matmul[0] + attended[0] + elementwise[0]
-    elif block and work.checkpointing == "selective_layer":
-        again = (matmul[0] + attended[0] + elementwise[0]) / 2
-    elif block and work.checkpointing == "selective_op":
-        again = sum(each[1::2]) + elementwise[0]
+    forward = matmul[0] + attended[0] + elementwise[0]
     return Kernels(
         matmul,
         attended,
         elementwise,
-        again,
+        _recomputed(unit, work, forward, each, elementwise[0]),
         _flops(unit, work, tp, micro_batch),
         _launches(unit, work),
     )
+
+
+def _recomputed(
+    unit: Unit, work: Workload, forward: float, matmuls: list[float], elementwise: float
+) -> float:
+    """The part of ``forward`` (seconds or FLOPs) that checkpointing computes again in backward.
+
+    Args:
+        matmuls: of each matmul; elementwise: of all elementwise kernels.
+    """
+    if unit.kind != "block":
+        return 0.0
+    return {
+        "none": 0.0,
+        "full": forward,
+        "selective_layer": forward / 2,
+        "selective_op": sum(matmuls[1::2]) + elementwise,
+    }[work.checkpointing]
 
 
 def memory_rate(gpu: Gpu) -> float:
@@ -209,11 +223,8 @@ def attention_time(
     whole = 4 * scores * attention.head_dim
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
-        slow = 1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
-        rate, memory = (
-            matmul_rate(gpu) / slow,
-            scores * work.compute_itemsize / 2 / memory_rate(gpu),
-        )
+        rate = matmul_rate(gpu) / (1 if work.compute_itemsize == 2 else gpu.fp32_slowdown)
+        memory = scores * work.compute_itemsize / 2 / memory_rate(gpu)
         forward = constant("naive_forward").value * memory
         backward = constant("naive_backward").value * memory
         return whole / rate + forward, 2 * whole / rate + backward
@@ -245,7 +256,7 @@ def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[fl
 def share(
     split: str, work: Workload, tp: int, attention: tuple[Attention, ...] = ()
 ) -> int | float:
-    """Over how many GPUs something of one token is divided, as the fullest sees it."""
+    """Over how many GPUs ``split`` (see ``Elementwise``) divides a token's values, on the fullest rank."""
     if split in ("heads", "kv") and attention:
         each, mine = attention[0], local_heads(attention[0], tp)
         return each.heads / mine.query if split == "heads" else each.kv_heads / mine.paired
@@ -253,9 +264,7 @@ def share(
         return tp
     if split == "sequence":
         return tp if work.sequence_parallel else 1
-    if (
-        split == "gathered"
-    ):  # Megatron, whose ZeRO-1 this is, keeps the part and gathers again in backward
+    if split == "gathered":  # Megatron (ZeRO-1) keeps the part and gathers again in backward
         return tp if work.sequence_parallel and work.sharding != "fsdp" else 1
     if split == "loss":
         return tp if work.loss_parallel else 1
@@ -265,44 +274,27 @@ def share(
 def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float, float, float]:
     tokens = micro_batch * work.seq_len
     each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [local_sizes(m, tp)]]
-    attention = sum(
-        4.0
-        * micro_batch
-        * local_heads(a, tp).query
-        * work.seq_len**2
-        * a.head_dim
-        / (2 if a.causal else 1)
-        for a in unit.attention
-    )
+    attention = 0.0
+    for a in unit.attention:
+        scores = micro_batch * local_heads(a, tp).query * work.seq_len**2
+        attention += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
     forward = sum(each) + attention
     backward = 2 * sum(each) + attention * constant("attention_backward").value
-    again = 0.0
-    if unit.kind == "block":
-        again = {
-            "full": forward,
-            "selective_layer": forward / 2,
-            "selective_op": sum(each[1::2]),
-        }.get(work.checkpointing, 0.0)
-    return forward, backward, again
+    return forward, backward, _recomputed(unit, work, forward, each, 0.0)
 
 
 def _launches(unit: Unit, work: Workload) -> tuple[float, float]:
-    forward = len(unit.matmuls) + len(unit.attention)
-    backward = 2 * forward
-    if work.compile:
-        forward, backward = forward + len(unit.elementwise), backward + len(unit.elementwise)
-    else:
-        forward += sum(e.kernels[0] for e in unit.elementwise)
-        backward += sum(e.kernels[1] for e in unit.elementwise)
     host = constant("launch").value
-    return forward * host, backward * host
+    kernels = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
+    others = len(unit.matmuls) + len(unit.attention)
+    forward = others + sum(count for count, _ in kernels)
+    return forward * host, (2 * others + sum(count for _, count in kernels)) * host
 
 
 # Bytes that forward keeps for backward, for one micro-batch on one GPU.
 
-_NAIVE = (
-    5  # bytes a score: softmax's output, dropout's mask and output (arXiv:2205.05198, section 4.1)
-)
+# Bytes a score: softmax's output, dropout's mask and output (arXiv:2205.05198, section 4.1).
+_NAIVE = 5
 _LOGIT = {  # bytes a logit at the peak of the loss
     "fused": 6,  # bf16 logits, fp32 softmax, whose gradient is written into it
     "compiled": 12,  # bf16 logits, fp32 log_softmax, fp32 gradient, bf16 gradient
@@ -312,11 +304,11 @@ _LOGIT = {  # bytes a logit at the peak of the loss
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes.
+    """Bytes of activations.
 
     Attributes:
         kept: of all units, at the end of forward.
-        block: what one block has at its backward beyond what was kept of it: computed again.
+        block: activations of one block that are computed again for its backward.
         gathered: inputs that tensor parallelism gathers for a moment, or sums.
         logits: logits, loss and their gradients at the peak.
     """
@@ -330,7 +322,7 @@ class Activations:
 def activations_of(
     model: ModelSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int
 ) -> Activations:
-    """Of ``micro_batch`` sequences."""
+    """The activations of ``micro_batch`` sequences."""
     tokens = micro_batch * work.seq_len
     kept = live = 0.0
     for unit in model.units:
@@ -338,9 +330,9 @@ def activations_of(
         mine = _kept(unit, whole, gpu, work, tp)
         kept += unit.count * mine
         if unit.kind == "block":
-            live = max(live, whole - mine if work.checkpointing != "selective_layer" else whole)
-    if work.checkpointing in ("none", "selective_layer"):
-        live = 0.0 if work.checkpointing == "none" else live
+            live = max(live, whole if work.checkpointing == "selective_layer" else whole - mine)
+    if work.checkpointing == "none":
+        live = 0.0
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
     gathered = 3 * features * tokens * work.compute_itemsize if tp > 1 else 0
     logits = ceil(model.vocab / share("loss", work, tp)) * tokens * logit_bytes(work)
@@ -353,7 +345,7 @@ def logit_bytes(work: Workload) -> int:
 
 
 def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int) -> float:
-    """Bytes a token that stay of one unit until its backward."""
+    """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
     if unit.kind != "block" or work.checkpointing == "none":
         return whole
     entry = _input(unit, work, tp)
@@ -381,7 +373,7 @@ def _bytes(
     work: Workload,
     tp: int,
 ) -> float:
-    """Bytes a token of these."""
+    """Bytes a token of ``activations``."""
     found = 0.0
     for each in activations:
         fused = work.compile or (each.of == "norm" and work.fused_norm)

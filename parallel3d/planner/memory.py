@@ -9,19 +9,14 @@ from math import ceil
 from parallel3d.fsdp.layout import ACCELERATOR_BYTES
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.constants import Term, constant
-from parallel3d.planner.engine import (
-    UnitLayout,
-    Widths,
-    run_backward,
-    unit_layout,
-)
+from parallel3d.planner.constants import Inputs, Term, constant
+from parallel3d.planner.engine import Backward, UnitLayout, Widths, run_backward, unit_layout
 from parallel3d.planner.kernels import Activations, activations_of, logit_bytes
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.workload import Workload
 
-# Bytes of parameters, gradients, optimizer state, unsharded groups and buffers, as the engine
-# allocates.
+# Bytes of parameters, gradients, optimizer state, unsharded parameters and buffers, as the engine allocates
+# them.
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,14 @@ class StateMemory:
     """Bytes on the fullest rank, which is the first.
 
     Attributes:
-        parameters, gradients, optimizer: at rest, after a step. Optimizer's counters of steps, which are on
-            the CPU, are not in.
-        gradients_whole: gradients are there during the whole step (ZeRO-1, DDP).
+        parameters, gradients, optimizer: at rest, after a step. The optimizer's step counters, which are on
+            the CPU, are not counted.
+        keeps_gradients: whether gradients are allocated during the whole step (ZeRO-1, DDP).
         unsharded, buffers: at the moment of a backward at which their sum is largest: unsharded parameters;
-            buffers of gathers, gradients that have come and are not reduced yet, inputs of reductions.
+            buffers of all-gathers, gradients that are not reduced yet, inputs of reductions.
         unsharded_at_loss: unsharded parameters at the end of forward.
-        results: what a backward's end needs beyond ``gradients``: results of reductions in another dtype.
-        results_again: the same where there are gradients of an earlier micro-batch, to be added to.
+        results: results of reductions in another dtype, at the end of a backward, beyond ``gradients``.
+        results_again: the same where they are added to the gradients of an earlier micro-batch.
         waiting: gradients of tied weights, which autograd holds from the head's backward to the embedding's.
         step: what the optimizer's step allocates.
         inputs: what these were computed from.
@@ -45,11 +40,11 @@ class StateMemory:
     parameters: int
     gradients: int
     optimizer: int
-    gradients_whole: bool
-    unsharded: int
-    unsharded_at_loss: int
-    buffers: int
-    step: int
+    keeps_gradients: bool = False
+    unsharded: int = 0
+    unsharded_at_loss: int = 0
+    buffers: int = 0
+    step: int = 0
     results: int = 0
     results_again: int = 0
     waiting: int = 0
@@ -64,83 +59,56 @@ def state_memory(
     zero_copy_bytes: int = ACCELERATOR_BYTES,
     streams: bool = True,
 ) -> StateMemory:
-    """Of ``model`` on ``layout``, which is resolved.
+    """The state and buffers of ``model`` on ``layout``, which is resolved.
 
     Args:
-        zero_copy_bytes: from which a parameter is gathered into its place: the engine's for accelerators.
+        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy; the engine's for accelerators.
         streams: whether the device has streams, as accelerators have.
     """
     if work.sharding != "fsdp":
-        return _whole(model, layout, work)
-    found = _sharded(
+        return _unsharded_state(model, layout, work)
+    widths = Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize)
+    layouts, backward = _backward(
         model.units,
         layout.shard,
         layout.tp,
-        Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize),
+        widths,
         work.sequence_parallel,
         work.reshard_after_forward,
         zero_copy_bytes,
         streams,
     )
-    state, step = _optimizer(work)
-    waiting = 0
-    if model.tied:
-        waiting = _tied(model.units) // layout.tp * work.compute_itemsize
+    buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
+    numel = sum(count * bucket.numel for count, bucket in buckets)
+    trained = sum(count * bucket.numel for count, bucket in buckets if bucket.trainable)
+    # AdamW's foreach implementation, which is the default on accelerators, makes the square roots of all
+    # second moments at once; SGD's step allocates nothing.
+    step = work.param_itemsize if work.optimizer in ("adam", "adamw") else 0
+    tied = [p.numel for u in model.units if u.kind == "root" for p in u.parameters if p.trainable]
+    blocks = [unit.unsharded_numel for unit in layouts if unit.kind == "block"]
     return StateMemory(
-        parameters=found.elements * work.param_itemsize,
-        gradients=found.trained * work.param_itemsize,
-        optimizer=found.trained * state,
-        gradients_whole=False,
-        unsharded=found.unsharded,
-        unsharded_at_loss=found.at_loss,
-        buffers=found.buffers,
-        step=found.trained * step,
-        results=found.results,
-        results_again=found.results_again,
-        waiting=waiting,
+        parameters=numel * work.param_itemsize,
+        gradients=trained * work.param_itemsize,
+        optimizer=trained * work.optimizer_bytes,
+        unsharded=backward.unsharded,
+        unsharded_at_loss=backward.at_loss,
+        buffers=backward.buffers,
+        step=trained * step,
+        results=_results(layouts, widths),
+        results_again=_results(layouts, widths, again=True),
+        waiting=max(tied, default=0) // layout.tp * work.compute_itemsize if model.tied else 0,
         inputs={
-            "parameters of a rank": found.elements,
-            "of them trained": found.trained,
+            "parameters of a rank": numel,
+            "of them trained": trained,
             "shard": layout.shard,
             "tp": layout.tp,
-            "unsharded block": found.block,
+            "unsharded block": max(blocks, default=0),
         },
     )
 
 
-def _optimizer(work: Workload) -> tuple[int, int]:
-    """Bytes a parameter of the optimizer's state, and of what its step allocates beside.
-
-    AdamW's foreach implementation, which is the default on accelerators, makes the square roots of all second
-    moments at once; SGD's nothing.
-    """
-    step = work.param_itemsize if work.optimizer in ("adam", "adamw") else 0
-    return work.optimizer_bytes, step
-
-
-def _tied(units: tuple[Unit, ...]) -> int:
-    """Elements of the embedding that is the head's weight as well."""
-    return max(
-        (p.numel for u in units if u.kind == "root" for p in u.parameters if p.trainable), default=0
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sharded:
-    """Elements of a rank at rest, and bytes of the rest."""
-
-    elements: int
-    trained: int
-    unsharded: int
-    buffers: int
-    at_loss: int
-    results: int
-    results_again: int
-    block: int
-
-
 @lru_cache(maxsize=4096)
-def _sharded(
+def _backward(
     units: tuple[Unit, ...],
     shard: int,
     tp: int,
@@ -149,35 +117,30 @@ def _sharded(
     reshard: bool,
     zero_copy_bytes: int,
     streams: bool,
-) -> _Sharded:
+) -> tuple[list[UnitLayout], Backward]:
     layouts = [
         unit_layout(unit, shard, tp, widths.rest, sequence_parallel, zero_copy_bytes)
         for unit in units
     ]
-    buckets = [(u.count, b) for u in layouts for b in u.buckets]
-    backward = run_backward(layouts, widths, reshard_after_forward=reshard, streams=streams)
-    return _Sharded(
-        elements=sum(count * b.numel for count, b in buckets),
-        trained=sum(count * b.numel for count, b in buckets if b.trainable),
-        unsharded=backward.unsharded,
-        buffers=backward.buffers,
-        at_loss=backward.at_loss,
-        results=_results(layouts, widths),
-        results_again=_results(layouts, widths, again=True),
-        block=max((u.unsharded_numel for u in layouts if u.kind == "block"), default=0),
-    )
+    return layouts, run_backward(layouts, widths, reshard_after_forward=reshard, streams=streams)
 
 
 def _results(layouts: list[UnitLayout], widths: Widths, *, again: bool = False) -> int:
-    """Bytes beyond the gradients: all results wait for the backward's end, when each becomes a gradient, of
-    another dtype, and only then is freed. ``again``: each is added to the gradient that is there."""
+    """Bytes of results of reductions beyond the gradients.
+
+    All results wait for the end of the backward. Then each becomes a gradient, of another dtype, and only
+    after that is it freed.
+
+    Args:
+        again: each is added to the gradient that is there.
+    """
     rest, reduce = widths.rest, widths.reduce
     sizes = [
-        b.numel
+        bucket.numel
         for unit in reversed(layouts)
         for _ in range(unit.count)
-        for b in unit.buckets
-        if b.trainable
+        for bucket in unit.buckets
+        if bucket.trainable
     ]
     total = most = reduce * sum(sizes)
     if rest == reduce:
@@ -188,45 +151,39 @@ def _results(layouts: list[UnitLayout], widths: Widths, *, again: bool = False) 
     return most if again else max(0, most - rest * sum(sizes))
 
 
-def _whole(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """ZeRO-1: whole parameters and gradients; fp32 copies and optimizer state over ``replicate``.
+def _unsharded_state(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
+    """ZeRO-1: unsharded parameters and gradients; fp32 copies and optimizer state over ``replicate``. DDP.
 
-    Not our engine's. Frameworks that shard so (Megatron-LM, DeepSpeed) step by fused kernels, in place.
+    Not the engine's. Frameworks that shard so (Megatron-LM, DeepSpeed) step by fused kernels, in place.
     """
     layouts = [
         unit_layout(u, 1, layout.tp, work.param_itemsize, work.sequence_parallel, ACCELERATOR_BYTES)
         for u in model.units
     ]
-    numel = sum(u.count * u.unsharded_numel for u in layouts)
-    over = layout.replicate if work.sharding == "zero1" else 1
-    part = ceil(numel / over)
+    numel = sum(unit.count * unit.unsharded_numel for unit in layouts)
+    part = ceil(numel / (layout.replicate if work.sharding == "zero1" else 1))
     master = work.param_itemsize if work.compute_itemsize != work.param_itemsize else 0
-    state, _ = _optimizer(work)
     return StateMemory(
         parameters=numel * work.compute_itemsize + part * master,
         gradients=numel * work.reduce_itemsize,
-        optimizer=part * state,
-        gradients_whole=True,
-        unsharded=0,
-        unsharded_at_loss=0,
-        buffers=0,
-        step=0,
+        optimizer=part * work.optimizer_bytes,
+        keeps_gradients=True,
         inputs={"parameters": numel, "of them with optimizer state": part},
     )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one GPU at its peak.
+    """Memory of one GPU at its peak, in bytes.
 
     Attributes:
-        terms: bytes by component at the moment of the peak; they add up to ``allocated``.
+        terms: by component, at the moment of the peak; they add up to ``allocated``.
         beyond: what is reserved and needed beyond them.
         moment: "loss", "backward", "end of backward" or "optimizer".
-        reserved: what the caching allocator holds: allocated and its gaps.
-        upper: with what isn't known: other allocations and larger gaps.
-        needed: reserved, the device's context and communicators: what must fit.
-        capacity: of the GPU.
+        reserved: what the caching allocator holds: ``allocated`` and its gaps.
+        upper: an upper bound of ``reserved``: larger gaps, and allocations that are not modelled.
+        needed: ``reserved``, the device's context and communicators: what must fit.
+        capacity: the GPU's memory.
     """
 
     terms: dict[str, Term]
@@ -251,44 +208,49 @@ def memory_of(
     micro_batch: int,
     accumulation: int,
 ) -> Memory:
-    """At the peak of a step, from the second on, when the optimizer has its state."""
+    """The memory at the peak of a step, from the second on, when the optimizer has its state."""
     state = state_memory(model, layout, work)
     kept = activations_of(model, cluster.gpu, work, layout.tp, micro_batch)
     moments = _moments(state, kept, accumulation)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
+    inputs: dict[str, Inputs] = {
+        "activations": (
+            ("kept", kept.kept),
+            ("computed again", kept.block),
+            ("gathered", kept.gathered),
+            ("checkpointing", work.checkpointing),
+        ),
+        "logits and loss": (
+            ("micro_batch", micro_batch),
+            ("seq_len", work.seq_len),
+            ("vocab", model.vocab),
+            ("bytes a logit", logit_bytes(work)),
+            ("loss_parallel", str(work.loss_parallel)),
+        ),
+    }
     terms = {
         name: Term(
-            name,
-            float(value),
-            "B",
-            _FORMULAS[name],
-            _inputs(name, state, kept, model, work, micro_batch),
+            name, float(value), "B", _FORMULAS[name], inputs.get(name, tuple(state.inputs.items()))
         )
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
-    beyond = _beyond(allocated)
-    reserved = allocated + beyond[0].value + beyond[1].value
+    gaps, workspace, context = (constant(name) for name in ("gaps", "workspace", "context"))
+    lost = allocated * gaps.value
+    reserved = allocated + lost + workspace.value
     return Memory(
         terms=terms,
-        beyond=beyond,
+        beyond=(
+            Term("gaps", lost, "B", "gaps * allocated", (("gaps", gaps), ("allocated", allocated))),
+            Term("workspace", workspace.value, "B", "workspace", (("workspace", workspace),)),
+            Term("context", context.value, "B", "context", (("context", context),)),
+        ),
         moment=moment,
         allocated=allocated,
         reserved=reserved,
-        upper=reserved + allocated * (constant("gaps_upper").value - constant("gaps").value),
-        needed=reserved + beyond[2].value,
+        upper=reserved + allocated * (constant("gaps_upper").value - gaps.value),
+        needed=reserved + context.value,
         capacity=cluster.gpu.capacity_gib * 2**30,
-    )
-
-
-def _beyond(allocated: float) -> tuple[Term, Term, Term]:
-    """The allocator's gaps, workspaces, and what is outside the allocator."""
-    gaps, workspace, context = (constant(name) for name in ("gaps", "workspace", "context"))
-    given = (("gaps", gaps), ("allocated", allocated))
-    return (
-        Term("gaps", allocated * gaps.value, "B", "gaps * allocated", given),
-        Term("workspace", workspace.value, "B", "workspace", (("workspace", workspace),)),
-        Term("context", context.value, "B", "context", (("context", context),)),
     )
 
 
@@ -296,25 +258,25 @@ def _moments(
     state: StateMemory, kept: Activations, accumulation: int
 ) -> dict[str, dict[str, float]]:
     """The components at each moment that can be the peak."""
-    resident = {"parameters": state.parameters, "optimizer": state.optimizer}
-    before = state.gradients if accumulation > 1 or state.gradients_whole else 0
+    at_rest = {"parameters": state.parameters, "optimizer": state.optimizer}
+    before = state.gradients if accumulation > 1 or state.keeps_gradients else 0
     return {
         "loss": {
-            **resident,
+            **at_rest,
             "gradients": before,
             "unsharded groups": state.unsharded_at_loss,
             "activations": kept.kept + kept.gathered,
             "logits and loss": kept.logits,
         },
         "backward": {
-            **resident,
+            **at_rest,
             "gradients": before,
             "unsharded groups": state.unsharded,
             "gather and reduce buffers": state.buffers + state.waiting,
             "activations": kept.kept + kept.block + kept.gathered,
         },
         "end of backward": {
-            **resident,
+            **at_rest,
             "gradients": state.gradients,
             "unsharded groups": state.unsharded,
             "gather and reduce buffers": state.buffers
@@ -322,7 +284,7 @@ def _moments(
             "activations": kept.block + kept.gathered,
         },
         "optimizer": {
-            **resident,
+            **at_rest,
             "gradients": state.gradients,
             "optimizer's temporaries": state.step,
         },
@@ -339,29 +301,3 @@ _FORMULAS = {
     "logits and loss": "micro_batch * seq_len * vocab * bytes a logit / (tp if loss_parallel)",
     "optimizer's temporaries": "what the optimizer's step allocates",
 }
-
-
-def _inputs(
-    name: str,
-    state: StateMemory,
-    kept: Activations,
-    model: ModelSpec,
-    work: Workload,
-    micro_batch: int,
-) -> tuple[tuple[str, float | int | str], ...]:
-    if name == "activations":
-        return (
-            ("kept", kept.kept),
-            ("computed again", kept.block),
-            ("gathered", kept.gathered),
-            ("checkpointing", work.checkpointing),
-        )
-    if name == "logits and loss":
-        return (
-            ("micro_batch", micro_batch),
-            ("seq_len", work.seq_len),
-            ("vocab", model.vocab),
-            ("bytes a logit", logit_bytes(work)),
-            ("loss_parallel", str(work.loss_parallel)),
-        )
-    return tuple((key, value) for key, value in state.inputs.items())

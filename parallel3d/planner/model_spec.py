@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from parallel3d.errors import PlanningError
+from parallel3d.planner.arguments import check_choice, check_size
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,15 @@ class Parameter:
 
     Attributes:
         name: within its unit.
-        shape: of the plain model.
-        tp_dim: the dim that tensor parallelism shards; None: whole on each tp rank.
+        shape: its shape in the plain model.
+        tp_dim: the dim that tensor parallelism shards; None: it is replicated over tp.
         trainable: whether it has a gradient.
-        itemsize: bytes of an element at rest.
-        heads: (query, key and value heads) of the attention layer, where ``tp_dim`` is made of them: tp cuts
-            between heads, also where they don't divide. kv: whether it makes keys or values.
-        tp_partial: when the gradient of one that is whole on each tp rank is a part, summed over tp:
+        itemsize: bytes of an element of the plain model's parameter. Those of a unit with different dtypes
+            are in different buckets.
+        heads: (query heads, key and value heads) of the attention layer if ``tp_dim`` is made of heads: tp
+            cuts between heads, also where the number of ranks doesn't divide them.
+        kv: whether it makes keys or values.
+        tp_partial: whether the gradient of a parameter that is replicated over tp is partial, summed over tp:
             "sequence": under sequence parallelism, "always", "never".
     """
 
@@ -49,9 +52,9 @@ class Matmul:
 
     Attributes:
         n, k: output and input features.
-        split: what tensor parallelism divides: ``"n"`` (colwise), ``"k"`` (rowwise) or nothing.
-        input_gradient: whether backward needs the gradient of the input too.
-        heads, kv: as in ``Parameter``, of what is divided.
+        split: what tensor parallelism divides: ``"n"`` (colwise), ``"k"`` (rowwise) or None: nothing.
+        input_gradient: whether backward computes the gradient of the input too.
+        heads, kv: as in ``Parameter``, of the divided features.
     """
 
     name: str
@@ -80,16 +83,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels that are bound by memory: what they read and write for one token.
+    """Kernels that are bound by memory, by the elements that they read and write for one token.
 
     Attributes:
         eager: (forward, backward) elements of the compute dtype, each op a kernel of its own.
-        fused: the same where they are one kernel: with a compiler, or a fused norm.
-        kernels: (forward, backward) ops, eager.
+        fused: the same if they are one kernel: with a compiler, or a fused norm.
+        kernels: numbers of (forward, backward) ops, eager.
         split: ``"tp"``: between a colwise and a rowwise layer, divided by tp; ``"heads"``, ``"kv"``: the
-            same, in whole heads of queries, or of keys and values; ``"sequence"``: divided by tp under
-            sequence parallelism only.
-        norm: whether this is a norm, of which there are fused kernels without a compiler.
+            same, in whole query heads, or key and value heads; ``"sequence"``: divided by tp under sequence
+            parallelism only.
+        norm: whether this is a norm, for which there are fused kernels without a compiler.
     """
 
     name: str
@@ -108,9 +111,9 @@ class Activation:
         elements: how many.
         itemsize: bytes of each; None: those of the compute dtype.
         split: as in ``Elementwise``; ``"gathered"``: whole on each rank in spite of sequence parallelism.
-        of: what has made them: "matmul", "attention", "norm" or "elementwise": what selective
-            checkpointing keeps or makes again.
-        eager_only: a compiler would make them again.
+        of: the op that computes them, for selective checkpointing: "matmul", "attention", "norm" or
+            "elementwise".
+        eager_only: whether a compiler would compute them again instead.
     """
 
     name: str
@@ -127,8 +130,8 @@ class Unit:
 
     Attributes:
         kind: "block", "embedding", "tail" or "root".
-        parameters: in the order in which forward uses them, so that gradients come in the reverse one; tied
-            ones once.
+        parameters: in the order in which forward uses them, so that gradients arrive in reverse; tied ones
+            once.
         count: how many units of the model are equal to this one.
         tp_inputs: features of inputs that colwise layers share: gathered forward under sequence parallelism,
             their gradients summed over ``tp`` backward.
@@ -149,7 +152,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters, of one such unit."""
+        """Elements of the parameters of one such unit."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
@@ -161,12 +164,12 @@ class ModelSpec:
         units: in the order of the forward.
         hidden: features between the blocks.
         vocab: rows of the logits; 0: no head.
-        heads, kv_heads: of attention, for what ``tp`` may divide; 0: none.
+        heads, kv_heads: numbers of heads of attention; 0: there is none.
         divisible: sizes that ``tp`` must divide, by name: only those that the plan can't cut otherwise, as
             ``LocalSizes``.
-        tied: the embedding is the head's weight as well.
-        tp_ready: there is a tensor-parallel plan.
-        source: where this was read.
+        tied: whether the embedding is the head's weight as well.
+        tp_ready: whether there is a tensor-parallel plan.
+        source: where the spec was read.
     """
 
     name: str
@@ -182,14 +185,14 @@ class ModelSpec:
     source: str = ""
 
     def each_unit(self) -> Iterator[Unit]:
-        """Every unit, equal ones as often as they come."""
+        """Every unit; equal ones ``count`` times."""
         for unit in self.units:
             for _ in range(unit.count):
                 yield unit
 
     @property
     def blocks(self) -> int:
-        """How many units are blocks."""
+        """The number of blocks."""
         return sum(unit.count for unit in self.units if unit.kind == "block")
 
     @property
@@ -198,8 +201,7 @@ class ModelSpec:
         return sum(unit.count * unit.numel for unit in self.units)
 
 
-# The parts of a decoder, from its sizes: parameters, matmuls, elementwise work and what autograd
-# keeps.
+# The parts of a decoder, from its sizes: parameters, matmuls, elementwise work and what autograd keeps.
 
 GATED = ("swiglu", "geglu", "gated_relu")
 
@@ -209,15 +211,17 @@ class Decoder:
     """``layers`` equal blocks: attention and an MLP, each with a residual, between an embedding and a head.
 
     Attributes:
-        dim: of a head. kv: KV heads.
-        mlp, positions: as in ``spec_from_shapes``. position_rows: of a learned table.
+        kv: key and value heads.
+        dim: features of a head.
+        mlp, positions: as in ``spec_from_shapes``.
+        position_rows: rows of a learned table of positions.
         norm: "rmsnorm", "layernorm" or "none" (it normalizes, but has no parameters).
-        norm_bias: of the norms.
-        norms: in a block: 1 (attention and MLP side by side), 2 or 4 (after each as well as before).
-        qk_norm: "head": of queries and keys, weights of one head; "full": of all heads; "": none.
-        qkv_bias, o_bias, mlp_bias, head_bias: of the linear layers.
+        norm_bias: whether norms have a bias.
+        norms: norms of a block: 1 (attention and MLP side by side), 2 or 4 (after each as well as before).
+        qk_norm: "head": norms of queries and keys with weights of one head; "full": of all heads; "": none.
+        qkv_bias, o_bias, mlp_bias, head_bias: whether these linear layers have a bias.
         fused_qkv, fused_gate: one matrix for queries, keys and values; for both halves of a gated MLP.
-        embed_norm: a norm after the embedding.
+        embed_norm: whether a norm follows the embedding.
     """
 
     layers: int
@@ -248,24 +252,26 @@ class Decoder:
         return self.mlp in GATED
 
     def spec(self, name: str, source: str) -> ModelSpec:
-        """The whole model."""
-        units = [
-            Unit("blocks", "block", self.block_parameters(), self.layers, **self._block_work())
+        """The whole model: the root with tied weights, embeddings, blocks, the final norm and head."""
+        hidden = self.hidden
+        embeddings = [Parameter("embed.weight", (self.vocab, hidden), 0)]
+        if self.positions == "learned":
+            embeddings.append(Parameter("positions.weight", (self.position_rows, hidden)))
+        root = embeddings[:1] if self.tied else []
+        if self.embed_norm:
+            root += self._norm_parameters("embed_norm")
+        if self.tied and self.head_bias:
+            root.append(Parameter("head.bias", (self.vocab,), 0))
+        units = [Unit("root", "root", tuple(root))] if root else []
+        units += [
+            Unit(p.name.partition(".")[0], "embedding", (p,)) for p in embeddings[self.tied :]
         ]
-        hidden, tail = self.hidden, self._tail()
-        looked_up = (Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden)),)
-        tables = [
-            Unit(p.name.partition(".")[0], "embedding", (p,)) for p in self._tables()[self.tied :]
-        ]
-        root = self._root()
-        if self.tied or root:
-            tables.insert(0, Unit("root", "root", root))
-        # The first of them stands for the lookup, whichever has the parameters.
-        tables[0] = replace(tables[0], elementwise=looked_up, tp_outputs=(hidden,))
-        units = [*tables, *units, tail]
+        # The lookup is work of the first unit, whichever has the parameters.
+        lookup = Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden))
+        units[0] = replace(units[0], elementwise=(lookup,), tp_outputs=(hidden,))
         return ModelSpec(
             name=name,
-            units=tuple(units),
+            units=(*units, self._block(), self._final_norm_and_head()),
             hidden=hidden,
             vocab=self.vocab,
             heads=self.heads,
@@ -275,24 +281,8 @@ class Decoder:
             source=source,
         )
 
-    def _tables(self) -> list[Parameter]:
-        """Embeddings, each a unit of the engine's; a tied one is the root's."""
-        found = [Parameter("embed.weight", (self.vocab, self.hidden), 0)]
-        if self.positions == "learned":
-            found.append(Parameter("positions.weight", (self.position_rows, self.hidden)))
-        return found
-
-    def _root(self) -> tuple[Parameter, ...]:
-        """What is in no other unit: tied weights with their head's bias, a norm before the blocks."""
-        found = [*self._tables()[: self.tied]]
-        if self.embed_norm:
-            found += self._norm_parameters("embed_norm")
-        if self.tied and self.head_bias:
-            found.append(Parameter("head.bias", (self.vocab,), 0))
-        return tuple(found)
-
-    def linears(self) -> Iterator[tuple[str, int, int, str, bool]]:
-        """(name, output, input, split, bias) of a block's, in the order they run."""
+    def _linears(self) -> Iterator[tuple[str, int, int, str, bool]]:
+        """(name, output, input, split, bias) of a block's linear layers, in the order in which they run."""
         hidden, ffn = self.hidden, self.ffn
         query, pair = self.heads * self.dim, self.kv * self.dim
         if self.fused_qkv:
@@ -308,73 +298,63 @@ class Decoder:
                 yield f"mlp.{name}", ffn, hidden, "n", self.mlp_bias
         yield "mlp.down", hidden, ffn, "k", self.mlp_bias
 
-    def block_parameters(self) -> tuple[Parameter, ...]:
-        """Of one block, in the order of their use."""
-        found = self._norm_parameters("norm1")
-        middle = [
-            f"norm{i}" for i in ((2, 3) if self.norms == 4 else (2,) if self.norms == 2 else ())
-        ]
-        for name, n, k, split, bias in self.linears():
+    def _block_parameters(self) -> Iterator[Parameter]:
+        """The parameters of a block, in the order in which forward uses them."""
+        yield from self._norm_parameters("norm1")
+        for name, n, k, split, bias in self._linears():
             if name == "attn.o" and self.qk_norm:
-                found += self._qk_norms()
-            found += self._linear(name, n, k, split, bias)
-            if name == "attn.o":
-                for norm in middle:
-                    found += self._norm_parameters(norm)
+                for norm, heads in (("q_norm", self.heads), ("k_norm", self.kv)):
+                    features = self.dim * (1 if self.qk_norm == "head" else heads)
+                    yield Parameter(f"attn.{norm}.weight", (features,), tp_partial="always")
+            heads_kv, pair = self._heads_of(name)
+            cut = 0 if split == "n" else 1
+            yield Parameter(f"{name}.weight", (n, k), cut, heads=heads_kv, kv=pair)
+            if bias and cut == 0:
+                yield Parameter(f"{name}.bias", (n,), 0, heads=heads_kv, kv=pair)
+            elif bias:
+                yield Parameter(f"{name}.bias", (n,), kv=pair)
+            if name == "attn.o" and self.norms > 1:
+                yield from self._norm_parameters("norm2")
+                if self.norms == 4:
+                    yield from self._norm_parameters("norm3")
         if self.norms == 4:
-            found += self._norm_parameters("norm4")
-        return tuple(found)
-
-    def _linear(self, name: str, n: int, k: int, split: str, bias: bool) -> list[Parameter]:
-        heads, pair = self._heads_of(name)
-        cut = 0 if split == "n" else 1
-        found = [Parameter(f"{name}.weight", (n, k), cut, heads=heads, kv=pair)]
-        if bias:
-            cuts = (0, heads) if split == "n" else (None, None)
-            found.append(Parameter(f"{name}.bias", (n,), cuts[0], heads=cuts[1], kv=pair))
-        return found
+            yield from self._norm_parameters("norm4")
 
     def _heads_of(self, name: str) -> tuple[tuple[int, int] | None, bool]:
-        """``heads`` and ``kv`` of a linear layer; fused ones are shared by groups of heads."""
+        """``heads`` and ``kv`` of a linear layer; a fused one is divided in groups of heads."""
         if not name.startswith("attn."):
             return None, False
         return (self.kv if self.fused_qkv else self.heads, self.kv), name in ("attn.k", "attn.v")
 
-    def _qk_norms(self) -> list[Parameter]:
-        each = 1 if self.qk_norm == "head" else None
-        return [
-            Parameter(f"attn.{name}.weight", ((each or heads) * self.dim,), tp_partial="always")
-            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv))
-        ]
-
     def _norm_parameters(self, name: str) -> list[Parameter]:
-        if self.norm == "none":
-            return []
-        found = [Parameter(f"{name}.weight", (self.hidden,))]
-        if self.norm_bias:
-            found.append(Parameter(f"{name}.bias", (self.hidden,)))
-        return found
+        names = ["weight", "bias"] if self.norm_bias else ["weight"]
+        each = names if self.norm != "none" else []
+        return [Parameter(f"{name}.{kind}", (self.hidden,)) for kind in each]
 
-    def _block_work(self) -> dict:
-        hidden = self.hidden
-        return {
-            "matmuls": tuple(
+    def _block(self) -> Unit:
+        inputs = (self.hidden, self.hidden) if self.norms > 1 else (self.hidden,)
+        return Unit(
+            "blocks",
+            "block",
+            tuple(self._block_parameters()),
+            self.layers,
+            matmuls=tuple(
                 Matmul(name, n, k, split, True, *self._heads_of(name))
-                for name, n, k, split, _ in self.linears()
+                for name, n, k, split, _ in self._linears()
             ),
-            "attention": (Attention(self.heads, self.kv, self.dim, fused=self.fused_qkv),),
-            "elementwise": tuple(self._elementwise()),
-            "activations": tuple(self._activations()),
-            "tp_inputs": (hidden, hidden) if self.norms > 1 else (hidden,),
-            "tp_outputs": (hidden, hidden),
-        }
+            attention=(Attention(self.heads, self.kv, self.dim, fused=self.fused_qkv),),
+            elementwise=tuple(self._elementwise()),
+            activations=tuple(self._activations()),
+            tp_inputs=inputs,
+            tp_outputs=(self.hidden, self.hidden),
+        )
 
     def _norm_work(self, name: str, features: int, split: str = "sequence") -> Elementwise:
-        h = features
+        h, fused = features, (2 * features, 3 * features)
         if self.norm != "rmsnorm":  # torch's layer norm is one kernel
-            return Elementwise(name, (2 * h, 3 * h), (2 * h, 3 * h), (1, 2), split, norm=True)
+            return Elementwise(name, fused, fused, (1, 2), split, norm=True)
         # x.float(), pow, mean, * rsqrt, cast, * weight: 36 bytes forward, twice that backward
-        return Elementwise(name, (18 * h, 36 * h), (2 * h, 3 * h), (6, 12), split, norm=True)
+        return Elementwise(name, (18 * h, 36 * h), fused, (6, 12), split, norm=True)
 
     def _elementwise(self) -> Iterator[Elementwise]:
         h, f = self.hidden, self.ffn
@@ -383,9 +363,8 @@ class Decoder:
         yield Elementwise("residuals", (6 * h, 6 * h), (6 * h, 6 * h), (2, 2))
         sums = (0 if self.fused_qkv else 2) + (1 if self.gated and not self.fused_gate else 0)
         if sums:  # of the gradients that layers with one input give it
-            yield Elementwise(
-                "gradient sums", (0, 3 * sums * h), (0, 3 * sums * h), (0, sums), "gathered"
-            )
+            moved = (0, 3 * sums * h)
+            yield Elementwise("gradient sums", moved, moved, (0, sums), "gathered")
         if self.gated:
             yield Elementwise(self.mlp, (5 * f, 9 * f), (3 * f, 5 * f), (2, 3), "tp")
         else:
@@ -395,11 +374,11 @@ class Decoder:
             yield self._norm_work("q, k norms", qk, "heads")
         if self.positions == "rope":
             yield Elementwise("rope", (10 * qk, 16 * qk), (3 * qk, 3 * qk), (8, 8), "heads")
-        for which, split in (("n", "tp"), ("k", "sequence")):
-            biased = [n for _, n, _, way, bias in self.linears() if bias and way == which]
-            if biased:
-                total, kernels = sum(biased), 3 if split == "tp" else 2
-                yield Elementwise("bias gradients", (0, total), (0, total), (0, kernels), split)
+        for which, split, kernels in (("n", "tp", 3), ("k", "sequence", 2)):
+            total = sum(n for _, n, _, way, bias in self._linears() if bias and way == which)
+            if total:
+                moved = (0, total)
+                yield Elementwise("bias gradients", moved, moved, (0, kernels), split)
 
     def _activations(self) -> Iterator[Activation]:
         """What autograd keeps, by op; the formulas of ``docs/planner.md``."""
@@ -413,9 +392,8 @@ class Decoder:
             yield from self._norm_activations("k norm", pair, "kv")
         yield Activation("q", query, split="heads", of="matmul")
         yield Activation("k, v", 2 * pair, split="kv", of="matmul")
-        if (
-            self.fused_qkv and self.positions == "rope"
-        ):  # v is a view of the whole, q and k are rotated copies
+        if self.fused_qkv and self.positions == "rope":
+            # v is a view of the whole, q and k are rotated copies
             yield Activation("q, k before rope", query + pair, split="heads", of="matmul")
         yield Activation("attention output", query, split="heads", of="attention")
         yield Activation("softmax sums", self.heads, 4, split="heads", of="attention")
@@ -430,11 +408,11 @@ class Decoder:
         self, name: str, features: int, split: str = "sequence"
     ) -> Iterator[Activation]:
         yield Activation(f"{name} input", features, split=split, of="norm")
-        if self.norm == "rmsnorm":  # x in fp32
-            # pow and the product share x; the bf16 input isn't kept, but the residual is
+        if self.norm == "rmsnorm":
+            # pow and the product share x in fp32; the bf16 input isn't kept, but the residual is
             yield Activation(f"{name} in fp32", features, 4, split, "norm", eager_only=True)
 
-    def _tail(self) -> Unit:
+    def _final_norm_and_head(self) -> Unit:
         """Final norm, head and loss."""
         h, v = self.hidden, self.vocab
         parameters = self._norm_parameters("norm")
@@ -456,13 +434,6 @@ class Decoder:
 def loss_work(vocab: int) -> Elementwise:
     """Logits to fp32, log_softmax, and back: 20 bytes a logit eager, 12 fused."""
     return Elementwise("loss", (5 * vocab, 5 * vocab), (3 * vocab, 3 * vocab), (3, 3), "loss")
-
-
-# ModelSpec of a transformer from a short list of shapes.
-
-_MLPS = (*GATED, "gelu", "relu", "relu2", "silu")
-_NORMS = ("rmsnorm", "layernorm")
-_POSITIONS = ("rope", "learned", "alibi", "none")
 
 
 def spec_from_shapes(
@@ -495,25 +466,18 @@ def spec_from_shapes(
     Raises:
         PlanningError: a name that isn't one of these, or a size below 1.
     """
-    for what, size in (("hidden", hidden), ("heads", heads)):
-        if type(size) is not int or size < 1:
-            raise PlanningError(f"{what} is {size!r}; it must be an int, 1 or more")
+    check_size("hidden", hidden)
+    check_size("heads", heads)
     if head_dim is None and hidden % heads:
         raise PlanningError(f"heads is {heads}; it must divide hidden, {hidden}, or give head_dim")
     kv = heads if kv_heads is None else kv_heads
     dim = hidden // heads if head_dim is None else head_dim
-    for what, value, known in (
-        ("mlp", mlp, _MLPS),
-        ("positions", positions, _POSITIONS),
-        ("norm", norm, _NORMS),
-    ):
-        if value not in known:
-            raise PlanningError(f"{what} is {value!r}; it must be one of {', '.join(known)}")
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "head_dim": dim}
-    sizes |= {"ffn": ffn, "vocab": vocab}
+    check_choice("mlp", mlp, (*GATED, "gelu", "relu", "relu2", "silu"))
+    check_choice("positions", positions, ("rope", "learned", "alibi", "none"))
+    check_choice("norm", norm, ("rmsnorm", "layernorm"))
+    sizes = {"layers": layers, "kv_heads": kv, "head_dim": dim, "ffn": ffn, "vocab": vocab}
     for what, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise PlanningError(f"{what} is {size!r}; it must be an int, 1 or more")
+        check_size(what, size)
     if heads % kv:
         raise PlanningError(f"kv_heads is {kv}; it must divide heads, {heads}")
     decoder = Decoder(

@@ -7,7 +7,7 @@ Face's models take the path without a mask, which they train on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,14 +25,9 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._util.trees import map_tensors, tensors_in
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-
-
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")
-
-
 _LOOKUPS = ("embedding", "embedding_dense_backward", "index", "index_select", "gather")
-
-
+# These read and write nothing.
 _FREE = (
     "empty",
     "empty_like",
@@ -49,14 +44,17 @@ class Op:
     """One operation.
 
     Attributes:
-        kind: "matmul", "attention", "norm" (a kernel of its own), "score" (of attention, with all scores
+        kind: "matmul", "attention", "norm" (a kernel of its own), "score" (of attention that has all scores
             in memory) or "elementwise".
         label: the part of the module that it belongs to, such as a norm's name.
-        moved: bytes read and written.
-        reads: (storage, op that wrote it last or None, bytes).
+        reads: (storage, index of the op that wrote it last or None, bytes).
         writes: (storage, bytes).
-        split: whether tensor parallelism divides it. depth: matmuls before it on the longest path.
-        sizes: (rows, n, k) of a matmul. weight: parameter in it. way: "n" or "k": what the plan shards.
+        split: whether tensor parallelism divides it.
+        depth: matmuls before it on the longest path.
+        sizes: (rows, n, k) of a matmul.
+        weight: name of the parameter in a matmul.
+        way: what the plan shards of a matmul: "n" or "k".
+        read_by: indices of the ops of the same way that read what it writes; -1: one of backward.
     """
 
     name: str
@@ -74,6 +72,7 @@ class Op:
 
     @property
     def moved(self) -> int:
+        """Bytes read and written."""
         return sum(size for *_, size in self.reads) + sum(size for _, size in self.writes)
 
 
@@ -83,16 +82,23 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Records the operations that run under it.
+    """Records the operations that run under it. Keys are ``storage_of`` tensors.
 
     Args:
-        params: storage -> (name, parameter, dim that is sharded or None).
-        seq_len: by which the scores of an attention are known.
+        params: key -> (name, parameter, dim that is sharded or None).
+        seq_len: tokens of a sequence, which tell the scores of an attention.
 
     Attributes:
-        ops: forward and backward; what follows is by storage.
-        split: what tensor parallelism divides. gathered: inputs of colwise layers. written: its last op.
-        attentions: (heads of all sequences, KV heads, head dim, causal).
+        forward_ops, backward_ops: what is recorded; ``ops``: the one of them that is under way.
+        label: the label of operations to come.
+        split: keys of tensors that tensor parallelism divides.
+        gathered: inputs of colwise layers -> their features.
+        summed: features of the outputs that are summed over tp.
+        attentions: (heads of all sequences, key and value heads, head dim, causal).
+        scores: scores of attention -> the product that made them.
+        softmaxed: keys of scores after the softmax.
+        masked: whether a mask has hidden the future from scores.
+        written: key -> the op that wrote it last, as its list and index.
     """
 
     def __init__(self, params: dict[int, tuple[str, Tensor, int | None]], seq_len: int) -> None:
@@ -109,29 +115,34 @@ class OpRecorder(TorchDispatchMode):
         self.attentions: list[tuple[int, int, int, bool]] = []
         self.scores: dict[int, Op] = {}
         self.softmaxed: set[int] = set()
-        self.masked: bool | None = None
+        self.masked = False
         self.written: dict[int, tuple[list[Op], int]] = {}
         self._depth: dict[int, int] = {}
         self._quiet = 0
         self.kept: dict[int, Any] = {}  # a freed storage's id would be another's
 
     @property
-    def recording_forward(self) -> bool:
-        return self.ops is self.forward_ops and not self._quiet
+    def in_forward(self) -> bool:
+        return self.ops is self.forward_ops
+
+    @property
+    def records_forward(self) -> bool:
+        return self.in_forward and not self._quiet
 
     def start_backward(self) -> None:
         self.ops, self.label = self.backward_ops, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = list(tensors_in((args, kwargs)))
-        if not any(t.is_meta for t in given):
+        inputs = list(tensors_in((args, kwargs)))
+        if not any(t.is_meta for t in inputs):
             if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
                 kwargs["device"] = torch.device("cpu")
             return func(*args, **kwargs)
-        if given and not given[0].is_meta and func._schema.is_mutable and args[0] is given[0]:
-            return args[0]  # a mask, changed by what isn't known
-        self._look_at_mask(given)
+        if not inputs[0].is_meta and func._schema.is_mutable and args[0] is inputs[0]:
+            return args[0]  # a mask, changed by values that aren't known
+        if any(storage_of(t) in self.scores for t in inputs):
+            self._look_at_mask(inputs)
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         args, kwargs = map_tensors(_as_meta, (tuple(args), kwargs))
@@ -140,11 +151,9 @@ class OpRecorder(TorchDispatchMode):
             self._note_call(func, args, kwargs, out)
         return out
 
-    def _look_at_mask(self, given: list[Tensor]) -> None:
-        """Whether real values that meet scores hide the future: what the first query sees of the last key."""
-        if not any(storage_of(t) in self.scores for t in given):
-            return
-        for t in given:
+    def _look_at_mask(self, inputs: list[Tensor]) -> None:
+        """Looks whether real values that are applied to scores hide the future."""
+        for t in inputs:
             if t.ndim >= 2 and t.shape[-1] == self.seq_len == t.shape[-2] and not t.is_meta:
                 self.masked = self.masked or hides_future(t)
 
@@ -168,10 +177,14 @@ class OpRecorder(TorchDispatchMode):
         if name in _PRODUCTS:
             self._note_product(name, [a for a in args if isinstance(a, Tensor)], writes[0])
         elif name == "convolution":
-            self._note_convolution(args, writes[0])
+            weight, rows = args[1], writes[0].numel() // args[1].shape[0]
+            title = self.params.get(storage_of(weight), ("convolution",))[0]
+            sizes = (rows, weight.shape[0], prod(weight.shape[1:]))
+            tensors = [t for t in args if isinstance(t, Tensor)]
+            self.note(name, "matmul", tensors, writes[:1], sizes=sizes, weight=title)
         elif name == "convolution_backward":
             self.note("convolution", "matmul", reads, writes)
-        elif name in _NORMS or name.removesuffix("_backward") in _NORMS:
+        elif name.removesuffix("_backward") in _NORMS:
             self.note(name, "norm", reads, writes)
         else:
             self._note_elementwise(name, reads, writes)
@@ -188,47 +201,44 @@ class OpRecorder(TorchDispatchMode):
         if kind in ("matmul", "attention"):
             depth += 1
         op = Op(name, kind, self.label, [], [], split, depth, **more)
-        seen: set[int] = set()
+        first: dict[int, Tensor] = {}
         for t in reads:
-            key = storage_of(t)
-            if key in self.params or key in seen:
-                continue
-            seen.add(key)
-            where = self.written.get(key)
-            writer = where[1] if where is not None and where[0] is self.ops else None
-            op.reads.append((key, writer, _bytes(t)))
-            if where is not None:
-                where[0][where[1]].read_by.append(index if where[0] is self.ops else -1)
+            first.setdefault(storage_of(t), t)
+        for key, t in first.items():
+            if key not in self.params:
+                ops, writer = self.written.get(key, (None, -1))
+                same_way = ops is self.ops
+                op.reads.append((key, writer if same_way else None, _bytes(t)))
+                if ops is not None:
+                    ops[writer].read_by.append(index if same_way else -1)
         for t in writes:
             key = storage_of(t)
-            self.kept[key] = t.untyped_storage()
             op.writes.append((key, _bytes(t)))
             self.written[key] = (self.ops, index)
             self._depth[key] = depth
             (self.split.add if split else self.split.discard)(key)
-        for t in reads:
-            self.kept[storage_of(t)] = t.untyped_storage()
+        self.kept.update((storage_of(t), t.untyped_storage()) for t in (*reads, *writes))
         self.ops.append(op)
         return op
 
     def _note_elementwise(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        if any(storage_of(t) in self.scores for t in reads):
-            origin = next(self.scores[storage_of(t)] for t in reads if storage_of(t) in self.scores)
+        origin = next((self.scores[k] for k in map(storage_of, reads) if k in self.scores), None)
+        if origin is not None:
             done = "softmax" in name or any(storage_of(t) in self.softmaxed for t in reads)
             self.note(name, "score", reads, writes)
-            for t in writes:
-                self.scores[storage_of(t)] = origin
+            for key in map(storage_of, writes):
+                self.scores[key] = origin
                 if done:
-                    self.softmaxed.add(storage_of(t))
+                    self.softmaxed.add(key)
             return
-        if not self.recording_forward and name == "add" and writes[0].shape in self._tables:
-            return  # the gradients of a tied weight: not a token's
+        if not self.records_forward and name == "add" and writes[0].shape in self._tables:
+            return  # the sum of a tied weight's gradients, which is not per token
         op = self.note(name, "elementwise", reads, writes)
         if name in _LOOKUPS:
             self._note_lookup(name, op, reads)
 
     def _note_lookup(self, name: str, op: Op, reads: list[Tensor]) -> None:
-        """Rows of a table: only those are read, and a split table's are summed."""
+        """Rows of a table: only those are read, and those of a split table are summed over tp."""
         if name == "embedding_dense_backward":  # gradients read; rows of the sum read and written
             op.writes = [(key, 2 * op.reads[0][2]) for key, _ in op.writes]
             return
@@ -236,42 +246,38 @@ class OpRecorder(TorchDispatchMode):
         table = self.params.get(storage_of(reads[0]))
         op.reads = [(storage_of(reads[0]), None, size)] + op.reads[1 if table is None else 0 :]
         if name == "embedding" and table is not None and table[2] is not None:
-            for key, _ in op.writes:
-                self.split.discard(key)
+            self.split.difference_update(key for key, _ in op.writes)
             op.split = False
             self.summed.append(reads[0].shape[-1])
 
-    def _note_product(self, name: str, given: list[Tensor], out: Tensor) -> None:
-        a, b = given[-2:]
-        rows, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-        held = [self.params.get(storage_of(t)) for t in (a, b)]
-        if held[0] is None and held[1] is None:
-            self._note_free_product(given, out, (rows, n, k))
-            return
-        way = None
-        which, weight = (1, b) if held[1] is not None else (0, a)
-        if which == 0:
+    def _note_product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
+        a, b = inputs[-2:]
+        k, at = a.shape[-1], storage_of(b) in self.params
+        if at:
+            weight, other, rows, n = b, a, prod(a.shape[:-1]), b.shape[-1]
+        elif storage_of(a) in self.params:
+            weight, other = a, b
             rows, n = prod(b.shape[:-2]) * b.shape[-1], prod(a.shape[:-1])
-        title, param, dim = held[which]  # type: ignore[misc]
-        other = a if which == 1 else b
-        split = storage_of(other) in self.split
+        else:
+            self._note_free_product(inputs, out, (prod(a.shape[:-1]), b.shape[-1], k))
+            return
+        title, param, dim = self.params[storage_of(weight)]
+        split, way = storage_of(other) in self.split, None
         if dim is not None and param.ndim == 2:
             straight = weight.stride()[-2:] == param.stride()
-            at = dim if straight else 1 - dim
-            kept = at == which  # the dim of the weight that the product keeps
-            way = "n" if kept else "k"
-            split = kept
-        if self.ops is self.forward_ops:
-            if way == "n" and storage_of(other) not in self.split:
+            # Whether the sharded dim of the weight is the one that the product keeps.
+            way = "n" if (dim if straight else 1 - dim) == at else "k"
+        if self.in_forward:
+            if way == "n" and not split:
                 self.gathered.setdefault(storage_of(other), k)
             if way == "k":
                 self.summed.append(n)
         self.note(
             name,
             "matmul",
-            given,
+            inputs,
             [out],
-            split=split,
+            split=split if way is None else way == "n",
             sizes=(rows, n, k),
             weight=title,
             way=way,
@@ -279,42 +285,30 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _note_free_product(
-        self, given: list[Tensor], out: Tensor, sizes: tuple[int, int, int]
+        self, inputs: list[Tensor], out: Tensor, sizes: tuple[int, int, int]
     ) -> None:
-        """Of two tensors that aren't parameters: attention's, or a gradient of one."""
-        a, b = given[-2:]
-        scored = next((t for t in (a, b) if storage_of(t) in self.scores), None)
-        forward = self.ops is self.forward_ops
-        if not forward:
-            shapes = {op.sizes[1:2] for op in self.scores.values()}
-            if out.ndim == 3 and (out.shape[-1],) in shapes and scored is None:
-                self.note("bmm", "score", given, [out])
+        """A product of two tensors that aren't parameters: attention's, or a gradient of one."""
+        a, b = inputs[-2:]
+        scored = next((k for k in map(storage_of, (a, b)) if k in self.scores), None)
+        if not self.in_forward:
+            lengths = {op.sizes[1] for op in self.scores.values()}
+            if out.ndim == 3 and out.shape[-1] in lengths and scored is None:
+                self.note("bmm", "score", inputs, [out])
                 self.scores[storage_of(out)] = next(iter(self.scores.values()))
             else:
-                self.note("bmm", "matmul", given, [out])
+                self.note("bmm", "matmul", inputs, [out])
             return
-        if scored is not None:
-            origin = self.scores[storage_of(scored)]
-            if storage_of(scored) in self.softmaxed:
-                origin.kind = "attention"
-                heads = out.shape[0]
-                self.attentions.append((heads, heads, origin.sizes[2], bool(self.masked)))
-                self.note("attention", "attention", given, [out])
-                return
-        wanted = a.requires_grad or b.requires_grad
-        kind = "matmul" if wanted else "elementwise"
-        op = self.note("bmm", kind, given, [out], sizes=sizes)
-        if wanted and out.ndim == 3 and out.shape[-1] == self.seq_len:
+        if scored is not None and scored in self.softmaxed:
+            origin, heads = self.scores[scored], out.shape[0]
+            origin.kind = "attention"
+            self.attentions.append((heads, heads, origin.sizes[2], self.masked))
+            self.note("attention", "attention", inputs, [out])
+            return
+        trained = a.requires_grad or b.requires_grad
+        kind = "matmul" if trained else "elementwise"
+        op = self.note("bmm", kind, inputs, [out], sizes=sizes)
+        if trained and out.ndim == 3 and out.shape[-1] == self.seq_len:
             self.scores[storage_of(out)] = op
-
-    def _note_convolution(self, args: Any, out: Tensor) -> None:
-        weight = args[1]
-        title = self.params.get(storage_of(weight), ("convolution", weight, None))[0]
-        n, k = weight.shape[0], prod(weight.shape[1:])
-        given = [t for t in args if isinstance(t, Tensor)]
-        self.note(
-            "convolution", "matmul", given, [out], sizes=(out.numel() // n, n, k), weight=title
-        )
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
@@ -324,13 +318,13 @@ def _as_meta(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of the elements that are different: an expanded dim is read once."""
+    """Bytes of ``tensor``, of an expanded dim once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, step in sizes if step != 0) * tensor.element_size()
 
 
 def hides_future(mask: Tensor) -> bool:
-    """Whether the first query doesn't see the last key; a mask that isn't known is taken to hide it."""
+    """Whether the first query doesn't see the last key; a mask on meta is taken to hide it."""
     if mask.is_meta:
         return True
     last = mask[..., 0, -1]
@@ -347,12 +341,11 @@ class KernelMode(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return self._attention(*args, **(kwargs or {}))
         if func in (F.rms_norm, torch.rms_norm):
-            return self._rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+            return self._rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _attention(
         self,
@@ -365,18 +358,13 @@ class KernelMode(TorchFunctionMode):
         **_: Any,
     ) -> Any:
         causal = is_causal or (attn_mask is not None and hides_future(attn_mask))
-        heads = query.shape[:-2].numel()
-        pairs = key.shape[:-2].numel()
-        if self.recorder.recording_forward:
-            self.recorder.attentions.append((heads, pairs, query.shape[-1], causal))
+        heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
+        if self.recorder.records_forward:
+            self.recorder.attentions.append((heads, kv_heads, query.shape[-1], causal))
         return _Attention.apply(self.recorder, query, key, value)
 
     def _rms_norm(
-        self,
-        input: Tensor,
-        normalized_shape: Any,
-        weight: Tensor | None = None,
-        eps: float | None = None,
+        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
     ) -> Any:
         return _RmsNorm.apply(self.recorder, input, weight)
 
@@ -390,9 +378,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.recorder = recorder
         with recorder.quiet():
-            out = torch.empty_like(
-                query
-            )  # in the memory order of the queries, as cuDNN and flash have it
+            # In the memory order of the queries, as cuDNN and flash have it.
+            out = torch.empty_like(query)
             if value.shape[-1] != query.shape[-1]:
                 out = query.new_empty(*query.shape[:-1], value.shape[-1])
             sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -434,11 +421,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 BEFORE = "before the blocks"
+"""Label of the root's operations before the first block."""
 
 
 @dataclass
 class Saved:
-    """A storage that forward keeps for backward, of ``nbytes``, first saved as elements of ``itemsize``."""
+    """A storage that forward keeps for backward: ``nbytes``, first saved as elements of ``itemsize``."""
 
     nbytes: int
     itemsize: int
@@ -447,27 +435,30 @@ class Saved:
 
 @dataclass
 class Recording:
-    """What one forward and backward did.
+    """One forward and backward. Keys are ``storage_of`` tensors.
 
     Attributes:
-        saved: by storage. origin: storage -> index of the forward op that made it.
-        split: storages that tensor parallelism divides, after forward.
-        outputs: storages of the outputs. constant: those of inputs without a gradient.
-        arrived: names of parameters, in the order in which their gradients came.
+        saved: key -> what forward keeps.
+        origin: key -> index of the forward op that made it.
+        split: tensors that tensor parallelism divides, after forward.
+        outputs: the outputs. constant: inputs without a gradient.
+        arrived: names of parameters, in the order in which their gradients arrived.
+        labels: node of the autograd graph -> label.
     """
 
     recorder: OpRecorder
+    constant: set[int]
     saved: dict[int, Saved] = field(default_factory=dict)
     origin: dict[int, int] = field(default_factory=dict)
     split: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
-    constant: set[int] = field(default_factory=set)
     arrived: list[str] = field(default_factory=list)
+    labels: dict[Any, str] = field(default_factory=dict)
 
 
 @dataclass
 class Call:
-    """Arguments of a unit's calls, the first one's kept; tensors that had a gradient are leaves with one."""
+    """The arguments of a unit's first call, and the number of calls; tensors with a gradient are leaves."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -479,7 +470,7 @@ class MetaParams:
 
     Args:
         dims: parameter name -> dim that tensor parallelism shards.
-        dtype: that floating parameters are computed in.
+        dtype: dtype that floating parameters are computed in.
     """
 
     def __init__(self, model: nn.Module, dims: dict[str, int], dtype: torch.dtype) -> None:
@@ -493,12 +484,11 @@ class MetaParams:
             self._made[id(param)] = made
             self.known[storage_of(made)] = (name, made, dims.get(name))
         for buffer in model.buffers():
-            stand_in = torch.empty_like(buffer, device="meta")
-            self._made[id(buffer)] = stand_in
-            self.buffers.add(storage_of(stand_in))
+            self._made[id(buffer)] = made = torch.empty_like(buffer, device="meta")
+            self.buffers.add(storage_of(made))
 
     def of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Those of ``module``, by its names for them."""
+        """The stand-ins for ``module``, by its names for them."""
         named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
         named += module.named_buffers(remove_duplicate=False)
         return {name: self._made[id(t)] for name, t in named}
@@ -506,14 +496,15 @@ class MetaParams:
 
 def record(module: nn.Module, params: MetaParams, call: Call, seq_len: int) -> Recording:
     """Runs ``module`` forward and backward with the arguments of ``call``."""
-    recording = Recording(OpRecorder(params.known, seq_len))
-    given = tensors_in((call.args, call.kwargs))
-    recording.constant = params.buffers | {storage_of(t) for t in given if not t.requires_grad}
-    labels: dict[Any, str] = {}
-    with ExitStack() as stack:
-        stack.enter_context(_watching(recording, module, labels))
+    inputs = tensors_in((call.args, call.kwargs))
+    constant = params.buffers | {storage_of(t) for t in inputs if not t.requires_grad}
+    recording = Recording(OpRecorder(params.known, seq_len), constant)
+    with _watching(recording), ExitStack() as stack:
+        for name, child in module.named_modules():
+            if "norm" in type(child).__name__.lower() and not any(True for _ in child.children()):
+                stack.enter_context(_labelled(child, name or type(child).__name__, recording))
         out = functional_call(module, params.of(module), call.args, call.kwargs)
-        _backward(recording, list(tensors_in(out)), labels)
+        _backward(recording, list(tensors_in(out)))
     return recording
 
 
@@ -529,31 +520,33 @@ def record_root(
 ) -> tuple[Recording, dict[str, Call], Any]:
     """Runs ``model`` and records what it does outside ``members``, its units' modules.
 
+    Args:
+        blocks: names of the members that are blocks.
+        kind_of: equal for members that do the same, which run once for equal shapes.
+
     Returns:
         The recording, whose labels are ``BEFORE`` or "", the calls of the members, and the model's output.
     """
-    recording = Recording(OpRecorder(params.known, seq_len))
-    recording.constant = params.buffers
+    recording = Recording(OpRecorder(params.known, seq_len), params.buffers)
     recorder, passed = recording.recorder, list[Tensor]()
     calls: dict[str, Call] = {}
-    labels: dict[Any, str] = {}
     outputs: dict[Any, Any] = {}
     recorder.label = BEFORE if blocks else ""
 
-    def entered(name: str, inner: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def replaced(name: str, module: nn.Module) -> Callable[..., Any]:
+        inner = module.forward
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             tensors = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.is_meta]
             passed.extend(tensors)
             if name in blocks and recorder.label == BEFORE:
-                _label(tensors, [], BEFORE, labels)
+                _label(recording, tensors, [], BEFORE)
                 recorder.label = ""
             if name in calls:
                 calls[name].times += 1
             else:
-                given = map_tensors(_leaf, (args, kwargs))
-                calls[name] = Call(*given)
-            shapes = tuple(t.shape for t in tensors_in((args, kwargs)))
-            key = (kind_of(module), shapes)
+                calls[name] = Call(*map_tensors(_leaf, (args, kwargs)))
+            key = kind_of(module), tuple(t.shape for t in tensors_in((args, kwargs)))
             if key not in outputs:
                 with recorder.quiet(), torch.no_grad():
                     outputs[key] = inner(*args, **kwargs)
@@ -564,18 +557,18 @@ def record_root(
 
     with ExitStack() as stack:
         for name, module in members:
-            stack.enter_context(_replaced_forward(module, entered, name))
-        stack.enter_context(_watching(recording, None, labels))
+            stack.enter_context(_replaced_forward(module, replaced(name, module)))
+        stack.enter_context(_watching(recording))
         out = functional_call(model, params.of(model), args, kwargs)
         ends = [t for t in [*tensors_in(out), *passed] if t.grad_fn is not None]
-        _backward(recording, ends, labels)
+        _backward(recording, ends)
     return recording, calls, out
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, wrap: Callable[..., Any], name: str) -> Iterator[None]:
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     own = vars(module).get("forward")
-    vars(module)["forward"] = wrap(name, module.forward, module)
+    vars(module)["forward"] = forward
     try:
         yield
     finally:
@@ -586,80 +579,59 @@ def _replaced_forward(module: nn.Module, wrap: Callable[..., Any], name: str) ->
 
 
 @contextmanager
-def _watching(
-    recording: Recording, module: nn.Module | None, labels: dict[Any, str]
-) -> Iterator[None]:
-    """Records operations, what is saved, and which nodes belong to norms."""
+def _watching(recording: Recording) -> Iterator[None]:
+    """Records operations and what is saved for backward."""
     recorder = recording.recorder
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage_of(tensor)
         if tensor.is_meta and key not in recorder.params and key not in recording.constant:
-            storage = tensor.untyped_storage()
-            recorder.kept[key] = storage
+            storage = recorder.kept[key] = tensor.untyped_storage()
             seen = Saved(storage.nbytes(), tensor.element_size(), recorder.label)
             recording.saved.setdefault(key, seen)
         return tensor
 
-    with ExitStack() as stack:
-        for name, norm in _norms(module) if module is not None else ():
-            stack.enter_context(_labelled(norm, name, recorder, labels))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(saved_tensors_hooks(pack, lambda t: t))
-        stack.enter_context(recorder)
-        stack.enter_context(KernelMode(recorder))
+    saving = saved_tensors_hooks(pack, lambda t: t)
+    with torch.enable_grad(), saving, recorder, KernelMode(recorder):
         yield
-
-
-def _norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_modules():
-        if "norm" in type(child).__name__.lower() and not any(True for _ in child.children()):
-            yield name or type(child).__name__, child
 
 
 @contextmanager
-def _labelled(
-    norm: nn.Module, name: str, recorder: OpRecorder, labels: dict[Any, str]
-) -> Iterator[None]:
+def _labelled(norm: nn.Module, name: str, recording: Recording) -> Iterator[None]:
+    """Gives the label ``name`` to the operations of ``norm``, in forward and backward."""
+
     def before(_: nn.Module, args: Any) -> None:
-        recorder.label = name
+        recording.recorder.label = name
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
-        recorder.label = ""
-        _label(list(tensors_in(out)), list(tensors_in(args)), name, labels)
+        recording.recorder.label = ""
+        _label(recording, tensors_in(out), tensors_in(args), name)
 
-    handles = [norm.register_forward_pre_hook(before), norm.register_forward_hook(after)]
-    try:
+    with norm.register_forward_pre_hook(before), norm.register_forward_hook(after):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _label(ends: list[Tensor], starts: list[Tensor], label: str, labels: dict[Any, str]) -> None:
-    """Gives ``label`` to the nodes between ``starts`` and ``ends``, but to those that have one."""
-    stop = {t.grad_fn for t in starts if t.grad_fn is not None}
-    for node in _nodes([t.grad_fn for t in ends], stop):
-        labels.setdefault(node, label)
+def _label(
+    recording: Recording, ends: Iterable[Tensor], starts: Iterable[Tensor], label: str
+) -> None:
+    """Gives ``label`` to the nodes between ``starts`` and ``ends`` that have none."""
+    for node in _nodes([t.grad_fn for t in ends], {t.grad_fn for t in starts}):
+        recording.labels.setdefault(node, label)
 
 
 def _nodes(roots: list[Any], stop: set[Any]) -> Iterator[Any]:
-    waiting, seen = [r for r in roots if r is not None], set(stop)
+    """All nodes that are reached from ``roots`` and not through ``stop``."""
+    waiting, seen = [*roots], {None, *stop}
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting += [n for n, _ in node.next_functions if n is not None]
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
-def _backward(
-    recording: Recording,
-    outputs: list[Tensor],
-    labels: dict[Any, str],
-) -> None:
-    """Goes back from ``outputs`` to all leaves, and says of every operation whose node it is in."""
+def _backward(recording: Recording, outputs: list[Tensor]) -> None:
+    """Runs backward from ``outputs`` to all leaves, and labels every operation as its node."""
     recorder = recording.recorder
     recording.outputs = {storage_of(t) for t in outputs}
     recording.origin = {
@@ -670,37 +642,29 @@ def _backward(
     recorder.start_backward()
     if not ends:
         return
-    handles = []
 
-    def enter(label: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            recorder.label = label
+    def enter(label: str, *_: Any) -> None:
+        recorder.label = label
 
-        return hook
+    def arrive(name: str, _: Tensor) -> None:
+        recording.arrived.append(name)
 
     nodes = list(_nodes([t.grad_fn for t in ends], set()))
-    wanted = [node.variable for node in nodes if hasattr(node, "variable")]
-    for leaf in wanted:
-        if storage_of(leaf) in recorder.params:
-            name = recorder.params[storage_of(leaf)][0]
-            handles.append(leaf.register_hook(partial(_arrive, recording, name)))
-    for node in nodes:
-        handles.append(node.register_prehook(enter(labels.get(node, ""))))
-        handles.append(node.register_hook(enter("")))
-    with recorder.quiet():
-        grads = [torch.empty_like(t) for t in ends]
-    torch.autograd.grad(ends, wanted, grads, allow_unused=True)
-    for handle in handles:
-        handle.remove()
-    _label_sums(recorder.backward_ops)
-
-
-def _arrive(recording: Recording, name: str, grad: Tensor) -> None:
-    recording.arrived.append(name)
-
-
-def _label_sums(ops: list[Op]) -> None:
-    """Autograd's sums of two gradients run in no node: those inside a norm are the norm's."""
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    with ExitStack() as stack:
+        for leaf in leaves:
+            if storage_of(leaf) in recorder.params:
+                name = recorder.params[storage_of(leaf)][0]
+                stack.enter_context(leaf.register_hook(partial(arrive, name)))
+        for node in nodes:
+            label = recording.labels.get(node, "")
+            stack.enter_context(node.register_prehook(partial(enter, label)))
+            stack.enter_context(node.register_hook(partial(enter, "")))
+        with recorder.quiet():
+            grads = [torch.empty_like(t) for t in ends]
+        torch.autograd.grad(ends, leaves, grads, allow_unused=True)
+    # Autograd's sums of two gradients run in no node: those inside a norm are the norm's.
+    ops = recorder.backward_ops
     for op in ops:
         if op.label == "" and op.name == "add":
             writers = {ops[w].label if w is not None else "" for _, w, _ in op.reads}

@@ -10,6 +10,7 @@ from typing import Any
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.axes import AXES
+from parallel3d.planner.arguments import check_choice, check_number
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, shown
 from parallel3d.planner.model_spec import ModelSpec
@@ -25,12 +26,17 @@ class Refused:
 
     Attributes:
         reason: in words.
-        prediction: of the attempt that needs least memory, if that is the reason.
+        prediction: the one that needs least memory, if no prediction of the layout fits.
     """
 
     layout: MeshLayout
     reason: str
     prediction: Prediction | None = None
+
+    @property
+    def needed(self) -> float:
+        """Bytes that it needs; 0 if it was refused for another reason."""
+        return self.prediction.memory.needed if self.prediction is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class MeshPlan:
     """Layouts that fit, the fastest first, and those that were refused.
 
     Attributes:
-        candidates: predictions; a layout comes once for each micro-batch and kind of checkpointing.
+        candidates: predictions, for each layout one for each micro-batch and kind of checkpointing.
         refused: layouts with the reason.
     """
 
@@ -53,31 +59,30 @@ class MeshPlan:
         """The fastest that fits.
 
         Raises:
-            PlanningError: nothing fits; says what comes closest.
+            PlanningError: nothing fits; the message says which layout needs least memory.
         """
         if self.candidates:
             return self.candidates[0]
-        tried = [r for r in self.refused if r.prediction is not None]
-        if not tried:
-            raise PlanningError(
-                f"no layout is legal: {self.refused[0].layout}: {self.refused[0].reason}"
-            )
-        nearest = min(tried, key=lambda r: r.prediction.memory.needed if r.prediction else 0)
-        assert nearest.prediction is not None
-        full = nearest.prediction.workload.checkpointing == "full"
+        first = self.refused[0]
+        closest = min(
+            (r for r in self.refused if r.prediction), key=lambda r: r.needed, default=None
+        )
+        if closest is None or closest.prediction is None:
+            raise PlanningError(f"no layout is legal: {first.layout}: {first.reason}")
+        full = closest.prediction.workload.checkpointing == "full"
         other = "" if full else ", or checkpointing='full'"
         raise PlanningError(
-            f"nothing fits; {nearest.layout} comes closest and {nearest.reason}. Take more GPUs or a shorter "
+            f"nothing fits; {closest.layout} comes closest and {closest.reason}. Take more GPUs or a shorter "
             f"sequence{other}"
         )
 
     @property
     def layouts(self) -> tuple[Prediction, ...]:
         """The fastest of each layout, the fastest first."""
-        seen: dict[MeshLayout, Prediction] = {}
-        for each in self.candidates:
-            seen.setdefault(each.layout, each)
-        return tuple(seen.values())
+        fastest: dict[MeshLayout, Prediction] = {}
+        for prediction in self.candidates:
+            fastest.setdefault(prediction.layout, prediction)
+        return tuple(fastest.values())
 
     def of(self, layout: MeshLayout) -> Prediction:
         """The fastest prediction of ``layout``, also where it doesn't fit.
@@ -85,9 +90,9 @@ class MeshPlan:
         Raises:
             PlanningError: it was refused for another reason.
         """
-        for each in self.layouts:
-            if each.layout == layout:
-                return each
+        for prediction in self.layouts:
+            if prediction.layout == layout:
+                return prediction
         for refused in self.refused:
             if refused.layout == layout:
                 if refused.prediction is not None:
@@ -99,8 +104,7 @@ class MeshPlan:
 
     def explain(self, a: Prediction | MeshLayout, b: Prediction | MeshLayout) -> str:
         """Why ``a`` and ``b`` differ: their components' differences, the largest first."""
-        first = self.of(a) if isinstance(a, MeshLayout) else a
-        second = self.of(b) if isinstance(b, MeshLayout) else b
+        first, second = (self.of(p) if isinstance(p, MeshLayout) else p for p in (a, b))
         ratio = first.tokens_per_second_per_gpu / second.tokens_per_second_per_gpu
         lines = [
             f"{_named(first)}: {first.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
@@ -119,18 +123,18 @@ class MeshPlan:
     def sensitivity(
         self, prediction: Prediction | None = None
     ) -> dict[str, list[tuple[str, float, bool]]]:
-        """What changes if one thing does: name -> (its value, tokens/s/GPU, whether it fits).
+        """Predictions with one thing changed: name -> (its value, tokens/s/GPU, whether it fits).
 
-        Tried are half and twice the micro-batch and sequence, and the bandwidth between nodes and of memory.
+        The micro-batch, the sequence, and the bandwidth between nodes and of memory are halved and doubled.
         """
         base = prediction or self.best
-        work, cluster = base.workload, base.cluster
-        found: dict[str, list[tuple[str, float, bool]]] = {}
+        work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
+        tried: dict[str, list[tuple[str, float, bool]]] = {}
 
-        def add(name: str, value: str, model: ModelSpec, on: Cluster, what: Workload) -> None:
-            result = predict(model, base.layout, on, what)
+        def add(name: str, value: str, on: Cluster, what: Workload) -> None:
+            result = predict(self.model, base.layout, on, what)
             speed = result.tokens_per_second_per_gpu
-            found.setdefault(name, []).append((value, speed, result.fits))
+            tried.setdefault(name, []).append((value, speed, result.fits))
 
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
@@ -138,26 +142,27 @@ class MeshPlan:
                 continue  # it can't be halved
             whole = size * base.accumulation * base.layout.data_size
             batch = replace(work, micro_batch=size, global_batch=whole)
-            add("micro_batch", str(size), self.model, cluster, batch)
+            add("micro_batch", str(size), cluster, batch)
         for factor in (0.5, 1, 2):
             length = max(int(work.seq_len * factor), base.layout.tp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
-            add("seq_len", str(length), self.model, cluster, longer)
+            add("seq_len", str(length), cluster, longer)
         for factor in (0.5, 1, 2):
-            faster = replace(cluster, nic=cluster.nic * factor)
-            add("nic", f"{faster.nic:g} GB/s", self.model, faster, work)
+            nic = cluster.nic * factor
+            add("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work)
         for factor in (0.5, 1, 2):
-            gpu = replace(cluster.gpu, bandwidth=cluster.gpu.bandwidth * factor)
-            wider = replace(cluster, gpu=gpu)
-            add("memory bandwidth", f"{gpu.bandwidth:g} TB/s", self.model, wider, work)
-        return found
+            wider = replace(gpu, bandwidth=gpu.bandwidth * factor)
+            text = f"{wider.bandwidth:g} TB/s"
+            add("memory bandwidth", text, replace(cluster, gpu=wider), work)
+        return tried
 
     def pareto(self) -> tuple[Prediction, ...]:
-        """Those than which none is faster with as little memory, from the least memory to the fastest."""
+        """The candidates for which none is faster with as little memory, by memory."""
         front: list[Prediction] = []
-        for each in sorted(
+        by_memory = sorted(
             self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)
-        ):
+        )
+        for each in by_memory:
             if not front or each.tokens_per_second_per_gpu > front[-1].tokens_per_second_per_gpu:
                 front.append(each)
         return tuple(front)
@@ -170,10 +175,7 @@ class MeshPlan:
             "nodes": self.cluster.nodes,
             "candidates": [each.as_dict() for each in self.candidates[:most]],
             "refused": [
-                {
-                    "layout": dict(zip(AXES, r.layout.sizes, strict=True)),
-                    "reason": r.reason,
-                }
+                {"layout": dict(zip(AXES, r.layout.sizes, strict=True)), "reason": r.reason}
                 for r in self.refused
             ],
         }
@@ -269,73 +271,66 @@ def plan(
         checkpointing = (checkpointing,)
     if isinstance(reshard_after_forward, bool):
         reshard_after_forward = (reshard_after_forward,)
-    if memory_limit_gib is not None and not (
-        isinstance(memory_limit_gib, (int, float)) and 0 < memory_limit_gib < float("inf")
-    ):
-        raise PlanningError(
-            f"memory_limit_gib is {memory_limit_gib!r}; it must be a number above 0"
-        )
+    if memory_limit_gib is not None:
+        check_number("memory_limit_gib", memory_limit_gib)
     kinds = tuple(checkpointing or (workload.checkpointing,))
-    if unknown := [kind for kind in kinds if kind not in CHECKPOINTING]:
-        raise PlanningError(
-            f"checkpointing is {unknown[0]!r}; it must be one of {', '.join(CHECKPOINTING)}"
-        )
-    keeps = tuple(reshard_after_forward or (workload.reshard_after_forward,))
-    found: list[Prediction] = []
-    refused: list[Refused] = []
-    allowed = [
-        _sizes(name, size)
-        for name, size in (("replicate", replicate), ("shard", shard), ("tp", tp))
-    ]
-    layouts = list(_layouts(cluster.world_size, *allowed))
+    for kind in kinds:
+        check_choice("checkpointing", kind, CHECKPOINTING)
+    reshards = tuple(reshard_after_forward or (workload.reshard_after_forward,))
+    axes = {"replicate": replicate, "shard": shard, "tp": tp}
+    layouts = list(_layouts(cluster.world_size, *(_sizes(*axis) for axis in axes.items())))
     if not layouts:
         raise PlanningError(
             f"no replicate x shard x tp of the sizes that are asked for has {cluster.world_size} ranks"
         )
+    limit = min(cluster.gpu.capacity_gib, memory_limit_gib or float("inf")) * 2**30
+    candidates: list[Prediction] = []
+    refused: list[Refused] = []
     for layout in layouts:
         why = refusal(model, layout, cluster, workload)
         micro = [] if why else list(_micro_batches(layout, workload))
         if why is None and not micro:
+            by = f" * micro_batch {workload.micro_batch}" if workload.micro_batch else ""
             why = (
                 f"global_batch {workload.global_batch} is no multiple of {layout.data_size} data ranks"
-                + (f" * micro_batch {workload.micro_batch}" if workload.micro_batch else "")
+                + by
             )
         if why is not None:
             refused.append(Refused(layout, why))
             continue
-        tries = [
-            replace(workload, micro_batch=size, checkpointing=kind, reshard_after_forward=keep)
+        tried = [
+            predict(
+                model,
+                layout,
+                cluster,
+                replace(
+                    workload, micro_batch=size, checkpointing=kind, reshard_after_forward=reshard
+                ),
+            )
             for size in micro
             for kind in kinds
-            for keep in (keeps if layout.shard > 1 else keeps[:1])
+            for reshard in (reshards if layout.shard > 1 else reshards[:1])
         ]
-        each = [predict(model, layout, cluster, work) for work in tries]
-        limit = min(p.memory.capacity for p in each)
-        if memory_limit_gib is not None:
-            limit = min(limit, memory_limit_gib * 2**30)
-        fitting = [p for p in each if p.memory.needed <= limit]
-        found += fitting
+        fitting = [p for p in tried if p.memory.needed <= limit]
+        candidates += fitting
         if not fitting:
-            least = min(each, key=lambda p: p.memory.needed)
-            refused.append(
-                Refused(
-                    layout,
-                    f"needs {least.memory.needed / 2**30:.1f} GiB of {limit / 2**30:.1f} with micro-batch "
-                    f"{least.micro_batch} and {least.workload.checkpointing} checkpointing",
-                    least,
-                )
+            least = min(tried, key=lambda p: p.memory.needed)
+            why = (
+                f"needs {least.memory.needed / 2**30:.1f} GiB of {limit / 2**30:.1f} with micro-batch "
+                f"{least.micro_batch} and {least.workload.checkpointing} checkpointing"
             )
-    found.sort(key=lambda p: -p.tokens_per_second_per_gpu)
-    return MeshPlan(model, cluster, workload, tuple(found), tuple(refused))
+            refused.append(Refused(layout, why, least))
+    candidates.sort(key=lambda p: -p.tokens_per_second_per_gpu)
+    return MeshPlan(model, cluster, workload, tuple(candidates), tuple(refused))
 
 
-def _sizes(name: str, given: int | Iterable[int] | None) -> frozenset[int] | None:
-    if given is None:
+def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | None:
+    if sizes is None:
         return None
-    sizes = frozenset(given if isinstance(given, Iterable) else [given])
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise PlanningError(f"{name} is {given!r}; it must be sizes of 1 or more")
-    return sizes
+    allowed = frozenset(sizes if isinstance(sizes, Iterable) else [sizes])
+    if not allowed or any(type(size) is not int or size < 1 for size in allowed):
+        raise PlanningError(f"{name} is {sizes!r}; it must be sizes of 1 or more")
+    return allowed
 
 
 def _layouts(
@@ -344,37 +339,27 @@ def _layouts(
     shard: frozenset[int] | None,
     tp: frozenset[int] | None,
 ) -> Iterator[MeshLayout]:
-    """All that have ``world`` ranks."""
+    """All layouts of ``world`` ranks with allowed sizes; None: any."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     for t in divisors:
-        if tp is not None and t not in tp:
-            continue
         for n in divisors:
-            if (world // t) % n or (shard is not None and n not in shard):
-                continue
-            r = world // t // n
-            if replicate is None or r in replicate:
-                yield MeshLayout(r, n, t)
+            if (world // t) % n == 0:
+                sizes = (world // t // n, n, t)
+                allowed = zip(sizes, (replicate, shard, tp), strict=True)
+                if all(known is None or size in known for size, known in allowed):
+                    yield MeshLayout(*sizes)
 
 
 def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
-    """Sizes that divide what the global batch leaves to a data rank; powers of two and all of it."""
+    """Powers of two that divide the sequences of a data rank in a step; or the workload's own, if it does."""
     if work.global_batch is None:
         assert work.micro_batch is not None
         yield work.micro_batch
-        return
-    if work.global_batch % layout.data_size:
-        return
-    each = work.global_batch // layout.data_size
-    if work.micro_batch is not None:
-        if each % work.micro_batch == 0:
-            yield work.micro_batch
-        return
-    size = 1
-    while size <= min(each, _MOST_MICRO):
-        if each % size == 0:
-            yield size
-        size *= 2
+    elif work.global_batch % layout.data_size == 0:
+        each = work.global_batch // layout.data_size
+        powers = [2**i for i in range(_MOST_MICRO.bit_length())]
+        sizes = powers if work.micro_batch is None else [work.micro_batch]
+        yield from (size for size in sizes if each % size == 0)
 
 
 # group -> beginnings of the components' names; what no group has goes into "other"
@@ -406,11 +391,11 @@ TIME = {
 
 def grouped(terms: Mapping[str, Term], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
     """The terms' values added up by group, in the groups' order; "other" last, if there are any."""
-    found = dict.fromkeys(groups, 0.0)
+    sums = dict.fromkeys(groups, 0.0)
     for name, term in terms.items():
         group = next((g for g, begin in groups.items() if name.startswith(begin)), "other")
-        found[group] = found.get(group, 0.0) + term.value
-    return found
+        sums[group] = sums.get(group, 0.0) + term.value
+    return sums
 
 
 def memory_groups(prediction: Prediction) -> dict[str, float]:
@@ -441,7 +426,9 @@ class Reason:
     """Refusals that differ in numbers only.
 
     Attributes:
-        text: of the first; ``count``: how many; ``examples``: the first few layouts' sizes.
+        text: the reason of the layout that needs least memory.
+        count: how many layouts were refused for it.
+        examples: the sizes of the first few.
     """
 
     text: str
@@ -453,15 +440,12 @@ def reasons(refused: Iterable[Refused], most: int = 3) -> list[Reason]:
     """The refusals by reason, the most frequent first."""
     kinds: dict[str, list[Refused]] = {}
     for each in refused:
-        kinds.setdefault(re.sub(r"[\d.]+", "N", _kind(each)), []).append(each)
-    found = []
+        kind = "memory" if each.prediction is not None else each.reason
+        kinds.setdefault(re.sub(r"[\d.]+", "N", kind), []).append(each)
+    counted = []
     for same in sorted(kinds.values(), key=len, reverse=True):
-        near = sorted(same, key=lambda r: r.prediction.memory.needed if r.prediction else 0.0)
+        near = sorted(same, key=lambda r: r.needed)
         names = ["\N{MULTIPLICATION SIGN}".join(map(str, r.layout.sizes)) for r in near]
         text = ", ".join(names[:most]) + (" \N{HORIZONTAL ELLIPSIS}" if len(names) > most else "")
-        found.append(Reason(near[0].reason, len(same), text))
-    return found
-
-
-def _kind(each: Refused) -> str:
-    return "memory" if each.prediction is not None else each.reason
+        counted.append(Reason(near[0].reason, len(same), text))
+    return counted

@@ -12,11 +12,12 @@ from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import (
     AxisLink,
     Cluster,
+    Gpu,
     collective_time,
     describe_collective,
     link_of,
 )
-from parallel3d.planner.constants import Constant, Term, constant, explained, shown
+from parallel3d.planner.constants import Constant, Input, Term, constant, explained, shown
 from parallel3d.planner.kernels import (
     attention_kernel,
     attention_time,
@@ -40,8 +41,9 @@ class Prediction:
     """Memory and time of a step, on the fullest and slowest rank.
 
     Attributes:
-        layout, cluster, model, workload: of what.
-        micro_batch: sequences per data rank and forward. accumulation: micro-batches a step.
+        model, layout, cluster, workload: what is predicted.
+        micro_batch: sequences per data rank and forward.
+        accumulation: micro-batches per step.
         memory: bytes by component at the peak, what must fit, an upper bound.
         time: seconds by component.
     """
@@ -57,24 +59,26 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether ``memory.needed`` is within the GPU's."""
+        """Whether ``memory.needed`` is at most the GPU's capacity."""
         return self.memory.fits
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """Seconds of one optimizer step."""
         return self.time.total
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """The ranks of a tp group share their tokens."""
+        """Tokens a second, divided by the GPUs; the ranks of a tp group share their tokens."""
         tokens = self.micro_batch * self.accumulation * self.workload.seq_len
         return tokens / self.layout.tp / self.time.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the dense bf16 peak. Counted are matmuls, twice as many backward, and attention as
-        it is (causal: half of the scores, 2.5 times as many backward); no embedding, nothing computed again.
+        """Model FLOPs over the dense bf16 peak.
+
+        FLOPs are counted of matmuls, twice as many in backward, and of attention as it is (causal: half of
+        the scores; 2.5 times as many in backward); none of the embedding, or of recomputation.
         """
         return self.time.model_flops / self.time.total / (self.cluster.gpu.peak * 1e12)
 
@@ -95,13 +99,13 @@ class Prediction:
         return flops * self.tokens_per_second_per_gpu / (self.cluster.gpu.peak * 1e12)
 
     def explain(self) -> str:
-        """Every number with its formula and what went into it, constants with their sources."""
-
+        """Every number with its formula and the formula's inputs, constants with their sources."""
         return "\n".join(explanation(self))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: GiB and seconds by component, and what follows from them."""
         memory, time = self.memory, self.time
+        gib = ("allocated", "reserved", "upper", "needed", "capacity")
         return {
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
@@ -113,17 +117,13 @@ class Prediction:
             "fits": self.fits,
             "memory_gib": {name: term.value / _GIB for name, term in memory.terms.items()},
             "peak": memory.moment,
-            "allocated_gib": memory.allocated / _GIB,
-            "reserved_gib": memory.reserved / _GIB,
-            "upper_gib": memory.upper / _GIB,
-            "needed_gib": memory.needed / _GIB,
-            "capacity_gib": memory.capacity / _GIB,
+            **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "mfu_6n": self.mfu_6n,
+            **{
+                name: getattr(self, name)
+                for name in ("tokens_per_second_per_gpu", "mfu", "hfu", "mfu_6n")
+            },
         }
 
 
@@ -147,20 +147,11 @@ def predict(
             f"{workload.sharding} shards nothing over shard, which is {layout.shard}; it must be 1: give "
             f"replicate {layout.replicate * layout.shard}"
         )
-    micro_batch, accumulation = batches(layout, workload)
-    return Prediction(
-        model,
-        layout,
-        cluster,
-        workload,
-        micro_batch,
-        accumulation,
-        memory_of(model, layout, cluster, workload, micro_batch, accumulation),
-        step_time(model, layout, cluster, workload, micro_batch, accumulation),
-    )
+    arguments = model, layout, cluster, workload, *_batches(layout, workload)
+    return Prediction(*arguments, memory_of(*arguments), step_time(*arguments))
 
 
-def batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
+def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
     """(micro-batch, accumulation).
 
     Raises:
@@ -168,85 +159,73 @@ def batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
     """
     if work.micro_batch is None and work.global_batch is None:
         raise PlanningError("micro_batch and global_batch are both None; give one of them")
-    if work.micro_batch is None:
-        assert work.global_batch is not None
-        if work.global_batch % layout.data_size:
-            raise _uneven(work.global_batch, layout.data_size, "data ranks")
-        return work.global_batch // layout.data_size, 1
     if work.global_batch is None:
+        assert work.micro_batch is not None
         return work.micro_batch, 1
-    each = work.micro_batch * layout.data_size
-    if work.global_batch % each:
-        raise _uneven(work.global_batch, each, "micro_batch * data ranks")
-    return work.micro_batch, work.global_batch // each
+    batch, by = work.global_batch, (work.micro_batch or 1) * layout.data_size
+    if batch % by:
+        what = "micro_batch * data ranks" if work.micro_batch else "data ranks"
+        lower = max(batch // by, 1) * by
+        raise PlanningError(
+            f"global_batch is {batch}; it must be a multiple of {what}, {by}: {lower} or {lower + by}"
+        )
+    return (work.micro_batch, batch // by) if work.micro_batch else (batch // by, 1)
 
 
-def _uneven(batch: int, by: int, what: str) -> PlanningError:
-    lower = max(batch // by, 1) * by
-    return PlanningError(
-        f"global_batch is {batch}; it must be a multiple of {what}, {by}: {lower} or {lower + by}"
-    )
-
-
-def explanation(found: Prediction) -> Iterator[str]:
+def explanation(prediction: Prediction) -> Iterator[str]:
     """Lines: memory, time by component, then each kind of unit with its kernels and collectives."""
-    memory = found.memory
-    yield f"{found.model.name} ({found.model.source}) on {found.layout} of {found.cluster.gpu.name}"
+    memory, model, gpu = prediction.memory, prediction.model, prediction.cluster.gpu
+    yield f"{model.name} ({model.source}) on {prediction.layout} of {gpu.name}"
     yield f"memory at its peak, {memory.moment}: {shown(memory.allocated, 'B')} allocated"
     for term in (*memory.terms.values(), *memory.beyond):
         yield from explained(term, 1)
-    yield f"step: {shown(found.step_seconds, 's')}"
-    for term in found.time.terms.values():
+    yield f"step: {shown(prediction.step_seconds, 's')}"
+    for term in prediction.time.terms.values():
         yield from explained(term, 1)
-    yield from _rates(found)
-    for unit in found.model.units:
+    for term in _rates(gpu):
+        yield from explained(term)
+    for unit in model.units:
         yield f"one unit of {unit.count} {unit.name}, one micro-batch"
-        for term in unit_terms(found, unit):
+        for term in unit_terms(prediction, unit):
             yield from explained(term, 1)
 
 
-def _rates(found: Prediction) -> Iterator[str]:
-    gpu = found.cluster.gpu
-    source = gpu.source
-    memory = Term(
+def unit_terms(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+    """Seconds of the kernels and collectives of one ``unit`` in one micro-batch."""
+    for terms in (_matmuls, _attention, _elementwise, _collectives):
+        yield from terms(prediction, unit)
+
+
+def _rates(gpu: Gpu) -> Iterator[Term]:
+    def of_gpu(name: str, unit: str) -> tuple[str, Constant]:
+        return name, Constant(name, getattr(gpu, name), unit, gpu.source)
+
+    efficiency, sustained = constant("memory_efficiency"), constant("gemm_sustained")
+    yield Term(
         "memory rate",
         memory_rate(gpu),
         "B/s",
         "bandwidth * memory_efficiency",
-        (
-            ("bandwidth", Constant("bandwidth", gpu.bandwidth, "TB/s", source)),
-            ("memory_efficiency", constant("memory_efficiency")),
-        ),
+        (of_gpu("bandwidth", "TB/s"), ("memory_efficiency", efficiency)),
     )
-    matmul = Term(
+    yield Term(
         "matmul rate",
         matmul_rate(gpu),
         "FLOP/s",
         "peak * gemm_efficiency * power * gemm_sustained",
         (
-            ("peak", Constant("peak", gpu.peak, "TFLOP/s", source)),
-            ("gemm_efficiency", Constant("gemm_efficiency", gpu.gemm_efficiency, "", source)),
-            ("power", Constant("power", gpu.power, "", source)),
-            ("gemm_sustained", constant("gemm_sustained")),
+            of_gpu("peak", "TFLOP/s"),
+            of_gpu("gemm_efficiency", ""),
+            of_gpu("power", ""),
+            ("gemm_sustained", sustained),
         ),
     )
-    for term in (memory, matmul):
-        yield from explained(term)
 
 
-def unit_terms(found: Prediction, unit: Unit) -> list[Term]:
-    """Seconds of the kernels and collectives of one ``unit`` in one micro-batch."""
-    return [
-        *_matmuls(found, unit),
-        *_attention(found, unit),
-        *_elementwise(found, unit),
-        *_links(found, unit),
-    ]
-
-
-def _matmuls(found: Prediction, unit: Unit) -> Iterator[Term]:
-    gpu, tp = found.cluster.gpu, found.layout.tp
-    for name, way, (m, n, k), seconds in gemms_of(unit, gpu, found.workload, tp, found.micro_batch):
+def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+    gpu, work, tp = prediction.cluster.gpu, prediction.workload, prediction.layout.tp
+    for name, way, (m, n, k), seconds in gemms_of(unit, gpu, work, tp, prediction.micro_batch):
+        sizes = (("m", m), ("n", n), ("k", k), ("FLOPs", 2.0 * m * n * k))
         yield Term(
             f"{name} {way}",
             seconds,
@@ -254,43 +233,38 @@ def _matmuls(found: Prediction, unit: Unit) -> Iterator[Term]:
             "start + ((FLOPs * fp32_slowdown / (matmul rate * TFLOPs^gemm_growth))^p "
             "+ (bytes / memory rate)^p)^(1/p)",
             (
-                ("m", m),
-                ("n", n),
-                ("k", k),
-                ("FLOPs", 2.0 * m * n * k),
-                ("bytes", (m * k + k * n + m * n) * found.workload.compute_itemsize),
+                *sizes,
+                ("bytes", (m * k + k * n + m * n) * work.compute_itemsize),
                 ("start", Constant("start", gpu.gemm_start_us, "us", gpu.source)),
                 ("gemm_growth", constant("gemm_growth")),
                 ("p", constant("roofline_power")),
-                ("fp32_slowdown", gpu.fp32_slowdown if found.workload.compute_itemsize > 2 else 1),
+                ("fp32_slowdown", gpu.fp32_slowdown if work.compute_itemsize > 2 else 1),
             ),
         )
 
 
-def _attention(found: Prediction, unit: Unit) -> Iterator[Term]:
-    gpu, work = found.cluster.gpu, found.workload
+def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+    gpu, work, tp = prediction.cluster.gpu, prediction.workload, prediction.layout.tp
     kernel = attention_kernel(gpu, work)
-    for each in unit.attention:
-        both = attention_time(each, gpu, work, found.layout.tp, found.micro_batch)
+    for attention in unit.attention:
+        both = attention_time(attention, gpu, work, tp, prediction.micro_batch)
         for way, seconds in zip(("forward", "backward"), both, strict=True):
-            inputs: list[tuple[str, float | int | str | Constant | Term]] = [
-                ("heads of a rank", local_heads(each, found.layout.tp).query),
-                ("head_dim", each.head_dim),
+            inputs: list[Input] = [
+                ("heads of a rank", local_heads(attention, tp).query),
+                ("head_dim", attention.head_dim),
                 ("seq_len", work.seq_len),
-                ("causal", str(each.causal)),
+                ("causal", str(attention.causal)),
             ]
             if kernel == "naive":
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
                 inputs.append(("bytes a score", constant(f"naive_{way}")))
             else:
                 formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
-                inputs += [
-                    ("efficiency", constant(f"attention_{kernel}")),
-                    ("ramp", constant("attention_ramp")),
-                ]
+                inputs.append(("efficiency", constant(f"attention_{kernel}")))
+                inputs.append(("ramp", constant("attention_ramp")))
                 if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
                     inputs.append(("after Ampere", constant("flash2_after_ampere")))
-                if each.head_dim <= 64:
+                if attention.head_dim <= 64:
                     inputs.append(("efficiency at 64", constant("head_dim_64")))
                 if way == "backward":
                     formula += " * attention_backward"
@@ -301,60 +275,49 @@ def _attention(found: Prediction, unit: Unit) -> Iterator[Term]:
             yield Term(f"attention {way} ({kernel})", seconds, "s", formula, tuple(inputs))
 
 
-def _elementwise(found: Prediction, unit: Unit) -> Iterator[Term]:
-    kernels = kernels_of(
-        unit, found.cluster.gpu, found.workload, found.layout.tp, found.micro_batch
-    )
-    for which, way in enumerate(("forward", "backward")):
-        seconds = kernels.elementwise[which]
-        if seconds:
-            each = [
-                (e.name, elements(e, unit, found.workload, found.layout.tp)[which])
-                for e in unit.elementwise
-            ]
-            yield Term(
-                f"elementwise {way}",
-                seconds,
-                "s",
-                "tokens * elements read and written * bytes an element / memory rate",
-                (
-                    ("tokens", found.micro_batch * found.workload.seq_len),
-                    ("bytes an element", found.workload.compute_itemsize),
-                    *((f"elements of {name}", count) for name, count in each),
-                ),
-            )
-    if kernels.again:
+def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+    work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
+    kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch)
+    for index, way in enumerate(("forward", "backward")):
+        if not kernels.elementwise[index]:
+            continue
+        counts = [(e.name, elements(e, unit, work, tp)[index]) for e in unit.elementwise]
         yield Term(
-            "recompute",
-            kernels.again,
+            f"elementwise {way}",
+            kernels.elementwise[index],
             "s",
-            {
-                "full": "forward kernels",
-                "selective_layer": "forward kernels / 2",
-                "selective_op": "every second matmul forward + elementwise forward",
-            }[found.workload.checkpointing],
+            "tokens * elements read and written * bytes an element / memory rate",
+            (
+                ("tokens", micro_batch * work.seq_len),
+                ("bytes an element", work.compute_itemsize),
+                *((f"elements of {name}", count) for name, count in counts),
+            ),
         )
+    if kernels.again:
+        formula = {
+            "full": "forward kernels",
+            "selective_layer": "forward kernels / 2",
+            "selective_op": "every second matmul forward + elementwise forward",
+        }[work.checkpointing]
+        yield Term("recompute", kernels.again, "s", formula)
 
 
-def _links(found: Prediction, unit: Unit) -> Iterator[Term]:
-    links = {axis: link_of(found.layout, axis, found.cluster) for axis in AXES}
-    for way, kind, nbytes in tp_collectives(unit, found.workload, found.micro_batch, links["tp"]):
-        yield _collective(f"tp {kind} {way}", kind, nbytes, links["tp"], found)
-    numel = local_numel(unit, found.layout.tp)
-    if found.workload.sharding != "fsdp" or not numel:
-        return
-    shard, replicate = links["shard"], links["replicate"]
-    work = found.workload
-    if shard.size > 1:
-        yield _collective("gather", "all_gather", numel * work.compute_itemsize, shard, found)
-        yield _collective("reduce", "reduce_scatter", numel * work.reduce_itemsize, shard, found)
-    if replicate.size > 1:
-        part = numel * work.reduce_itemsize / shard.size
-        yield _collective("all-reduce", "all_reduce", part, replicate, found)
-
-
-def _collective(name: str, kind: str, nbytes: float, link: AxisLink, found: Prediction) -> Term:
-    formula, inputs = describe_collective(kind, nbytes, link, found.cluster)
-    seconds = collective_time(kind, nbytes, link, found.cluster)
-    given = (("bytes", nbytes), ("ranks", link.size), ("of them on a node", link.per_node))
-    return Term(name, seconds, "s", formula, (*given, *inputs))
+def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+    cluster, work, layout = prediction.cluster, prediction.workload, prediction.layout
+    tp, shard, replicate = (link_of(layout, axis, cluster) for axis in ("tp", "shard", "replicate"))
+    calls: list[tuple[str, str, float, AxisLink]] = [
+        (f"tp {kind} {way}", kind, nbytes, tp)
+        for way, kind, nbytes in tp_collectives(unit, work, prediction.micro_batch, tp)
+    ]
+    numel = local_numel(unit, layout.tp) if work.sharding == "fsdp" else 0
+    gathered, reduced = numel * work.compute_itemsize, numel * work.reduce_itemsize
+    if numel and shard.size > 1:
+        calls.append(("gather", "all_gather", gathered, shard))
+        calls.append(("reduce", "reduce_scatter", reduced, shard))
+    if numel and replicate.size > 1:
+        calls.append(("all-reduce", "all_reduce", reduced / shard.size, replicate))
+    for name, kind, nbytes, link in calls:
+        formula, inputs = describe_collective(kind, nbytes, link, cluster)
+        group = (("bytes", nbytes), ("ranks", link.size), ("of them on a node", link.per_node))
+        seconds = collective_time(kind, nbytes, link, cluster)
+        yield Term(name, seconds, "s", formula, (*group, *inputs))

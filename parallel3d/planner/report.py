@@ -9,25 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from parallel3d._util.page import (
-    AMBER,
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    PINK,
-    RED,
-    SKY,
-    TEAL,
-    VIOLET,
-    Figure,
-    as_figure,
-    chart_layout,
-    embedded,
-    filled,
-    mark,
-    table,
-)
+from parallel3d._util import page
+from parallel3d._util.page import Figure, as_figure, chart_layout, mark, table
 from parallel3d.planner.constants import constant
 from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.planning import (
@@ -39,10 +22,8 @@ from parallel3d.planner.planning import (
     time_groups,
 )
 from parallel3d.planner.prediction import Prediction
-from parallel3d.planner.step_time import UnitTimes
 
-# What of a layer's communication hides behind its compute, as bars on lanes: the report's
-# timeline.
+# The timeline: how much of a block's communication its compute hides, as bars on lanes.
 
 LANES = ("compute", "tp", "gather", "reduce", "all-reduce")
 
@@ -53,7 +34,7 @@ class Span:
 
     Attributes:
         kind: "compute", "tensor parallel", "slowdown", "hidden" or "exposed".
-        what: in words.
+        what: its description.
         phase: "forward" or "backward".
     """
 
@@ -92,17 +73,13 @@ def layer_spans(prediction: Prediction) -> list[Span]:
         end * 1.04,
         "backward",
         _pieces(unit, times.backward, times.tp_backward, around),
-        _behind(times),
+        [
+            ("gather", "parameters of the block before", times.gather_again),
+            ("reduce", "gradients of the block after", times.reduce),
+            ("all-reduce", "gradients of the block after, between copies", times.all_reduce),
+        ],
     )
     return forward + backward
-
-
-def _behind(times: UnitTimes) -> list[tuple[str, str, float]]:
-    return [
-        ("gather", "parameters of the block before", times.gather_again),
-        ("reduce", "gradients of the block after", times.reduce),
-        ("all-reduce", "gradients of the block after, between copies", times.all_reduce),
-    ]
 
 
 def _pieces(unit: Unit, whole: float, tp: float, around: bool) -> list[tuple[str, float]]:
@@ -110,17 +87,14 @@ def _pieces(unit: Unit, whole: float, tp: float, around: bool) -> list[tuple[str
 
     Args:
         whole: seconds, with ``tp`` of them in collectives.
-        around: a collective before and after each part (sequence parallel), else only after.
+        around: whether a collective is before and after each part (sequence parallel), else only after.
     """
     if not tp:
         return [("compute", whole)]
     parts = max(len(unit.tp_inputs), len(unit.tp_outputs), 1)
     before = tp / parts / 2 if around else 0.0
-    one = [
-        ("tensor parallel", before),
-        ("compute", (whole - tp) / parts),
-        ("tensor parallel", tp / parts - before),
-    ]
+    compute, after = (whole - tp) / parts, tp / parts - before
+    one = [("tensor parallel", before), ("compute", compute), ("tensor parallel", after)]
     return one * parts
 
 
@@ -146,36 +120,45 @@ def _phase(
     return [span for span in spans if span.seconds > 0]
 
 
-# The report's charts as plotly's JSON. Colours of text and grids are the page's, for light and
-# dark.
+# The charts as plotly's JSON. Colours of text and grids are the page's, for light and dark.
 
-_GIB_OF_CHARTS = 2**30
+_GIB = 2**30
+_TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_POINTS = 1500
 _COLOURS = {
     # memory
-    "parameters": BLUE,
-    "gradients": SKY,
-    "optimizer": GREEN,
-    "unsharded, buffers": AMBER,
-    "activations": VIOLET,
-    "logits, loss": PINK,
-    "framework": GREY,
+    "parameters": page.BLUE,
+    "gradients": page.SKY,
+    "optimizer": page.GREEN,
+    "unsharded, buffers": page.AMBER,
+    "activations": page.VIOLET,
+    "logits, loss": page.PINK,
+    "framework": page.GREY,
     # time
-    "matmul": BLUE,
-    "attention": SKY,
-    "elementwise": TEAL,
-    "recompute": GREY,
-    "tensor parallel": AMBER,
-    "exposed gather, reduce": RED,
-    "exposed all-reduce": PINK,
-    "slowdown": BROWN,
-    "copies, launch": VIOLET,
+    "matmul": page.BLUE,
+    "attention": page.SKY,
+    "elementwise": page.TEAL,
+    "recompute": page.GREY,
+    "tensor parallel": page.AMBER,
+    "exposed gather, reduce": page.RED,
+    "exposed all-reduce": page.PINK,
+    "slowdown": page.BROWN,
+    "copies, launch": page.VIOLET,
     # timeline
-    "compute": BLUE,
-    "hidden": TEAL,
-    "exposed": RED,
+    "compute": page.BLUE,
+    "hidden": page.TEAL,
+    "exposed": page.RED,
 }
-_BY_TP = (BLUE, AMBER, GREEN, PINK, VIOLET, TEAL, BROWN, SKY)
+_BY_TP = (
+    page.BLUE,
+    page.AMBER,
+    page.GREEN,
+    page.PINK,
+    page.VIOLET,
+    page.TEAL,
+    page.BROWN,
+    page.SKY,
+)
 
 
 def pareto_chart(plan: MeshPlan) -> Figure:
@@ -189,23 +172,16 @@ def pareto_chart(plan: MeshPlan) -> Figure:
         for i, tp in enumerate(sorted({p.layout.tp for p in shown}))
     ]
     beyond = [r.prediction for r in plan.refused if r.prediction is not None]
-    close = [p for p in beyond if not shown or p.memory.needed < 1.5 * capacity * _GIB_OF_CHARTS]
+    close = [p for p in beyond if not shown or p.memory.needed < 1.5 * capacity * _GIB]
     if close:
-        traces.append(_points(close, "does not fit", GREY, symbol="x"))
+        traces.append(_points(close, "does not fit", page.GREY, symbol="x"))
     if front:
-        line = _points(front, "Pareto front", GREY)
-        traces.insert(
-            0,
-            {
-                **line,
-                "mode": "lines",
-                "line": {"color": GREY, "width": 2, "shape": "hv"},
-                "hoverinfo": "skip",
-            },
-        )
-        traces[0].pop("hovertemplate")
-        traces.append(_points(front[-1:], "fastest", RED, symbol="star", size=16))
-    most = max([capacity, *(p.memory.needed / _GIB_OF_CHARTS for p in [*shown, *close])])
+        line = _points(front, "Pareto front", page.GREY)
+        del line["hovertemplate"]
+        shape = {"color": page.GREY, "width": 2, "shape": "hv"}
+        traces.insert(0, line | {"mode": "lines", "line": shape, "hoverinfo": "skip"})
+        traces.append(_points(front[-1:], "fastest", page.RED, symbol="star", size=16))
+    most = max([capacity, *(p.memory.needed / _GIB for p in [*shown, *close])])
     layout = chart_layout(440, "GiB needed", "tokens/s/GPU")
     layout["xaxis"]["range"] = [0, 1.04 * most]
     layout["yaxis"]["rangemode"] = "tozero"
@@ -216,21 +192,17 @@ def pareto_chart(plan: MeshPlan) -> Figure:
 def _points(
     each: Sequence[Prediction], name: str, colour: str, symbol: str = "circle", size: int = 8
 ) -> dict[str, Any]:
+    words = [
+        [short(p), f"{p.micro_batch} {_TIMES} {p.accumulation}", setting(p), f"{p.mfu:.1%}"]
+        for p in each
+    ]
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": [round(p.memory.needed / _GIB_OF_CHARTS, 3) for p in each],
+        "x": [round(p.memory.needed / _GIB, 3) for p in each],
         "y": [round(p.tokens_per_second_per_gpu, 2) for p in each],
-        "customdata": [
-            [
-                short(p),
-                f"{p.micro_batch} \N{MULTIPLICATION SIGN} {p.accumulation}",
-                setting(p),
-                f"{p.mfu:.1%}",
-            ]
-            for p in each
-        ],
+        "customdata": words,
         "hovertemplate": "<b>%{customdata[0]}</b><br>micro-batch %{customdata[1]}<br>checkpointing "
         "%{customdata[2]}<br>%{x:.1f} GiB<br>%{y:,.0f} tokens/s/GPU, MFU %{customdata[3]}<extra></extra>",
         "marker": {"color": colour, "symbol": symbol, "size": size, "opacity": 0.85},
@@ -239,23 +211,21 @@ def _points(
 
 def memory_chart(each: Sequence[Prediction]) -> Figure:
     """GiB by component, a bar a layout, with the capacity and upper bounds."""
-    figure = _stacked(each, memory_groups, 1 / _GIB_OF_CHARTS, "GiB", "%{x:.2f} GiB")
-    beside = [(p.memory.upper + p.memory.needed - p.memory.reserved) / _GIB_OF_CHARTS for p in each]
-    figure["data"].append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "upper bound",
-            "x": [round(value, 3) for value in beside],
-            "y": _labels(each),
-            "marker": {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": RED}},
-            "hovertemplate": "upper bound: %{x:.2f} GiB<extra>%{y}</extra>",
-        }
-    )
+    figure = _stacked(each, memory_groups, 1 / _GIB, "GiB", "%{x:.2f} GiB")
+    beside = [(p.memory.upper + p.memory.needed - p.memory.reserved) / _GIB for p in each]
+    bound = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "upper bound",
+        "x": [round(value, 3) for value in beside],
+        "y": _labels(each),
+        "marker": {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": page.RED}},
+        "hovertemplate": "upper bound: %{x:.2f} GiB<extra>%{y}</extra>",
+    }
     if each:
         capacity = each[0].cluster.gpu.capacity_gib
         _mark_capacity(figure["layout"], capacity, max([capacity, *beside]))
-    return as_figure(figure["data"], figure["layout"])
+    return as_figure([*figure["data"], bound], figure["layout"])
 
 
 def time_chart(each: Sequence[Prediction]) -> Figure:
@@ -277,78 +247,70 @@ def _stacked(
     unit: str,
     shown: str,
 ) -> Figure:
-    parts = [groups(p) for p in each]
-    traces = []
+    parts, labels, traces = [groups(p) for p in each], _labels(each), []
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [round(part.get(name, 0.0) * scale, 6) for part in parts]
         if any(values):
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": name,
-                    "x": values,
-                    "y": _labels(each),
-                    "marker": {"color": _COLOURS.get(name, GREY)},
-                    "hovertemplate": f"{name}: {shown}<extra>%{{y}}</extra>",
-                }
-            )
+            colour = {"color": _COLOURS.get(name, page.GREY)}
+            hover = f"{name}: {shown}<extra>%{{y}}</extra>"
+            traces.append(_bars(name, values, labels, colour, hover))
     layout = chart_layout(170 + 34 * len(each), unit, "")
     layout["barmode"] = "stack"
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
-    layout["meta"]["labels"] = _labels(each)
+    layout["meta"]["labels"] = labels
     return as_figure(traces, layout)
 
 
+def _bars(
+    name: str, x: list[float], y: list[str], marker: dict[str, Any], hover: str
+) -> dict[str, Any]:
+    bars = {"type": "bar", "orientation": "h", "name": name, "x": x, "y": y}
+    return {**bars, "marker": marker, "hovertemplate": hover}
+
+
 def _labels(each: Sequence[Prediction]) -> list[str]:
-    """Short, and each once."""
-    found: dict[str, None] = {}
+    """Short labels, all different."""
+    labels: list[str] = []
     for p in each:
         label = f"{short(p)} <i>{setting(p).replace('selective ', 'sel. ')}, {p.micro_batch}</i>"
-        while label in found:
+        while label in labels:
             label += " "
-        found[label] = None
-    return list(found)
+        labels.append(label)
+    return labels
 
 
 def timeline_chart(prediction: Prediction) -> Figure:
     """A block forward and backward: what runs beside its compute, and what is waited for."""
     spans = layer_spans(prediction)
     names = {
+        "compute": "compute",
+        "slowdown": "compute is slower",
+        "tensor parallel": "tensor parallel",
         "hidden": "collective, hidden",
         "exposed": "collective, waited for",
-        "slowdown": "compute is slower",
     }
     traces: list[dict[str, Any]] = []
-    for kind in ("compute", "slowdown", "tensor parallel", "hidden", "exposed"):
-        mine = [span for span in spans if span.kind == kind]
-        if mine:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": names.get(kind, kind),
-                    "base": [round(s.start * 1e3, 6) for s in mine],
-                    "x": [round(s.seconds * 1e3, 6) for s in mine],
-                    "y": [s.lane for s in mine],
-                    "customdata": [[s.phase, s.what, f"{s.seconds * 1e3:.3f}"] for s in mine],
-                    "marker": {
-                        "color": _COLOURS[kind],
-                        "line": {"width": 1, "color": "rgba(128,128,128,0.5)"},
-                    },
-                    "hovertemplate": "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]} ms"
-                    f"<extra>{names.get(kind, kind)}</extra>",
-                }
+    for kind, name in names.items():
+        bars = [span for span in spans if span.kind == kind]
+        if bars:
+            seconds = [round(s.seconds * 1e3, 6) for s in bars]
+            line = {"width": 1, "color": "rgba(128,128,128,0.5)"}
+            hover = "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]} ms"
+            trace = _bars(
+                name,
+                seconds,
+                [s.lane for s in bars],
+                {"color": _COLOURS[kind], "line": line},
+                f"{hover}<extra>{name}</extra>",
             )
+            trace["base"] = [round(s.start * 1e3, 6) for s in bars]
+            trace["customdata"] = [[s.phase, s.what, f"{s.seconds * 1e3:.3f}"] for s in bars]
+            traces.append(trace)
     used = [lane for lane in LANES if any(span.lane == lane for span in spans)]
     layout = chart_layout(170 + 40 * len(used), "milliseconds", "")
     layout["barmode"] = "overlay"
-    layout["yaxis"] |= {
-        "type": "category",
-        "categoryorder": "array",
-        "categoryarray": used,
-        "autorange": "reversed",
-    }
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    layout["yaxis"] |= {"categoryorder": "array", "categoryarray": used}
     layout["annotations"] = []
     for phase in ("forward", "backward"):
         start = min((s.start for s in spans if s.phase == phase), default=0.0)
@@ -357,12 +319,11 @@ def timeline_chart(prediction: Prediction) -> Figure:
 
 
 def _mark_capacity(layout: dict[str, Any], capacity: float, most: float) -> None:
-    """With its words on the side that has room, in a chart that ends at ``most``."""
+    """Marks the capacity in a chart that ends at ``most``, with its text on the side that has room."""
     anchor = "right" if capacity > most / 2 else "left"
     mark(layout, capacity, f"capacity {capacity:g} GiB", anchor=anchor)
 
 
-_GIB = 2**30
 _BARS, _TIMELINES, _ROWS = 10, 6, 40
 
 
@@ -382,12 +343,12 @@ def report_html(plan: MeshPlan) -> str:
     Raises:
         PlanningError: plotly isn't installed.
     """
-    parts = {**_words(plan), "figures": embedded(_figures(plan))}
-    return filled("parallel3d.planner", "report_page.html", parts)
+    parts = {**_words(plan), "figures": page.embedded(_figures(plan))}
+    return page.filled("parallel3d.planner", "report_page.html", parts)
 
 
 def _shown(plan: MeshPlan) -> Sequence[Prediction]:
-    """The fastest of each layout; where nothing fits, those that come closest."""
+    """The fastest of each layout; if nothing fits, those that need least memory first."""
     if plan.candidates:
         return plan.layouts
     tried = [r.prediction for r in plan.refused if r.prediction is not None]
@@ -396,16 +357,14 @@ def _shown(plan: MeshPlan) -> Sequence[Prediction]:
 
 def _figures(plan: MeshPlan) -> dict[str, Any]:
     each = _shown(plan)
+    names = [f"{short(p)}, {setting(p)}, micro-batch {p.micro_batch}" for p in each[:_TIMELINES]]
     return {
         "pareto": pareto_chart(plan),
         "memory": memory_chart(each[:_BARS]),
         "time": time_chart(each[:_BARS]),
         "timelines": [
-            {
-                "name": f"{short(p)}, {setting(p)}, micro-batch {p.micro_batch}",
-                "figure": timeline_chart(p),
-            }
-            for p in each[:_TIMELINES]
+            {"name": name, "figure": timeline_chart(p)}
+            for name, p in zip(names, each, strict=False)
         ],
     }
 
@@ -414,9 +373,6 @@ def _words(plan: MeshPlan) -> dict[str, str]:
     """HTML of everything that isn't a chart."""
     work, cluster = plan.workload, plan.cluster
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
-    title = (
-        f"{plan.model.name} on {cluster.world_size:,} \N{MULTIPLICATION SIGN} {cluster.gpu.name}"
-    )
     setup = (
         f"{plan.model.numel / 1e9:,.2f} B parameters; {cluster.nodes:,} nodes of {cluster.gpus_per_node}, "
         f"{cluster.nic:g} GB/s a GPU between them; sequences of {work.seq_len:,}{batch}; {work.precision}, "
@@ -424,7 +380,7 @@ def _words(plan: MeshPlan) -> dict[str, str]:
         f"{'; compiled' if work.compile else ''}"
     )
     return {
-        "title": escape(title),
+        "title": escape(f"{plan.model.name} on {cluster.world_size:,} {_TIMES} {cluster.gpu.name}"),
         "setup": escape(setup),
         "cards": _cards(plan),
         "layouts": _layouts(plan),
@@ -438,62 +394,50 @@ def _cards(plan: MeshPlan) -> str:
     each = _shown(plan)
     if not each:
         return '<p class="bad">No layout is legal.</p>'
-    best = each[0]
-    memory = best.memory
-    cards = [
-        ("replicate \N{MULTIPLICATION SIGN} shard \N{MULTIPLICATION SIGN} tp", short(best)),
-        ("micro-batch, accumulation", f"{best.micro_batch}, {best.accumulation}"),
-        ("checkpointing", setting(best)),
-        ("tokens/s/GPU", f"{best.tokens_per_second_per_gpu:,.0f}"),
-        ("MFU (by 6N)", f"{best.mfu:.1%} ({best.mfu_6n:.1%})"),
-        ("step", f"{best.step_seconds:,.3f} s"),
-        ("GiB needed", f"{memory.needed / _GIB:.1f} of {memory.capacity / _GIB:.1f}"),
-    ]
+    best, memory = each[0], each[0].memory
+    cards = {
+        f"replicate {_TIMES} shard {_TIMES} tp": short(best),
+        "micro-batch, accumulation": f"{best.micro_batch}, {best.accumulation}",
+        "checkpointing": setting(best),
+        "tokens/s/GPU": f"{best.tokens_per_second_per_gpu:,.0f}",
+        "MFU (by 6N)": f"{best.mfu:.1%} ({best.mfu_6n:.1%})",
+        "step": f"{best.step_seconds:,.3f} s",
+        "GiB needed": f"{memory.needed / _GIB:.1f} of {memory.capacity / _GIB:.1f}",
+    }
     shown = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in cards
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in cards.items()
     )
     verdict = "" if best.fits else '<p class="bad">This does not fit: it is what comes closest.</p>'
     return f'{verdict}<dl class="cards">{shown}</dl>'
 
 
 def _layouts(plan: MeshPlan) -> str:
+    columns = {
+        "layout": short,
+        "checkpointing": setting,
+        "batch": lambda p: f"{p.micro_batch} {_TIMES} {p.accumulation}",
+        "GiB": lambda p: f"{p.memory.needed / _GIB:.1f}",
+        "tokens/s/GPU": lambda p: f"{p.tokens_per_second_per_gpu:,.0f}",
+        "MFU": lambda p: f"{p.mfu:.1%}",
+        "HFU": lambda p: f"{p.hfu:.1%}",
+        "step, s": lambda p: f"{p.step_seconds:,.3f}",
+    }
     rows = [
-        (
-            *(
-                str(place),
-                short(p),
-                setting(p),
-                f"{p.micro_batch} \N{MULTIPLICATION SIGN} {p.accumulation}",
-            ),
-            *(f"{p.memory.needed / _GIB:.1f}", f"{p.tokens_per_second_per_gpu:,.0f}"),
-            *(f"{p.mfu:.1%}", f"{p.hfu:.1%}", f"{p.step_seconds:,.3f}"),
-        )
+        [str(place), *(cell(p) for cell in columns.values())]
         for place, p in enumerate(plan.layouts[:_ROWS], 1)
     ]
     if not rows:
         return "<p>None fits.</p>"
     left = len(plan.layouts) - len(rows)
-    columns = (
-        "",
-        "layout",
-        "checkpointing",
-        "batch",
-        "GiB",
-        "tokens/s/GPU",
-        "MFU",
-        "HFU",
-        "step, s",
-    )
-    return table(columns, rows, 3, wrap=False) + (f"<p>{left} more.</p>" if left else "")
+    return table(("", *columns), rows, 3, wrap=False) + (f"<p>{left} more.</p>" if left else "")
 
 
 def _refusals(plan: MeshPlan) -> str:
     if not plan.refused:
         return "<p>None.</p>"
     kinds = [(r.text, str(r.count), r.examples) for r in reasons(plan.refused)]
-    each = [
-        (" \N{MULTIPLICATION SIGN} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused
-    ]
+    each = [(f" {_TIMES} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused]
     return (
         table(("why (the mildest)", "how many", "layouts"), kinds, 1)
         + f"<details><summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}</details>"

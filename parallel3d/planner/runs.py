@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import gcd
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
@@ -24,6 +25,7 @@ _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
 
 Row = Mapping[str, str]
 
+# Words of the cells -> values of ``Workload``; other words are the values themselves.
 _ATTENTION = {
     "unknown": None,
     "sdpa": None,
@@ -39,8 +41,8 @@ _CHECKPOINTING = {
     "selective_attention": "none",  # attention alone is made again, which flash kernels do anyway
     "off": "none",
 }
-_YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 _SHARDING = {"hsdp": "fsdp", "zero3": "fsdp", "zero0": "ddp", "distributed_optimizer": "zero1"}
+_YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Models:
     rows: Mapping[str, Row]
 
     def spec(self, name: str, seq_len: int) -> ModelSpec:
-        """Of the model of this name; learned positions have ``seq_len`` rows.
+        """The model of this name; learned positions have ``seq_len`` rows.
 
         Raises:
             PlanningError: there is none.
@@ -78,7 +80,7 @@ def _spec(items: tuple[tuple[str, str], ...], seq_len: int) -> ModelSpec:
 
 
 def read_models(path: str | PathLike[str]) -> Models:
-    """Models of a CSV file.
+    """The models of a CSV file.
 
     Raises:
         PlanningError: the file can't be read, or has no column ``model``.
@@ -87,7 +89,7 @@ def read_models(path: str | PathLike[str]) -> Models:
 
 
 def _rows(path: str | PathLike[str], *needed: str) -> list[dict[str, str]]:
-    """Of a CSV file; cells without the spaces around them."""
+    """The rows of a CSV file with the columns ``needed``; cells without the spaces around them."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = [
@@ -103,7 +105,7 @@ def _rows(path: str | PathLike[str], *needed: str) -> list[dict[str, str]]:
 
 
 def predict_run(row: Row, models: Models) -> Prediction:
-    """Of one row, whose cells may be of upper or lower case. A blank cell gets its default:
+    """The prediction of one row, whose cells may be of upper or lower case. A blank cell gets its default:
 
     1 for the size of an axis, but ``replicate`` is what ``gpu_count`` leaves; 8 GPUs a node; micro_batch 1,
     no accumulation; no checkpointing, no compile; the best kernel of the GPU for ``attention``; a fused norm;
@@ -112,17 +114,18 @@ def predict_run(row: Row, models: Models) -> Prediction:
     ZeRO-1 kept, in fp32 if that fits, else in bf16.
 
     Raises:
-        PlanningError: a cell that can't be read, names the row.
+        PlanningError: a cell that can't be read; the message names the row.
     """
     name, model_name = row.get("id", "?"), row.get("model", "")
     row = {key: value.strip().lower() for key, value in row.items() if isinstance(value, str)}
     try:
-        work, layout, cluster = _workload(row), _layout(row), _cluster(row)
+        layout = _layout(row)
+        work, cluster = _workload(row, layout), _cluster(row, layout)
         model = models.spec(model_name.strip(), work.seq_len)
-        found = predict(model, layout, cluster, work)
-        if not found.fits:
-            found = predict(model, layout, cluster, replace(work, reduce_dtype="bf16"))
-        return found
+        prediction = predict(model, layout, cluster, work)
+        if not prediction.fits:
+            prediction = predict(model, layout, cluster, replace(work, reduce_dtype="bf16"))
+        return prediction
     except KeyError as error:
         raise PlanningError(f"run {name}: there is no column {error}") from error
     except (ValueError, ArithmeticError) as error:
@@ -132,55 +135,42 @@ def predict_run(row: Row, models: Models) -> Prediction:
 def _layout(row: Row) -> MeshLayout:
     shard, tp = _int(row, "shard", 1), _int(row, "tp", 1)
     count = _int(row, "gpu_count", 0)
-    if count and count % (shard * tp):
+    if count % (shard * tp):
         raise PlanningError(
             f"gpu_count is {count}; it must be a multiple of shard * tp, {shard * tp}"
         )
-    replicate = _int(row, "replicate", count // (shard * tp) if count else 1)
+    replicate = _int(row, "replicate", count // (shard * tp) or 1)
     if count and replicate * shard * tp != count:
         raise PlanningError(
             f"gpu_count is {count}, but replicate * shard * tp is {replicate * shard * tp}"
         )
-    if (
-        _sharding(row) != "fsdp"
-    ):  # which shards nothing else than the optimizer, over all data ranks
+    if _word(row, "sharding", "fsdp", _SHARDING) != "fsdp":
+        # Only the optimizer's state is sharded, over all data ranks.
         replicate, shard = replicate * shard, 1
     return MeshLayout(replicate, shard, tp)
 
 
-def _sharding(row: Row) -> str:
-    given = row.get("sharding") or "fsdp"
-    return _SHARDING.get(given, given)
-
-
-def _cluster(row: Row) -> Cluster:
-    layout = _layout(row)
-    node = _int(row, "gpus_per_node", min(8, layout.world_size))
-    if node < 1:
-        raise PlanningError(f"gpus_per_node is {node}; it must be 1 or more")
-    node = min(node, layout.world_size)
-    if layout.world_size % node:  # the last node isn't full: nodes that are
-        node = gcd(layout.world_size, node)
-    return Cluster.of(_gpu_name(row["gpu"]), layout.world_size // node, node)
+def _cluster(row: Row, layout: MeshLayout) -> Cluster:
+    world = layout.world_size
+    node = min(_int(row, "gpus_per_node", min(8, world)), world)
+    if world % node:  # the last node isn't full: nodes that are
+        node = gcd(world, node)
+    return Cluster.of(_gpu_name(row["gpu"]), world // node, node)
 
 
 def _gpu_name(name: str) -> str:
-    """Of a GPU that is not in the table the one of its family with most of its name's words."""
+    """Of a GPU that is not in the table: the one of its family with most of its name's words."""
     known = gpus()
-    words = set(name.lower().replace("_", "-").split("-"))
-    family = name.lower().partition("-")[0]
+    words = set(name.replace("_", "-").split("-"))
+    family = name.partition("-")[0]
     near = [each for each in known if each.partition("-")[0] == family]
-    if name.lower() in known or not near:
+    if name in known or not near:
         return name
     return max(near, key=lambda each: (len(words & set(each.split("-"))), "sxm" in each))
 
 
-def _workload(row: Row) -> Workload:
-    loss = row.get("loss_parallel", "")
+def _workload(row: Row, layout: MeshLayout) -> Workload:
     fused = _flag(row, "fused_norm", True)
-    attention = row.get("attention") or "unknown"
-    checkpointing = row.get("activation_checkpoint") or "none"
-    layout = _layout(row)
     micro = _int(row, "micro_batch", 1)
     return Workload(
         seq_len=_int(row, "seq_len", 2048),
@@ -188,20 +178,25 @@ def _workload(row: Row) -> Workload:
         global_batch=micro * layout.data_size * _int(row, "grad_accum", 1),
         precision=row.get("precision") or "bf16",
         optimizer=row.get("optimizer") or "adamw",
-        checkpointing=_CHECKPOINTING.get(checkpointing, checkpointing),
+        checkpointing=_word(row, "activation_checkpoint", "none", _CHECKPOINTING),
         compile=_flag(row, "compile", False),
-        attention=_ATTENTION.get(attention, attention),
+        attention=_word(row, "attention", "unknown", _ATTENTION),
         fused_norm=fused,
-        fused_loss=fused and bool(loss),
+        fused_loss=fused and bool(row.get("loss_parallel")),
         sequence_parallel=_flag(row, "sequence_parallel", False),
         loss_parallel=_flag(row, "loss_parallel", False),
         reshard_after_forward=_flag(row, "reshard_after_forward", True),
-        sharding=_sharding(row),
+        sharding=_word(row, "sharding", "fsdp", _SHARDING),
     )
 
 
+def _word(row: Row, name: str, default: str, values: Mapping[str, Any]) -> Any:
+    word = row.get(name) or default
+    return values.get(word, word)
+
+
 def _int(row: Row, name: str, default: int) -> int:
-    text = (row.get(name) or "").strip()
+    text = row.get(name)
     if not text:
         return default
     value = float(text)
@@ -220,18 +215,19 @@ def _flag(row: Row, name: str, default: bool) -> bool:
 
 
 def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
-    """A row of ``COLUMNS`` for each; ``memory_gib`` is of the row's ``memory_kind``, reserved if blank.
+    """A row of ``COLUMNS`` for each; ``memory_gib`` is that of the row's ``memory_kind``, reserved if blank.
 
-    A row that can't be read is warned of, and has blank cells.
+    For a row that can't be read there is a warning, and blank cells.
     """
-    found = []
+    predicted = []
     for row in rows:
+        cells = dict.fromkeys(COLUMNS, "") | {"id": row.get("id", "")}
         try:
-            found.append({"id": row.get("id", ""), **_cells(row, predict_run(row, models))})
+            cells |= _cells(row, predict_run(row, models))
         except PlanningError as error:
             warnings.warn(str(error), stacklevel=2)
-            found.append({"id": row.get("id", ""), **dict.fromkeys(COLUMNS[1:], "")})
-    return found
+        predicted.append(cells)
+    return predicted
 
 
 def _cells(row: Row, prediction: Prediction) -> dict[str, str]:
@@ -249,10 +245,10 @@ def _cells(row: Row, prediction: Prediction) -> dict[str, str]:
 def write_predictions(
     runs: str | PathLike[str], models: str | PathLike[str], out: str | PathLike[str]
 ) -> int:
-    """Reads both files, writes the predictions, returns how many."""
-    found = predict_runs(_rows(runs, "id", "model", "gpu"), read_models(models))
+    """Reads both files, writes the predictions, returns how many there are."""
+    predicted = predict_runs(_rows(runs, "id", "model", "gpu"), read_models(models))
     with Path(out).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(found)
-    return len(found)
+        writer.writerows(predicted)
+    return len(predicted)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import AxisLink, Cluster, collective_time, link_of
-from parallel3d.planner.constants import Term, constant
+from parallel3d.planner.constants import Constant, Term, constant
 from parallel3d.planner.engine import rank_rows
 from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
 from parallel3d.planner.model_spec import ModelSpec, Unit
@@ -17,8 +17,8 @@ from parallel3d.planner.workload import Workload
 
 # What of the engine's communication compute doesn't hide, unit by unit.
 #
-# While unit i computes, the gather of the next unit runs; in backward also the reduction of the
-# one before, and HSDP's all-reduce. What is longer is exposed; compute under communication is
+# While unit i computes, the all-gather of the next unit runs; in backward also the reduction of the one
+# before, and HSDP's all-reduce. What takes longer than compute is exposed; compute under communication is
 # slower (``overlap_slowdown``).
 
 
@@ -28,8 +28,8 @@ class UnitTimes:
 
     Attributes:
         forward, backward: with tensor parallelism's communication.
-        gather, reduce, all_reduce: of one unit.
-        gather_again: in backward; 0 if the unit was kept.
+        gather, reduce, all_reduce: the engine's collectives.
+        gather_again: the all-gather in backward; 0 if the unit is not resharded after forward.
         tp_forward, tp_backward: tensor parallelism's part of the first two, for the timeline.
     """
 
@@ -49,8 +49,9 @@ class Exposed:
     """Seconds of a micro-batch that nothing hides.
 
     Attributes:
-        gather, reduce, all_reduce: waited for.
-        slowdown: compute is longer by this much. hidden: communication beside compute.
+        gather, reduce, all_reduce: that compute waits for them.
+        slowdown: that compute takes longer under communication.
+        hidden: communication beside compute.
     """
 
     gather: float = 0.0
@@ -59,12 +60,8 @@ class Exposed:
     slowdown: float = 0.0
     hidden: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return self.gather + self.reduce + self.all_reduce + self.slowdown
-
     def wait(self, times: int, compute: float, gather: float, reduce: float, extra: float) -> None:
-        """``times`` times: compute with these three beside it."""
+        """Adds ``times`` times ``compute`` seconds with three collectives beside it."""
         together = gather + reduce + extra
         if not together:
             return
@@ -78,42 +75,45 @@ class Exposed:
 
 
 def fsdp_exposed(units: Sequence[UnitTimes], *, all_reduce: bool) -> Exposed:
-    """Of one forward and backward; ``all_reduce``: whether this is the micro-batch with HSDP's."""
-    found = Exposed()
+    """One forward and backward; ``all_reduce``: whether HSDP's all-reduce runs in this micro-batch."""
+    exposed = Exposed()
     if not units:
-        return found
-    found.gather += units[0].gather  # nothing runs before it
+        return exposed
+    exposed.gather += units[0].gather  # nothing runs before it
     for i, unit in enumerate(units):
         after = units[i + 1].gather if i + 1 < len(units) else 0.0
-        found.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0)
-        found.wait(1, unit.forward, after, 0.0, 0.0)
+        exposed.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0)
+        exposed.wait(1, unit.forward, after, 0.0, 0.0)
     for i in range(len(units) - 1, -1, -1):
         unit = units[i]
         before = units[i - 1].gather_again if i else 0.0
         later = units[i + 1] if i + 1 < len(units) else None
         extra = unit.all_reduce if all_reduce else 0.0
-        found.wait(unit.count - 1, unit.backward, unit.gather_again, unit.reduce, extra)
+        exposed.wait(unit.count - 1, unit.backward, unit.gather_again, unit.reduce, extra)
         reduce = later.reduce if later else 0.0
         late = later.all_reduce if later and all_reduce else 0.0
-        found.wait(1, unit.backward, before, reduce, late)
-    found.reduce += units[0].reduce  # after the last backward
+        exposed.wait(1, unit.backward, before, reduce, late)
+    exposed.reduce += units[0].reduce  # after the last backward
     if all_reduce:
-        found.all_reduce += units[0].all_reduce
-    return found
+        exposed.all_reduce += units[0].all_reduce
+    return exposed
 
 
-def once_exposed(units: Sequence[UnitTimes], *, reduce: float, gather: float) -> Exposed:
-    """Of one step where parameters are whole: gradients are reduced (``reduce`` seconds in all) in the last
-    backward, updated parameters gathered (ZeRO-1) in the next forward. One bucket of many is last."""
-    found = Exposed()
+def unsharded_exposed(units: Sequence[UnitTimes], *, reduce: float, gather: float) -> Exposed:
+    """One step where parameters are unsharded (ZeRO-1, DDP).
+
+    Gradients are reduced in the last backward (``reduce`` seconds in all), updated parameters gathered
+    (ZeRO-1) in the next forward. Of the many buckets one is last, and exposed.
+    """
+    exposed = Exposed()
     count = max(sum(unit.count for unit in units), 1)
     forward = sum(unit.count * unit.forward for unit in units)
     backward = sum(unit.count * unit.backward for unit in units)
-    found.wait(1, backward, 0.0, reduce * (1 - 1 / count), 0.0)
-    found.wait(1, forward, gather * (1 - 1 / count), 0.0, 0.0)
-    found.reduce += reduce / count
-    found.gather += gather / count
-    return found
+    exposed.wait(1, backward, 0.0, reduce * (1 - 1 / count), 0.0)
+    exposed.wait(1, forward, gather * (1 - 1 / count), 0.0, 0.0)
+    exposed.reduce += reduce / count
+    exposed.gather += gather / count
+    return exposed
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class StepTime:
 
     Attributes:
         terms: by component; they add up to ``total``.
-        model_flops: of the plain model's matmuls and attention, forward and backward, a step, over tp.
-        hardware_flops: what one GPU computes, also what several do and what checkpointing repeats.
-        units: of one micro-batch, for the timeline.
+        model_flops: of the plain model's matmuls and attention in a step, forward and backward, over tp.
+        hardware_flops: what one GPU computes, with what several GPUs compute and what checkpointing repeats.
+        units: times of one micro-batch, for the timeline.
     """
 
     terms: dict[str, Term]
@@ -145,52 +145,9 @@ def step_time(
     micro_batch: int,
     accumulation: int,
 ) -> StepTime:
-    """Of ``accumulation`` micro-batches of ``micro_batch`` sequences on each data rank."""
-    tp = layout.tp
+    """A step of ``accumulation`` micro-batches of ``micro_batch`` sequences on each data rank."""
     links = {axis: link_of(layout, axis, cluster) for axis in AXES}
-    kernels = [(u, kernels_of(u, cluster.gpu, work, tp, micro_batch)) for u in model.units]
-    comms = [_tp_time(u, work, micro_batch, links["tp"], cluster) for u in model.units]
-    times = [
-        _unit_times(u, k, comm, work, tp, links, cluster)
-        for (u, k), comm in zip(kernels, comms, strict=True)
-    ]
-    each = list(zip(model.units, times, strict=True))
-    exposed, once = _exposed(each, work, tp, links, cluster, accumulation)
-    terms = _compute_terms(kernels, accumulation)
-    tp_total = sum(u.count * (f + b) for u, (f, b) in zip(model.units, comms, strict=True))
-    terms["tensor parallel"] = Term(
-        "tensor parallel",
-        tp_total * accumulation,
-        "s",
-        "accumulation * sum of the units' collectives over tp, none of them hidden",
-        (
-            ("accumulation", accumulation),
-            ("tp", tp),
-            ("collectives of a micro-batch", tp_total),
-            ("tokens", micro_batch * work.seq_len),
-        ),
-    )
-    terms |= _engine_terms(model, work, tp, cluster, exposed, once, accumulation, links)
-    terms["optimizer"] = _optimizer(model, layout, cluster, work)
-    terms["stragglers"] = _stragglers(sum(term.value for term in terms.values()), cluster)
-    flops = [sum(u.count * k.flops[i] for u, k in kernels) * accumulation for i in range(3)]
-    whole = [kernels_of(u, cluster.gpu, work, 1, micro_batch).flops for u in model.units]
-    useful = sum(u.count * (f[0] + f[1]) for u, f in zip(model.units, whole, strict=True))
-    return StepTime(terms, useful * accumulation / tp, sum(flops), each)
-
-
-def _tp_time(
-    unit: Unit, work: Workload, micro_batch: int, link: AxisLink, cluster: Cluster
-) -> tuple[float, float]:
-    """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
-    total = {"forward": 0.0, "backward": 0.0}
-    for way, kind, nbytes in tp_collectives(unit, work, micro_batch, link):
-        total[way] += collective_time(kind, nbytes, link, cluster)
-    forward, backward = total["forward"], total["backward"]
-    if unit.kind == "block":
-        again = {"full": 1.0, "selective_layer": 0.5, "selective_op": 0.5}
-        backward += forward * again.get(work.checkpointing, 0.0)
-    return forward, backward
+    return _Step(model, layout, cluster, work, micro_batch, accumulation, links).time()
 
 
 def tp_collectives(
@@ -202,15 +159,15 @@ def tp_collectives(
     size = micro_batch * work.seq_len * work.compute_itemsize
     inputs, outputs = ([size * n for n in each] for each in (unit.tp_inputs, unit.tp_outputs))
     if not work.sequence_parallel:
-        found = [("forward", "all_reduce", n) for n in outputs]
-        return found + [("backward", "all_reduce", n) for n in inputs]
-    found = [("forward", "all_gather", n) for n in inputs]
-    found += [("forward", "reduce_scatter", n) for n in outputs]
-    found += [("backward", "reduce_scatter", n) for n in inputs]
-    found += [("backward", "all_gather", n) for n in outputs]
+        calls = [("forward", "all_reduce", n) for n in outputs]
+        return calls + [("backward", "all_reduce", n) for n in inputs]
+    calls = [("forward", "all_gather", n) for n in inputs]
+    calls += [("forward", "reduce_scatter", n) for n in outputs]
+    calls += [("backward", "reduce_scatter", n) for n in inputs]
+    calls += [("backward", "all_gather", n) for n in outputs]
     if share("gathered", work, link.size) > 1:
-        found += [("backward", "all_gather", n) for n in inputs]
-    return found
+        calls += [("backward", "all_gather", n) for n in inputs]
+    return calls
 
 
 def local_numel(unit: Unit, tp: int) -> int:
@@ -221,182 +178,199 @@ def local_numel(unit: Unit, tp: int) -> int:
     )
 
 
-def _unit_times(
-    unit: Unit,
-    kernels: Kernels,
-    comm: tuple[float, float],
-    work: Workload,
-    tp: int,
-    links: dict[str, AxisLink],
-    cluster: Cluster,
-) -> UnitTimes:
-    forward, backward = kernels.forward + comm[0], kernels.backward + comm[1]
-    shard, replicate = links["shard"], links["replicate"]
-    numel = local_numel(unit, tp)
-    if work.sharding != "fsdp" or not numel:
-        return UnitTimes(unit.count, forward, backward, 0.0, 0.0, 0.0, 0.0, *comm)
-    rate = memory_rate(cluster.gpu)
-    gather = collective_time("all_gather", numel * work.compute_itemsize, shard, cluster)
-    reduce = collective_time("reduce_scatter", numel * work.reduce_itemsize, shard, cluster)
-    part = numel * work.reduce_itemsize / shard.size
-    summed = collective_time("all_reduce", part, replicate, cluster)
-    again = gather if unit.kind == "block" and work.reshard_after_forward else 0.0
-    if shard.size > 1:
-        copy = constant("gather_copy").value * numel / rate
-        forward += copy
-        backward += constant("reduce_copy").value * numel / rate + (copy if again else 0.0)
-    return UnitTimes(unit.count, forward, backward, gather, again, reduce, summed, *comm)
+def _term(name: str, seconds: float, formula: str, inputs: Mapping[str, float | Constant]) -> Term:
+    return Term(name, seconds, "s", formula, tuple(inputs.items()))
 
 
-def _exposed(
-    each: list[tuple[Unit, UnitTimes]],
-    work: Workload,
-    tp: int,
-    links: dict[str, AxisLink],
-    cluster: Cluster,
-    accumulation: int,
-) -> tuple[Exposed, Exposed]:
-    """(of every micro-batch but the last, of the last one)."""
-    times = [t for _, t in each]
-    if work.sharding == "fsdp":
-        return fsdp_exposed(times, all_reduce=False), fsdp_exposed(times, all_reduce=True)
-    link = links["replicate"]
-    numel = sum(u.count * local_numel(u, tp) for u, _ in each)
-    reduced, gathered = numel * work.reduce_itemsize, numel * work.compute_itemsize
-    if work.sharding == "ddp":
-        reduce = collective_time("all_reduce", reduced, link, cluster)
-        return Exposed(), once_exposed(times, reduce=reduce, gather=0.0)
-    reduce = collective_time("reduce_scatter", reduced, link, cluster)
-    gather = collective_time("all_gather", gathered, link, cluster)
-    return Exposed(), once_exposed(times, reduce=reduce, gather=gather)
+@dataclass(frozen=True)
+class _Step:
+    """The arguments of ``step_time``, and what is computed of them."""
 
+    model: ModelSpec
+    layout: MeshLayout
+    cluster: Cluster
+    work: Workload
+    micro_batch: int
+    accumulation: int
+    links: dict[str, AxisLink]
 
-def _compute_terms(kernels: list[tuple[Unit, Kernels]], accumulation: int) -> dict[str, Term]:
-    def total(name: str, value: float, what: str) -> Term:
-        inputs = (("accumulation", accumulation), ("micro-batch", value))
-        return Term(name, value * accumulation, "s", f"accumulation * {what}", inputs)
+    def time(self) -> StepTime:
+        units, tp, gpu = self.model.units, self.layout.tp, self.cluster.gpu
+        kernels = [kernels_of(u, gpu, self.work, tp, self.micro_batch) for u in units]
+        tp_times = [self.tp_time(u) for u in units]
+        times = [
+            self.unit_times(u, k, *tp_time)
+            for u, k, tp_time in zip(units, kernels, tp_times, strict=True)
+        ]
+        tp_total = sum(t.count * (t.tp_forward + t.tp_backward) for t in times)
+        tokens = self.micro_batch * self.work.seq_len
+        terms = [
+            *self.compute_terms(kernels),
+            _term(
+                "tensor parallel",
+                tp_total * self.accumulation,
+                "accumulation * sum of the units' collectives over tp, none of them hidden",
+                {"accumulation": self.accumulation, "tp": tp}
+                | {"collectives of a micro-batch": tp_total, "tokens": tokens},
+            ),
+            *self.engine_terms(*self.exposed(times)),
+            self.optimizer(),
+        ]
+        terms.append(self.stragglers(sum(term.value for term in terms)))
+        flops = [
+            sum(u.count * k.flops[i] for u, k in zip(units, kernels, strict=True)) for i in range(3)
+        ]
+        plain = [kernels_of(u, gpu, self.work, 1, self.micro_batch).flops for u in units]
+        useful = sum(u.count * (f[0] + f[1]) for u, f in zip(units, plain, strict=True))
+        return StepTime(
+            {term.name: term for term in terms},
+            useful * self.accumulation / tp,
+            sum(each * self.accumulation for each in flops),
+            list(zip(units, times, strict=True)),
+        )
 
-    def over(part: str, which: int) -> float:
-        return sum(u.count * getattr(k, part)[which] for u, k in kernels)
+    def numel(self, kind: str | None = None) -> int:
+        """Elements of the parameters of one tp rank, before they are sharded."""
+        units = [u for u in self.model.units if kind in (None, u.kind)]
+        return sum(u.count * local_numel(u, self.layout.tp) for u in units)
 
-    terms = {}
-    for part, name in (
-        ("matmul", "matmul"),
-        ("attention", "attention"),
-        ("elementwise", "elementwise"),
-    ):
-        for which, way in enumerate(("forward", "backward")):
-            terms[f"{name} {way}"] = total(
-                f"{name} {way}", over(part, which), f"sum over units of their {name} kernels"
-            )
-    again = sum(u.count * k.again for u, k in kernels)
-    terms["recompute"] = total("recompute", again, "what checkpointing computes again")
-    busy = sum(over(part, w) for part in ("matmul", "attention", "elementwise") for w in (0, 1))
-    whole = sum(u.count * (k.forward + k.backward) for u, k in kernels)
-    terms["launch"] = total(
-        "launch", max(0.0, whole - again - busy), "host time beyond that of the kernels it starts"
-    )
-    return terms
+    @property
+    def memory_rate(self) -> float:
+        return memory_rate(self.cluster.gpu)
 
+    def collective(self, kind: str, nbytes: float, axis: str) -> float:
+        return collective_time(kind, nbytes, self.links[axis], self.cluster)
 
-def _engine_terms(
-    model: ModelSpec,
-    work: Workload,
-    tp: int,
-    cluster: Cluster,
-    exposed: Exposed,
-    last: Exposed,
-    accumulation: int,
-    links: dict[str, AxisLink],
-) -> dict[str, Term]:
-    rest = accumulation - 1
-    numel = sum(u.count * local_numel(u, tp) for u in model.units)
-    rate = memory_rate(cluster.gpu)
-    copies = 0.0
-    if work.sharding == "fsdp" and links["shard"].size > 1:
-        blocks = sum(u.count * local_numel(u, tp) for u in model.units if u.kind == "block")
-        again = blocks if work.reshard_after_forward else 0
-        gather, reduce = constant("gather_copy"), constant("reduce_copy")
-        copies = (gather.value * (numel + again) + reduce.value * numel) / rate * accumulation
-    terms = {
-        "copies": Term(
+    def tp_time(self, unit: Unit) -> tuple[float, float]:
+        """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
+        total = {"forward": 0.0, "backward": 0.0}
+        calls = tp_collectives(unit, self.work, self.micro_batch, self.links["tp"])
+        for way, kind, nbytes in calls:
+            total[way] += self.collective(kind, nbytes, "tp")
+        again = {"full": 1.0, "selective_layer": 0.5, "selective_op": 0.5}
+        if unit.kind == "block":
+            total["backward"] += total["forward"] * again.get(self.work.checkpointing, 0.0)
+        return total["forward"], total["backward"]
+
+    def unit_times(
+        self, unit: Unit, kernels: Kernels, tp_forward: float, tp_backward: float
+    ) -> UnitTimes:
+        work, shard = self.work, self.links["shard"].size
+        forward, backward = kernels.forward + tp_forward, kernels.backward + tp_backward
+        numel = local_numel(unit, self.layout.tp)
+        gather = reduce = summed = again = 0.0
+        if work.sharding == "fsdp" and numel:
+            gather = self.collective("all_gather", numel * work.compute_itemsize, "shard")
+            reduce = self.collective("reduce_scatter", numel * work.reduce_itemsize, "shard")
+            part = numel * work.reduce_itemsize / shard
+            summed = self.collective("all_reduce", part, "replicate")
+            again = gather if unit.kind == "block" and work.reshard_after_forward else 0.0
+            if shard > 1:
+                copy = constant("gather_copy").value * numel / self.memory_rate
+                forward += copy
+                backward += constant("reduce_copy").value * numel / self.memory_rate + (
+                    copy if again else 0.0
+                )
+        return UnitTimes(
+            unit.count, forward, backward, gather, again, reduce, summed, tp_forward, tp_backward
+        )
+
+    def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
+        """(of every micro-batch but the last, of the last one)."""
+        work = self.work
+        if work.sharding == "fsdp":
+            return fsdp_exposed(times, all_reduce=False), fsdp_exposed(times, all_reduce=True)
+        reduced = self.numel() * work.reduce_itemsize
+        gather = 0.0
+        if work.sharding == "ddp":
+            reduce = self.collective("all_reduce", reduced, "replicate")
+        else:
+            reduce = self.collective("reduce_scatter", reduced, "replicate")
+            gathered = self.numel() * work.compute_itemsize
+            gather = self.collective("all_gather", gathered, "replicate")
+        return Exposed(), unsharded_exposed(times, reduce=reduce, gather=gather)
+
+    def compute_terms(self, kernels: list[Kernels]) -> Iterator[Term]:
+        """Kernels, recomputation, and host time beyond them."""
+        each, n = list(zip(self.model.units, kernels, strict=True)), self.accumulation
+
+        def term(name: str, seconds: float, what: str) -> Term:
+            inputs = {"accumulation": n, "micro-batch": seconds}
+            return _term(name, seconds * n, f"accumulation * {what}", inputs)
+
+        busy = 0.0
+        for part in ("matmul", "attention", "elementwise"):
+            for index, way in enumerate(("forward", "backward")):
+                seconds = sum(u.count * getattr(k, part)[index] for u, k in each)
+                busy += seconds
+                yield term(f"{part} {way}", seconds, f"sum over units of their {part} kernels")
+        again = sum(u.count * k.again for u, k in each)
+        host = sum(u.count * (k.forward + k.backward) for u, k in each) - again - busy
+        yield term("recompute", again, "what checkpointing computes again")
+        yield term("launch", max(0.0, host), "host time beyond that of the kernels it starts")
+
+    def engine_terms(self, exposed: Exposed, last: Exposed) -> Iterator[Term]:
+        """Copies in and out of buffers, exposed communication, accumulation."""
+        n, numel, rate = self.accumulation, self.numel(), self.memory_rate
+        shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
+        gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
+        gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
+        copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
+        yield _term(
             "copies",
-            copies,
-            "s",
+            copied / rate * n,
             "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
-            (
-                ("accumulation", accumulation),
-                ("parameters", numel),
-                ("gather_copy", constant("gather_copy")),
-                ("reduce_copy", constant("reduce_copy")),
-                ("memory rate", rate),
-            ),
+            {
+                "accumulation": n,
+                "parameters": numel,
+                "gather_copy": gather,
+                "reduce_copy": reduce,
+                "memory rate": rate,
+            },
         )
-    }
-    for name, what in (
-        ("gather", "all-gather over shard that compute doesn't hide"),
-        ("reduce", "reduce-scatter that compute doesn't hide"),
-        ("all_reduce", "HSDP's all-reduce over replicate that compute doesn't hide"),
-        ("slowdown", "compute that is slower while collectives run"),
-    ):
-        each, final = getattr(exposed, name), getattr(last, name)
-        label = name if name == "slowdown" else f"exposed {name}"
-        terms[label] = Term(
-            label,
-            each * rest + final,
-            "s",
-            f"(accumulation - 1) * each + last: {what}",
-            (
-                ("accumulation", accumulation),
-                ("each", each),
-                ("last", final),
-                ("overlap_slowdown", constant("overlap_slowdown")),
-            ),
+        slowdown = constant("overlap_slowdown")
+        for name, what in _EXPOSED.items():
+            each, final = getattr(exposed, name), getattr(last, name)
+            yield _term(
+                name if name == "slowdown" else f"exposed {name}",
+                each * (n - 1) + final,
+                f"(accumulation - 1) * each + last: {what}",
+                {"accumulation": n, "each": each, "last": final, "overlap_slowdown": slowdown},
+            )
+        added = (numel // shard if is_fsdp else numel) if n > 1 else 0
+        yield _term(
+            "accumulate",
+            add.value * added * n / rate,
+            "accumulation * accumulate * gradients / memory rate",
+            {"accumulation": n, "gradients": added, "accumulate": add, "memory rate": rate},
         )
-    added = numel if accumulation > 1 else 0
-    if work.sharding == "fsdp":
-        added //= links["shard"].size
-    terms["accumulate"] = Term(
-        "accumulate",
-        constant("accumulate").value * added * accumulation / rate,
-        "s",
-        "accumulation * accumulate * gradients / memory rate",
-        (
-            ("accumulation", accumulation),
-            ("gradients", added),
-            ("accumulate", constant("accumulate")),
-            ("memory rate", rate),
-        ),
-    )
-    return terms
+
+    def optimizer(self) -> Term:
+        """Parameters, gradients and state are read, parameters and state written."""
+        work, numel, rate = self.work, self.numel(), self.memory_rate
+        ranks = {"fsdp": self.layout.shard, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
+        per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
+        return _term(
+            "optimizer",
+            per * numel / ranks / rate,
+            "(3 parameter itemsize + 2 state bytes) * parameters / ranks / memory rate",
+            {"parameter itemsize": work.param_itemsize, "state bytes": work.optimizer_bytes}
+            | {"parameters": numel, "ranks": ranks, "memory rate": rate},
+        )
+
+    def stragglers(self, others: float) -> Term:
+        straggler, nodes = constant("straggler"), self.cluster.nodes
+        return _term(
+            "stragglers",
+            straggler.value * log2(nodes) * others,
+            "straggler * log2(nodes) * all else",
+            {"straggler": straggler, "nodes": nodes, "all else": others},
+        )
 
 
-def _stragglers(rest: float, cluster: Cluster) -> Term:
-    doublings = log2(cluster.nodes)
-    return Term(
-        "stragglers",
-        constant("straggler").value * doublings * rest,
-        "s",
-        "straggler * log2(nodes) * all else",
-        (("straggler", constant("straggler")), ("nodes", cluster.nodes), ("all else", rest)),
-    )
-
-
-def _optimizer(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> Term:
-    numel = sum(u.count * local_numel(u, layout.tp) for u in model.units)
-    over = {"fsdp": layout.shard, "zero1": layout.replicate, "ddp": 1}[work.sharding]
-    per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
-    rate = memory_rate(cluster.gpu)
-    return Term(
-        "optimizer",
-        per * numel / over / rate,
-        "s",
-        "(3 parameter itemsize + 2 state bytes) * parameters / ranks / memory rate",
-        (
-            ("parameter itemsize", work.param_itemsize),
-            ("state bytes", work.optimizer_bytes),
-            ("parameters", numel),
-            ("ranks", over),
-            ("memory rate", rate),
-        ),
-    )
+_EXPOSED = {
+    "gather": "all-gather over shard that compute doesn't hide",
+    "reduce": "reduce-scatter that compute doesn't hide",
+    "all_reduce": "HSDP's all-reduce over replicate that compute doesn't hide",
+    "slowdown": "compute that is slower while collectives run",
+}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from parallel3d.errors import PlanningError
+from parallel3d.planner.arguments import check_choice, check_size
 
 CHECKPOINTING = ("none", "selective_op", "selective_layer", "full")
 """What ``Workload.checkpointing`` may be: which activations are recomputed in backward."""
@@ -12,6 +13,15 @@ ATTENTION = ("naive", "flash1", "triton", "flash2", "flash3", "cudnn")
 SHARDING = ("fsdp", "zero1", "ddp")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OPTIMIZERS = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adamw_8bit": 2}
+_CHOICES = {
+    "precision": _BYTES,
+    "param_dtype": _BYTES,
+    "reduce_dtype": _BYTES,
+    "optimizer": _OPTIMIZERS,
+    "checkpointing": CHECKPOINTING,
+    "attention": (None, *ATTENTION),
+    "sharding": SHARDING,
+}
 
 
 @dataclass(frozen=True)
@@ -22,21 +32,22 @@ class Workload:
         seq_len: tokens of a sequence.
         micro_batch: sequences per data rank (a tp group) and forward; None: the planner chooses.
         global_batch: sequences per optimizer step; None: one micro-batch on each data rank.
-        precision: of the computation; the parameters at rest are ``param_dtype``.
-        param_dtype: of parameters, gradients at rest and optimizer state.
-        reduce_dtype: of the gradients' reduction.
+        precision: dtype of the computation.
+        param_dtype: dtype of parameters, gradients and optimizer state at rest.
+        reduce_dtype: dtype in which gradients are reduced.
         optimizer: "adamw" (8 bytes of state a parameter), "sgd_momentum" (4), "sgd" (0), "adamw_8bit" (2).
         checkpointing: activation checkpointing: "none", "full" (each block is computed again),
-            "selective_layer" (every second one), "selective_op" (attention's and every second
-            matmul's outputs are kept, all else is computed again).
+            "selective_layer" (every second one), "selective_op" (the outputs of attention and of every
+            second matmul are kept, all others computed again).
         compile: torch.compile of each block: elementwise ops are fused.
         attention: the kernel; "naive" has the scores in memory. None: cudnn on Hopper and Blackwell, else
             flash2.
         fused_norm: norms are one kernel also without ``compile``.
         fused_loss: the loss keeps no fp32 copies of the logits: one fp32 softmax, its gradient in place.
-        sequence_parallel: norms and residuals divided over ``tp``. loss_parallel: logits and loss too.
+        sequence_parallel: norms and residuals are divided over ``tp``.
+        loss_parallel: logits and loss are divided over ``tp``.
         reshard_after_forward: parameters are freed between forward and backward.
-        sharding: "fsdp" over ``shard``; "zero1": whole on each rank, the optimizer's state sharded over
+        sharding: "fsdp" over ``shard``; "zero1": parameters unsharded, the optimizer's state sharded over
             ``replicate``; "ddp": nothing sharded.
 
     Raises:
@@ -61,35 +72,16 @@ class Workload:
     sharding: str = "fsdp"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("precision", tuple(_BYTES)),
-            ("param_dtype", tuple(_BYTES)),
-            ("reduce_dtype", tuple(_BYTES)),
-            ("optimizer", tuple(_OPTIMIZERS)),
-            ("checkpointing", CHECKPOINTING),
-            ("attention", (None, *ATTENTION)),
-            ("sharding", SHARDING),
-        ):
-            if getattr(self, name) not in known:
-                raise PlanningError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(str, known))}"
-                )
-        for name in (
-            "compile",
-            "fused_norm",
-            "fused_loss",
-            "sequence_parallel",
-            "loss_parallel",
-            "reshard_after_forward",
-        ):
-            if type(getattr(self, name)) is not bool:
-                raise PlanningError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        for name in ("seq_len", "micro_batch", "global_batch"):
-            value = getattr(self, name)
-            if value is None and name != "seq_len":
-                continue
-            if type(value) is not int or value < 1:
-                raise PlanningError(f"{name} is {value!r}; it must be an int, 1 or more")
+        for name, known in _CHOICES.items():
+            check_choice(name, getattr(self, name), known)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and type(value) is not bool:
+                raise PlanningError(f"{field.name} is {value!r}; it must be True or False")
+        check_size("seq_len", self.seq_len)
+        for name in ("micro_batch", "global_batch"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
 
     @property
     def compute_itemsize(self) -> int:
