@@ -1,12 +1,13 @@
-"""materialize: initialises a model built on the meta device, the same on every mesh.
+"""materialize: initializes a model built on the meta device, with the same weights on every mesh.
 
-One module at a time is made whole, initialised by its own method under a random generator seeded by
-(seed, module name), and cut to this rank's shard: the weights depend on the seed and the names alone,
+One module at a time is made whole, initialized by its own method under a random generator seeded by
+(seed, module name), and reduced to this rank's shard: the weights depend on the seed and the names alone,
 and peak memory is the shards plus one module.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,35 +15,33 @@ from torch import nn
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
 
-__all__ = ["check_can_initialise", "give_memory", "materialize"]
-
 
 def materialize(
     model: nn.Module, *, device: torch.device | str | None = None, seed: int = 0
 ) -> nn.Module:
-    """Gives every parameter and buffer of ``model`` that is on meta real values.
+    """Initializes every parameter and buffer of ``model`` that is on meta.
 
-    A module with parameters or buffers of its own is initialised by ``model._init_weights(module)`` if the
+    A module with parameters or buffers of its own is initialized by ``model._init_weights(module)`` if the
     model has that method (Hugging Face's convention), else by ``module.reset_parameters()``. A parameter
     that several modules share gets the values of the first.
 
     Args:
         model: plain or parallel.
-        device: where to; by default the mesh's device, of a plain model the current accelerator or
-            the CPU.
+        device: the target device; by default the mesh's device, or for a plain model the current accelerator
+            or the CPU.
         seed: the same seed gives the same weights on every mesh and on the plain model.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Parallel3dError: nothing is on meta, or a module has no way to initialise itself; the model is
-            then as before.
+        Parallel3dError: nothing is on meta, or a module has no method to initialize itself; the model is
+            then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise Parallel3dError(f"materialize was given {model!r}; it needs an nn.Module")
     target = _target_device(model, device)
-    modules = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
+    modules = [(name, module) for name, module in model.named_modules() if _on_meta(name, module)]
     if not modules:
         raise Parallel3dError(
             "materialize: no parameter or buffer of the model is on the meta device; build the model "
@@ -56,11 +55,11 @@ def materialize(
 
 
 def give_memory(model: nn.Module, initialised: Sequence[tuple[str, nn.Module]]) -> None:
-    """Gives what is on meta memory: for a model whose values come from elsewhere.
+    """Allocates what is on meta, for a model whose values come from elsewhere.
 
     Args:
-        initialised: name and module of those that get initial values too, as ``materialize`` gives them
-            with seed 0; their parameters that were not on meta lose theirs. All else is undefined.
+        initialised: (name, module) of those that are also initialized, as by ``materialize`` with seed 0;
+            their parameters that were not on meta are overwritten. All else is uninitialized.
     """
     target = _target_device(model, None)
     work = _Materialization(model, target, seed=0)
@@ -84,8 +83,7 @@ def _target_device(model: nn.Module, device: torch.device | str | None) -> torch
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise Parallel3dError(
-                f"materialize: device is {device!r}, which torch doesn't know; give one such as "
-                "'cpu' or 'cuda'"
+                f"materialize: device is {device!r}; it must be a device such as 'cpu' or 'cuda'"
             ) from error
         if target.type != "meta" and meshes - {target.type}:
             raise Parallel3dError(
@@ -94,32 +92,25 @@ def _target_device(model: nn.Module, device: torch.device | str | None) -> torch
             )
     elif meshes:
         target = torch.device(min(meshes))
-    elif torch.accelerator.is_available():
-        target = torch.device(torch.accelerator.current_accelerator() or "cpu")
     else:
-        target = torch.device("cpu")
+        target = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if target.type == "meta":
         raise Parallel3dError("materialize: device is meta; give a device that holds values")
     return target
 
 
-def _has_meta(module: nn.Module) -> bool:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return any(t is not None and t.device.type == "meta" for t in own)
-
-
 def _on_meta(name: str, module: nn.Module) -> list[str]:
-    """Names of what ``module`` itself holds on meta."""
+    """Returns the names of the module's own parameters and buffers on meta."""
     own = [*module._parameters.items(), *module._buffers.items()]
     keys = [key for key, tensor in own if tensor is not None and tensor.is_meta]
     return [f"{name}.{key}" if name else key for key in keys]
 
 
 def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises Parallel3dError unless each of ``modules`` (name, module) has a way to initialise itself."""
+    """Raises Parallel3dError unless each of ``modules`` (name, module) has a method to initialize itself."""
     if hasattr(model, "_init_weights"):
         return
-    lacking = [each for each in modules if not hasattr(each[1], "reset_parameters")]
+    lacking = [(n, module) for n, module in modules if not hasattr(module, "reset_parameters")]
     if not lacking:
         return
     shown = "; ".join(
@@ -138,14 +129,10 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
 def _build_shards(
     model: nn.Module, device: torch.device
 ) -> dict[int, tuple[torch.Tensor, ShardedParam]]:
-    """Real buffers for the units; sharded Parameter's id -> (its local view, description)."""
+    """Allocates the units' buffers; returns id of a sharded Parameter -> (its local view, the parameter)."""
     shards = {}
-    seen: set[int] = set()
-    for module in model.modules():
-        unit = unit_of(module)
-        if unit is None or id(unit) in seen:
-            continue
-        seen.add(id(unit))
+    units = {id(unit): unit for module in model.modules() if (unit := unit_of(module))}
+    for unit in units.values():
         for bucket in unit.group.buckets:
             if bucket.flat.device.type == "meta":
                 bucket.build(device)
@@ -156,7 +143,7 @@ def _build_shards(
 
 
 class _Materialization:
-    """One call of ``materialize``: runs initialisers on whole tensors and keeps the shards."""
+    """One call of ``materialize``: initializes whole tensors and keeps the shards."""
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
         self.model = model
@@ -167,58 +154,43 @@ class _Materialization:
         self.plain: dict[int, nn.Parameter] = {}  # id of a meta Parameter -> the one in its place
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """Gives the direct parameters and buffers of one module values."""
+        """Initializes the own parameters and buffers of one module."""
         before = dict(module._parameters)
         try:
-            self._make_whole(module)
-            with _generator(f"{self.seed}:{name}", self.device), torch.no_grad():
+            for key, param in before.items():
+                if param is not None:
+                    empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+                    module._parameters[key] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = torch.empty_like(buffer, device=self.device)
+            with _seeded(f"{self.seed}:{name}", self.device), torch.no_grad():
                 if hasattr(self.model, "_init_weights"):
                     self.model._init_weights(module)  # type: ignore[operator]
                 else:
                     module.reset_parameters()  # type: ignore[operator]
-                made = dict(module._parameters)
-                self._keep_shards(before, made)
+                wholes = dict(module._parameters)
+                for key, param in before.items():
+                    if id(param) in self.shards and id(param) not in self.done:
+                        view, sharded = self.shards[id(param)]
+                        whole = wholes[key]
+                        assert whole is not None
+                        view.copy_(sharded.shard_of(whole.detach(), tp_local=False))
+                        self.done.add(id(param))
         finally:
             module._parameters.update(before)
         for key, param in before.items():
-            real = made[key]
+            real = wholes[key]
             if param is not None and param.is_meta and real is not None:
                 module._parameters[key] = self.plain.setdefault(id(param), real)
 
-    def _make_whole(self, module: nn.Module) -> None:
-        for key, param in module._parameters.items():
-            if param is not None:
-                whole = torch.empty(param.shape, dtype=param.dtype, device=self.device)
-                module._parameters[key] = nn.Parameter(whole, requires_grad=param.requires_grad)
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=self.device)
 
-    def _keep_shards(
-        self, before: dict[str, nn.Parameter | None], made: dict[str, nn.Parameter | None]
-    ) -> None:
-        for key, param in before.items():
-            if id(param) in self.shards and id(param) not in self.done:
-                view, sharded = self.shards[id(param)]
-                whole = made[key]
-                assert whole is not None
-                view.copy_(sharded.shard_of(whole.detach(), tp_local=False))
-                self.done.add(id(param))
-
-
-class _generator:
-    """Seeds the default generators from a text, and puts their states back."""
-
-    def __init__(self, text: str, device: torch.device) -> None:
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        self.seed = int.from_bytes(digest, "little") >> 1
-        devices = [] if device.type == "cpu" else [device]
-        kind = "cuda" if device.type == "cpu" else device.type
-        self.fork = torch.random.fork_rng(devices=devices, device_type=kind)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        torch.manual_seed(self.seed)
-
-    def __exit__(self, *exc: object) -> None:
-        self.fork.__exit__(*exc)  # type: ignore[arg-type]
+@contextmanager
+def _seeded(text: str, device: torch.device) -> Iterator[None]:
+    """Seeds the default generators from ``text`` in the body, and restores their states."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    devices = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        yield

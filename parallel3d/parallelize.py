@@ -59,43 +59,42 @@ def parallelize(
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
     validate -> tensor parallel -> activation checkpointing -> compile per unit -> shard the units
-    bottom-up -> root. A model on the meta device stays there; give it values with ``materialize``.
+    bottom-up -> root. A model on the meta device stays there; initialize it with ``materialize``.
 
     Args:
         model: a plain module; changed in place.
-        mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp`` (``dp_replicate`` and ``dp_shard``
-            are known too).
-        tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the plan the model
-            brings (Hugging Face's do) or one derived from it, see ``parallel3d.tp.auto_plan``. Needed
-            where tp > 1.
-        fsdp: False says that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
-            FSDP1 is compared with the mesh, and says whether blocks are freed after forward.
+        mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp``, or ``dp_replicate`` and
+            ``dp_shard``.
+        tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the model's own plan
+            (Hugging Face's models have one) or one derived from it, see ``parallel3d.tp.auto_plan``.
+            Required if tp > 1.
+        fsdp: False asserts that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
+            FSDP1 must fit the mesh, and sets ``reshard_after_forward``.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
             model's outermost ``nn.ModuleList`` s, and of an ``nn.ModuleDict`` of one class, and blocks in
             numbered attributes.
         mp_policy: dtypes of computing and reducing.
-        reshard_after_forward: whether blocks are freed after forward; by default they are, unless a
+        reshard_after_forward: whether blocks are resharded after forward; by default they are, unless a
             ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
         compile: True, or the name of a ``torch.compile`` backend: compile each block.
-        loss_parallel: True: the output head leaves its logits split over tp, as ``tp.VocabLogits``, which
-            ``F.cross_entropy`` takes as they are; everything else gets them gathered. So the model's code
-            stays as it is, and the loss is whole. ``"chunked"``: in training the logits are not even made,
-            but some tokens' at a time in the loss and again in the backward; also without tp.
+        loss_parallel: True: the output head leaves its logits sharded over tp, as ``tp.VocabLogits``, which
+            ``F.cross_entropy`` takes as they are; everything else gets them gathered. The model's code stays
+            as it is, and the loss is whole. ``"chunked"``: in training the loss computes the logits of some
+            tokens at a time, and again in backward; also without tp.
         strict: whether a plan's rule that matches nothing is an error.
-        axes: for a mesh whose axes are called otherwise: ``{"data_parallel": "shard",
-            "tensor_parallel": "tp"}``.
+        axes: names of another mesh -> ours: ``{"data_parallel": "shard", "tensor_parallel": "tp"}``.
         example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
-            checked, where no input can be guessed.
-        check_same_batch: look, at the first training forward, whether the ranks of each tp group were given
-            the same batch; ``tp.check_same_batch`` looks at every forward.
+            checked; needed where no input can be guessed.
+        check_same_batch: check, in the first training forward, that the ranks of each tp group have the
+            same batch; ``tp.check_same_batch`` checks every forward.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Parallel3dError, PlanError, MeshError: what was given can't be; the model is unchanged.
+        Parallel3dError, PlanError, MeshError: an argument is invalid; the model is unchanged.
         AgreementError: the ranks were given different models (sizes, or values unless on meta), plans
             or options.
     """
@@ -165,10 +164,6 @@ def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
     return as_if(forward, inner)
 
 
-# Preflight: what ``parallelize`` checks before it changes the model, on this rank and between
-# ranks.
-
-
 def preflight(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -185,14 +180,13 @@ def preflight(
     example: Any,
     **switches: bool,
 ) -> tuple[DeviceMesh, ResolvedPlan | None, Units, bool]:
-    """Checks the arguments of ``parallelize`` and that all ranks of ``mesh`` gave the same.
+    """Checks the arguments of ``parallelize``, and that all ranks of ``mesh`` have passed the same.
 
     Returns:
-        The mesh under our names, the plan and the units, resolved against ``model``, and whether to reshard
-        after forward.
+        The mesh under our names, the plan and the units of ``model``, and whether to reshard after forward.
 
     Raises:
-        Parallel3dError, PlanError, MeshError, AgreementError: as ``parallelize`` says.
+        Parallel3dError, PlanError, MeshError, AgreementError: see ``parallelize``.
     """
     plan, found, settings, reshard = None, Units([], [], []), {}, True
     problem: Exception | None = None
@@ -200,12 +194,18 @@ def preflight(
         _check_model(model)
         _check_switches(strict=strict, **switches)
         _check_compile(compile)
-        _check_loss_parallel(loss_parallel)
-        _check_mesh(mesh)
+        if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
+            raise Parallel3dError(
+                f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
+            )
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
         mesh = name_axes(mesh, axes)
         _check_options(mesh, tp_plan, fsdp, policy)
         reshard = _reshard(mesh, fsdp, reshard_after_forward)
-        plan = _resolve(model, mesh, tp_plan, strict, example)
+        if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
+            tp = data_axes(mesh).size(data_axes(mesh).tp)
+            plan = resolve_plan(model, tp_plan, tp, strict=strict, example=example)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
@@ -217,30 +217,26 @@ def preflight(
         if not dist.is_initialized():
             raise
         problem = error
+    ranks = None  # those outside the mesh may do something else
+    if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
+        ranks = mesh.mesh.flatten().tolist()
+    settings["problem"] = str(problem or "none")
     try:
-        _agree(mesh, {**settings, "problem": str(problem or "none")})
+        check_agreement("parallelize", settings, ranks=ranks, explain={"values": _other_weights})
     except AgreementError as error:
         raise error from problem
     if problem is not None:
         raise problem
-    said = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
-    if said and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
-        warnings.warn(said, stacklevel=3)
+    warning = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
+    if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
+        warnings.warn(warning, stacklevel=3)
     return mesh, plan, found, reshard
 
 
-def _agree(mesh: DeviceMesh, settings: dict[str, str]) -> None:
-    """Compares with the other ranks of ``mesh``; those outside it may do something else."""
-    ranks = None
-    if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
-        ranks = mesh.mesh.flatten().tolist()
-    check_agreement("parallelize", settings, ranks=ranks, explain={"values": _other_weights})
-
-
 def _other_weights(ranks_of: Mapping[str, list[int]]) -> str:
-    """What to say where ranks have models of other values: which parameters, on which ranks."""
+    """Returns the message for models of other values: which parameters differ, on which ranks."""
     if len({len(lines.splitlines()) for lines in ranks_of}) > 1:
-        return ""  # other models; the parameters' names say so
+        return ""  # other models, which the parameters' names show
     tables = [lines.splitlines() for lines in ranks_of]
     differ = [lines[0].split(" ")[0] for lines in zip(*tables, strict=True) if len(set(lines)) > 1]
     world = sum(map(len, ranks_of.values()))
@@ -257,6 +253,9 @@ def _other_weights(ranks_of: Mapping[str, list[int]]) -> str:
     )
 
 
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule"}
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise Parallel3dError(f"model is {model!r}; it must be an nn.Module")
@@ -267,7 +266,7 @@ def _check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is a {kind}, whose parameters can't be replaced; give "
                 "parallelize the nn.Module it was scripted from"
             )
-        if unit_of(module) is not None or kind in _WRAPPERS or _is_torch_fsdp(module):
+        if unit_of(module) is not None or _WRAPPERS & {c.__name__ for c in type(module).__mro__}:
             raise Parallel3dError(
                 f"the model is parallel already: {name or 'it'} is a {kind}; give parallelize the plain "
                 "model, once"
@@ -279,17 +278,10 @@ def _check_model(model: nn.Module) -> None:
                 "plain model, once"
             )
         check_param(name, param)
-    if not any(True for _ in model.parameters()):
+    if not _has_params(model):
         raise Parallel3dError(
             f"{type(model).__name__} has no parameters; there is nothing to shard"
         )
-
-
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-
-
-def _is_torch_fsdp(module: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _check_switches(**switches: bool) -> None:
@@ -310,23 +302,20 @@ def _check_compile(value: bool | str) -> None:
 
 
 def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:
-    """Refuses overlap that wouldn't take place: a compiler orders the collectives of a block itself."""
+    """Raises PlanError for ``chunks`` in a compiled block: the compiler orders its collectives itself."""
     if plan is None or not compile:
         return
-    blocks = [name for name, _ in found.blocks]
     for planned in plan.modules:
-        if getattr(planned.style, "chunks", 1) == 1:
-            continue
-        if any(planned.name == name or planned.name.startswith(f"{name}.") for name in blocks):
+        if getattr(planned.style, "chunks", 1) > 1 and _block_of(planned.name, found):
             raise PlanError(
                 f"{planned.name!r} as {planned.style}: chunks have no effect in a block that is compiled "
                 f"(compile={compile!r}); leave chunks= or compile= out"
             )
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
+def _block_of(name: str, units: Units) -> str | None:
+    """Returns the name of the block that has the module ``name``."""
+    return next((n for n, _ in units.blocks if name == n or name.startswith(f"{n}.")), None)
 
 
 def _check_options(
@@ -356,7 +345,7 @@ def _check_options(
 
 
 def _reshard(mesh: DeviceMesh, fsdp: bool | ShardingStrategy, given: bool | None) -> bool:
-    """``reshard_after_forward``, which a ShardingStrategy says too."""
+    """Returns ``reshard_after_forward``, which a ShardingStrategy sets too."""
     if given is not None:
         _check_switches(reshard_after_forward=given)
     if isinstance(fsdp, bool):
@@ -369,30 +358,15 @@ def _reshard(mesh: DeviceMesh, fsdp: bool | ShardingStrategy, given: bool | None
     return wanted
 
 
-def _resolve(
-    model: nn.Module, mesh: DeviceMesh, tp_plan: Plan | None, strict: bool, example: Any
-) -> ResolvedPlan | None:
-    """The plan against this model. With tp = 1 too: a wrong plan is wrong on every mesh."""
-    if tp_plan is None:
-        return None
-    axes = data_axes(mesh)
-    return resolve_plan(model, tp_plan, axes.size(axes.tp), strict=strict, example=example)
-
-
-def _check_loss_parallel(value: bool | str) -> None:
-    if not isinstance(value, bool) and value != "chunked":
-        raise Parallel3dError(f'loss_parallel is {value!r}; it must be True, False or "chunked"')
-
-
 def _plan_loss(
     model: nn.Module, plan: ResolvedPlan | None, units: Units, loss_parallel: bool | str
 ) -> ResolvedPlan | None:
-    """The plan with its output head under loss parallel."""
+    """Returns the plan with loss parallelism of the output head."""
     if not loss_parallel or (plan is None and loss_parallel is True):
-        return plan  # without tp logits are whole
+        return plan  # without tp the logits are whole
     chunked = loss_parallel == "chunked"
     head = find_head(model, plan)
-    block = next((n for n, _ in units.blocks if head == n or head.startswith(f"{n}.")), None)
+    block = _block_of(head, units)
     if chunked and block is not None:
         raise PlanError(
             f'loss_parallel="chunked": the output head {head!r} lies in the block {block!r}, which frees '
@@ -408,10 +382,10 @@ def _settings(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
 ) -> dict[str, str]:
-    """What must be alike on all ranks for their collectives to match."""
+    """Returns what must be equal on all ranks for their collectives to match."""
     first: dict[nn.Parameter, str] = {}
     params = (
-        # With the name it goes by first, so that ties show.
+        # With its first name, to compare ties too.
         f"{first.setdefault(p, n)} {n} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
         for n, p in model.named_parameters(remove_duplicate=False)
     )
@@ -430,26 +404,23 @@ def _settings(
 
 
 def _checksum(param: nn.Parameter) -> str:
-    """Tells ranks that built their models from different seeds. A sum of bits, so order is no matter."""
+    """Returns a sum over the bits, which differs between models built from different seeds."""
     if param.is_meta or ranks_are_simulated() or dry_run.active():
-        return "meta"  # or without values
+        return "meta"
     data = param.detach().contiguous().flatten().view(torch.uint8)
     if data.numel() % 4 == 0:
         data = data.view(torch.int32)
     return str(int(data.sum()))
 
 
-# Which modules of a model become units of the sharding engine.
-
-
 @dataclass(frozen=True)
 class Units:
-    """The units of a model, apart from the root.
+    """The units of a model, except the root.
 
     Attributes:
         blocks: (name, module) of the repeated blocks, in order.
-        embeddings: (name, module) of token tables of their own, looked up before the blocks.
-        final_norm_and_head: (name, module) of what comes after the blocks; one unit together.
+        embeddings: (name, module) of the token embeddings before the blocks that share no parameter.
+        final_norm_and_head: (name, module) of the modules after the blocks; one unit together.
     """
 
     blocks: list[tuple[str, nn.Module]]
@@ -458,17 +429,16 @@ class Units:
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
-    """Finds the units; pure.
+    """Returns the units of ``model``, which is not changed.
 
     Blocks are the members of the outermost ``nn.ModuleList`` s, of ``nn.ModuleDict`` s whose members are of
     one class, and numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that
     have children themselves; or the modules whose names match ``patterns`` (shell wildcards within a dotted
-    segment). A module that shares a parameter with
-    another stays with the root, so that tied parameters are in one group. So does one whose weight the
-    model reads without calling it.
+    segment). A module that shares a parameter with another stays with the root, so that tied parameters are
+    in one group. So does one whose weight the model reads without calling it.
 
     Raises:
-        Parallel3dError: a pattern that matches nothing, or one match inside another.
+        Parallel3dError: a pattern matches nothing, or one match is inside another.
     """
     blocks = _matching(model, patterns) if patterns is not None else _listed(model)
     inside = {id(m) for _, block in blocks for m in block.modules()}
@@ -481,12 +451,11 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
         if id(module) in inside:
             past_blocks = True
             continue
-        if not name or id(module) in shared or not _has_own_params(module):
+        has_params = any(p is not None for p in module._parameters.values())
+        # Parameters beside submodules are the root's.
+        leaf = has_params and not any(True for _ in module.children())
+        if not name or not leaf or id(module) in shared or name.rpartition(".")[2] in read:
             continue
-        if name.rpartition(".")[2] in read:
-            continue
-        if any(True for _ in module.children()):
-            continue  # parameters beside submodules: the root's
         if past_blocks:
             final.append((name, module))
         elif _is_plain_embedding(module):
@@ -495,18 +464,20 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether the module only looks rows up: then its backward doesn't read the table."""
+    """Whether the module only looks rows up, so that its backward doesn't read the weight."""
     own_forward = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
     return isinstance(module, nn.Embedding) and own_forward
 
 
-# What isn't part of a forward.
+# Prefixes of methods that are not part of a forward.
 _SETTING_UP = ("__init__", "init", "_init", "reset", "tie", "_tie", "load", "_load", "post_init")
 
 
 def _weights_read_in_code(model: nn.Module) -> set[str]:
-    """Names of modules whose ``.weight`` the model's own classes read without calling the module, as
-    ``self.positions.weight[:n]``: the hooks of a unit of its own would not see that."""
+    """Returns names of modules whose ``.weight`` the model's own classes read without calling the module.
+
+    An example is ``self.positions.weight[:n]``: if the module were a unit, its hooks would not run.
+    """
     found: set[str] = set()
     for cls in {type(module) for module in model.modules()}:
         if cls.__module__.startswith("torch."):
@@ -515,18 +486,14 @@ def _weights_read_in_code(model: nn.Module) -> set[str]:
             code = getattr(method, "__code__", None)
             if code is None or "weight" not in code.co_names or name.startswith(_SETTING_UP):
                 continue
-            for node in ast.walk(_parsed(method)):
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+            except (OSError, TypeError, SyntaxError):  # typed into an interpreter, say
+                continue
+            for node in ast.walk(tree):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
                     found |= {node.value.attr} if node.attr == "weight" else set()
     return found
-
-
-def _parsed(method: Callable[..., Any]) -> ast.AST:
-    """The source of ``method``; nothing where there is none, as of what was typed into an interpreter."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module(body=[], type_ignores=[])
 
 
 def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -545,27 +512,26 @@ def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of ``module`` that are repeated blocks."""
-    weighty = [(n, child) for n, child in module.named_children() if _has_params(child)]
+    """Returns the children of ``module`` that are repeated blocks."""
+    children = [(n, child) for n, child in module.named_children() if _has_params(child)]
     if isinstance(module, nn.ModuleList):
-        return weighty
+        return children
+    found: list[tuple[str, nn.Module]] = []
     if isinstance(module, nn.ModuleDict):
-        # Of several classes it is a namespace (wte, h, ln_f), as one with lists inside.
-        alike = len({type(child) for _, child in weighty}) == 1 and len(weighty) > 1
-        return weighty if alike and not any(map(_has_list, weighty)) else []
-    numbered: dict[tuple[str, type], list[tuple[str, nn.Module]]] = {}
-    for name, child in weighty:
-        prefix = name.rstrip("0123456789")
-        # fc1 and fc2 are layers of one block; a block has layers.
-        if prefix != name and any(True for _ in child.children()):
-            numbered.setdefault((prefix, type(child)), []).append((name, child))
-    found = [item for items in numbered.values() if len(items) > 1 for item in items]
-    # Stages that hold lists of blocks are too large: the lists' members are taken.
-    return [] if any(map(_has_list, found)) else found
-
-
-def _has_list(named: tuple[str, nn.Module]) -> bool:
-    return any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in named[1].modules())
+        # With several classes it is a namespace (wte, h, ln_f).
+        if len({type(child) for _, child in children}) == 1 and len(children) > 1:
+            found = children
+    else:
+        numbered: dict[tuple[str, type], list[tuple[str, nn.Module]]] = {}
+        for name, child in children:
+            prefix = name.rstrip("0123456789")
+            # fc1 and fc2 are layers of one block; a block has layers.
+            if prefix != name and any(True for _ in child.children()):
+                numbered.setdefault((prefix, type(child)), []).append((name, child))
+        found = [item for items in numbered.values() if len(items) > 1 for item in items]
+    # Children that hold lists of blocks are too large: the lists' members are the blocks.
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return [] if any(isinstance(m, lists) for _, child in found for m in child.modules()) else found
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -573,20 +539,16 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    if isinstance(patterns, str):
+    is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
         raise Parallel3dError(
-            f"units is the string {patterns!r}; give a list of name patterns, such as [{patterns!r}]"
-        )
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise Parallel3dError(
-            f"units is {patterns!r}; it must be a list of name patterns, such as "
-            '["layers.*"], or None'
+            f"units is {patterns!r}; it must be a list of name patterns, such as ['layers.*'], or None"
         )
     named = [(name, module) for name, module in model.named_modules() if name]
     blocks: list[tuple[str, nn.Module]] = []
     known: set[int] = set()
     for pattern in patterns:
-        matches = [(n, m) for n, m in named if _fits(n, pattern)]
+        matches = [(n, m) for n, m in named if _matches(n, pattern)]
         if not matches:
             nearest = ", ".join(n for n, _ in named[:8])
             raise Parallel3dError(
@@ -606,13 +568,9 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
     return blocks
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _has_own_params(module: nn.Module) -> bool:
-    return any(p is not None for p in module._parameters.values())
 
 
 def _modules_with_shared_params(model: nn.Module) -> set[int]:
@@ -625,11 +583,11 @@ def _modules_with_shared_params(model: nn.Module) -> set[int]:
 
 
 _LARGE = 100_000_000
-"""Parameters from which a model that is one unit is worth a word."""
+"""Number of parameters above which a model that is one unit gets a warning."""
 
 
 def of_one_unit(model: nn.Module, units: Units) -> str:
-    """What to say of a large model without blocks; ``""`` of others."""
+    """Returns a warning about a large model without blocks; ``""`` for others."""
     count = sum(p.numel() for p in model.parameters())
     if units.blocks or count <= _LARGE:
         return ""

@@ -183,7 +183,7 @@ def test_bad_call(case: Case) -> None:
 
 LAYOUTS: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
     ("zero", lambda: MeshLayout(shard=0), (r"shard=0", r"1 or more")),
-    ("negative", lambda: MeshLayout(tp=-2), (r"tp=-2", r"-1 for what the world size leaves")),
+    ("negative", lambda: MeshLayout(tp=-2), (r"tp=-2", r"-1 to infer it from the world size")),
     ("a float", lambda: MeshLayout(replicate=2.0), (r"replicate=2\.0 is a float", r"an int")),
     ("two -1", lambda: MeshLayout(shard=-1, tp=-1), (r"shard and tp are -1", r"for example tp=1")),
     (

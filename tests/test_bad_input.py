@@ -233,7 +233,7 @@ CASES = [
         "a string for units",
         given(LM_PLAN, units="layers.*"),
         Parallel3dError,
-        (r"the string 'layers\.\*'", r"such as \['layers\.\*'\]"),
+        (r"units is 'layers\.\*'", r"such as \['layers\.\*'\]"),
     ),
     Case(
         "modules for units",

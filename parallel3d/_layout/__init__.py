@@ -1,1 +1,1 @@
-"""How a parameter lies on the ranks of one axis: what tensor parallelism and the engine both read."""
+"""The layout of a parameter on the ranks of one axis, shared by tensor parallelism and the engine."""

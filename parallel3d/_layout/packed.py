@@ -1,7 +1,4 @@
-"""PackedDTensor: a DTensor whose rows on one mesh axis lie as a ``Packing`` says.
-
-What it computes is in ``_packed_ops``; here is what it is otherwise.
-"""
+"""PackedDTensor: a DTensor whose rows on one mesh axis are distributed as a ``Packing`` says."""
 
 from __future__ import annotations
 
@@ -33,48 +30,45 @@ from parallel3d._torch.dtensor import (
 from parallel3d._torch.groups import all_gather_single
 from parallel3d.errors import Parallel3dError
 
-# PackedShard: the placement of a dim whose rows on one mesh axis are a ``Packing``'s, and what follows.
-#
-# Such a parameter is cut by its packing first; what a rank of that axis holds, the other axes cut as their
-# placements say. The rows of one rank may lie in several boxes of the plain model's tensor.
-
 
 class PackedSpec(DTensorSpec):
-    """The description of a PackedDTensor: one of its placements is a ``PackedShard``."""
+    """The spec of a PackedDTensor: one of its placements is a ``PackedShard``."""
 
     tensor_class: ClassVar[type[DTensor]]
 
     def __post_init__(self) -> None:
-        # Without an order of the cuts, which torch would check against placements of its own.
+        # Without a shard order, which torch would check against its own placements.
         self.use_strided_shard_as_shard_order = True
         super().__post_init__()
 
     @cached_property
     def packed(self) -> tuple[int, PackedShard]:
-        """(position of the packed axis in the mesh, the placement there)."""
+        """(index of the packed axis in the mesh, the placement there)."""
         found = packed_among(self.placements)
         assert found is not None
         return found
 
     @cached_property
-    def leaves_ranks_empty(self) -> bool:
+    def has_empty_ranks(self) -> bool:
         """Whether some rank holds nothing."""
         sizes = self.mesh.shape
-        places = product(*(range(n) for n in sizes))
         return any(
-            not prod(packed_boxes(self.shape, sizes, at, self.placements)[0]) for at in places
+            not prod(packed_boxes(self.shape, sizes, at, self.placements)[0])
+            for at in product(*map(range, sizes))
         )
 
     @cached_property
     def ordinary(self) -> DTensorSpec:
-        """The same for DTensor's own operations, which then take the ranks' rows for ``torch.chunk``'s."""
+        """The spec for DTensor's own operations, which handle the ranks' rows as those of ``torch.chunk``."""
         return DTensorSpec(self.mesh, ordinary(self.placements), tensor_meta=self.tensor_meta)
 
 
 class PackedShard(Shard):
-    """As ``Shard(packing.dim)``, but the rows of each rank are the packing's.
+    """Like ``Shard(packing.dim)``, but each rank has the rows that ``packing`` says.
 
-    torch's own functions on placements can't tell such rows: those that would cut or join with it raise.
+    A parameter is split by its packing first; a rank's rows are then sharded over the other axes by their
+    placements. The rows of one rank may be several boxes of the plain model's tensor. torch's own functions
+    that would split or join by such a placement raise.
     """
 
     spec_class = PackedSpec
@@ -112,8 +106,8 @@ class PackedShard(Shard):
 def _refusal(name: str) -> Callable[..., Any]:
     def refuse(self: PackedShard, *args: Any, **kwargs: Any) -> Any:
         raise Parallel3dError(
-            f"torch's {name} with {self!r}: no function of torch knows which rows a packed parameter "
-            "(gate and up in one, q, k and v in one, uneven heads) has on a rank. Load whole tensors with "
+            f"torch's {name} with {self!r}: torch does not know which rows a rank has of a packed parameter "
+            "(gate and up in one, q, k and v in one, uneven heads). Load whole tensors with "
             "parallel3d.fsdp.load_model_state_dict and load_optim_state_dict "
             "(type=StateDictType.FULL_STATE_DICT), and read them with full_tensor()"
         )
@@ -136,7 +130,7 @@ for _name in (
 
 
 def packed_among(placements: Sequence[Placement]) -> tuple[int, PackedShard] | None:
-    """(position, the PackedShard), if there is one."""
+    """Returns (index, the PackedShard) if there is one in ``placements``."""
     for axis, placement in enumerate(placements):
         if type(placement) is PackedShard:  # isinstance takes 3 us with torch's placements
             return axis, placement
@@ -144,21 +138,18 @@ def packed_among(placements: Sequence[Placement]) -> tuple[int, PackedShard] | N
 
 
 def ordinary(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """``placements`` with ``Shard`` for ``PackedShard``."""
+    """Returns ``placements`` with ``Shard`` for ``PackedShard``."""
     return tuple(Shard(p.dim) if isinstance(p, PackedShard) else p for p in placements)
-
-
-# -- which rows ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Box:
-    """Some rows of a rank's local tensor that are neighbours in the whole.
+    """Rows of a rank's local tensor that are neighbours in the whole tensor.
 
     Attributes:
-        dim: the packed one.
-        start: the first of them in the local tensor; there are ``sizes[dim]``.
-        offsets, sizes: where they are in the whole tensor, by dim.
+        dim: the packed dim; 0 if there is none.
+        start: index of the first row in the local tensor; there are ``sizes[dim]`` rows.
+        offsets, sizes: position and size in the whole tensor, by dim.
     """
 
     dim: int
@@ -168,17 +159,17 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Of the whole tensor."""
+        """The slices of the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """Of the local tensor."""
+        """The slices of the local tensor."""
         rows = slice(self.start, self.start + self.sizes[self.dim])
         return tuple(rows if d == self.dim else slice(None) for d in range(len(self.sizes)))
 
     def of(self, local: Tensor) -> Tensor:
-        """Its part of the local tensor: a view."""
+        """Returns the box's view of the local tensor."""
         return local.narrow(self.dim, self.start, self.sizes[self.dim])
 
 
@@ -188,16 +179,22 @@ def packed_boxes(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[tuple[int, ...], list[Box]]:
-    """(local shape, boxes in the order of the local rows) of the rank at ``coordinate``."""
+    """Returns (local shape, boxes in the order of the local rows) of the rank at ``coordinate``.
+
+    Without a ``PackedShard`` among ``placements`` that is at most one box, as DTensor has it.
+    """
+    if packed_among(placements) is None:
+        local, start = dtensor_shard_box(shape, mesh_shape, coordinate, placements)
+        return tuple(local), [Box(0, 0, tuple(start), tuple(local))] if prod(local) else []
     axis, packing, others = _split(placements, mesh_shape)
     dim, rank = packing.dim, coordinate[axis]
-    held = list(shape)
-    held[dim] = packing.length_on(rank)
+    packed_shape = list(shape)
+    packed_shape[dim] = packing.length_on(rank)
     local, start = dtensor_shard_box(
-        held,
-        [mesh_shape[i] for i, _ in others],
-        [coordinate[i] for i, _ in others],
-        [placement for _, placement in others],
+        packed_shape,
+        [mesh_shape[i] for i in others],
+        [coordinate[i] for i in others],
+        list(others.values()),
     )
     boxes = []
     for before, (first, number) in packing.rows_of(rank, start[dim], local[dim]):
@@ -210,66 +207,54 @@ def packed_boxes(
 
 def _split(
     placements: Sequence[Placement], mesh_shape: Sequence[int]
-) -> tuple[int, Packing, list[tuple[int, Placement]]]:
-    """(the packed axis, its packing, the other axes with what they do to a rank's rows)."""
+) -> tuple[int, Packing, dict[int, Placement]]:
+    """Returns (the packed axis, its packing, axis -> placement of a rank's rows on each other axis)."""
     found = packed_among(placements)
     assert found is not None
     axis, packed = found
-    others: list[tuple[int, Placement]] = []
-    for i, placement in enumerate(placements):
-        if i == axis:
-            continue
+    others = {i: placement for i, placement in enumerate(placements) if i != axis}
+    for i, placement in others.items():
         if isinstance(placement, StridedShard) and placement.dim == packed.dim and i < axis:
-            # The packed axis is one of those that have cut before it.
+            # The packed axis is one of those that its split_factor counts.
             factor, rest = divmod(int(placement.split_factor), mesh_shape[axis])
             assert not rest, f"{placements} on a mesh {tuple(mesh_shape)}"
             dim = placement.dim
-            placement = StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
-        others.append((i, placement))
+            others[i] = StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
     return axis, packed.packing, others
 
 
-# -- whole and part ------------------------------------------------------------------------------------
-
-
 def cut_packed(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of ``whole``, with memory of its own."""
+    """Returns this rank's part of ``whole``, with memory of its own."""
     axis, packing, others = _split(placements, mesh.shape)
     local = packing.take(whole, mesh.get_local_rank(axis))
-    for i, placement in others:
+    for i, placement in others.items():
         if mesh.size(i) > 1 and isinstance(placement, (Shard, StridedShard)):
             factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-            local = strided_chunk(
-                local, placement.dim, factor, mesh.size(i), mesh.get_local_rank(i)
-            )
+            rank = mesh.get_local_rank(i)
+            local = strided_chunk(local, placement.dim, factor, mesh.size(i), rank)
     return local
 
 
 def gather_packed(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Tensor:
-    """The whole tensor on every rank; one all-gather for each axis that cuts. Collective."""
-    cutting = [
-        i
-        for i, p in enumerate(placements)
-        if isinstance(p, (Shard, StridedShard)) and mesh.size(i) > 1
+    """Returns the whole tensor on every rank; one all-gather for each axis that shards. Collective."""
+    sharding = [isinstance(p, (Shard, StridedShard)) for p in placements]
+    ranks = [
+        range(size if shards else 1) for size, shards in zip(mesh.shape, sharding, strict=True)
     ]
-    places = []
-    for ranks in product(*(range(mesh.size(i)) for i in cutting)):
-        at = [0] * mesh.ndim
-        for i, rank in zip(cutting, ranks, strict=True):
-            at[i] = rank
-        places.append(packed_boxes(shape, mesh.shape, at, placements))
-    largest = max(prod(sizes) for sizes, _ in places)
+    parts = [packed_boxes(shape, mesh.shape, at, placements) for at in product(*ranks)]
+    largest = max(prod(sizes) for sizes, _ in parts)
     gathered = torch.zeros(largest, dtype=local.dtype, device=local.device)
     gathered.narrow(0, 0, local.numel()).copy_(local.reshape(-1))
-    for i in reversed(cutting if largest else []):
-        size = mesh.size(i) * gathered.numel()
-        output = torch.empty(size, dtype=local.dtype, device=local.device)
-        all_gather_single(output, gathered, group=mesh.get_group(i))
-        gathered = output
+    for i in reversed(range(mesh.ndim)):
+        if len(ranks[i]) > 1 and largest:
+            size = mesh.size(i) * gathered.numel()
+            output = torch.empty(size, dtype=local.dtype, device=local.device)
+            all_gather_single(output, gathered, group=mesh.get_group(i))
+            gathered = output
     whole = torch.empty(tuple(shape), dtype=local.dtype, device=local.device)
-    for (sizes, boxes), row in zip(places, gathered.view(len(places), largest), strict=True):
+    for (sizes, boxes), row in zip(parts, gathered.view(len(parts), largest), strict=True):
         part = row.narrow(0, 0, prod(sizes)).view(sizes)
         for box in boxes:
             whole[box.slices] = box.of(part)
@@ -278,88 +263,42 @@ def gather_packed(
 
 # Operations on packed DTensors.
 #
-# To DTensor's own operations their rows are those of ``torch.chunk``. So only what treats rows alike,
-# wherever they are, goes through to them; anything else would be silently wrong, and raises.
+# DTensor's own operations handle their rows as those of ``torch.chunk``. An operation that does the same to
+# all rows, wherever they are, is passed on to them. Any other would silently compute wrong values: it raises.
 
-
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func(*args, **kwargs)``, with packed DTensors among the operands.
-
-    Raises:
-        Parallel3dError: it would mix their rows, or they don't lie alike.
-    """
-    return _Call(func, args, kwargs).run()
-
-
-# Beside those that torch marks as elementwise.
-_SAME_ROWS = {
-    "_amp_foreach_non_finite_check_and_unscale_",
-    "_fused_adagrad_",
-    "_fused_adam_",
-    "_fused_adamw_",
-    "_fused_sgd_",
-    "_pin_memory",
-    "_to_copy",
-    "alias",
-    "bernoulli_",
-    "clone",
-    "copy_",
-    "detach",
-    "detach_",
-    "empty_like",
-    "equal",
-    "fill_",
-    "full_like",
-    "is_pinned",
-    "is_same_size",
-    "normal_",
-    "ones_like",
-    "rand_like",
-    "randn_like",
-    "record_stream",
-    "uniform_",
-    "zero_",
-    "zeros_like",
+# "rows": results have the rows of the operands. "number": all rows are reduced to one number. "new": a new
+# tensor, of the same rows if of the same shape. "view": keeps all rows if it keeps the shape, as in autograd.
+_KINDS = {
+    "_amp_foreach_non_finite_check_and_unscale_": "rows",
+    **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), "rows"),
+    **dict.fromkeys(("_pin_memory", "_to_copy", "is_pinned", "record_stream"), "rows"),
+    **dict.fromkeys(("alias", "clone", "copy_", "detach", "detach_"), "rows"),
+    **dict.fromkeys(("bernoulli_", "fill_", "normal_", "uniform_", "zero_"), "rows"),
+    **dict.fromkeys(("equal", "is_same_size"), "rows"),
+    **dict.fromkeys(("all", "any", "amax", "amin", "max", "min", "sum"), "number"),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), "number"),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), "new"),
+    **dict.fromkeys(("expand", "view"), "view"),
 }
-# All rows to one number.
-_TO_NUMBER = {
-    "all",
-    "amax",
-    "amin",
-    "any",
-    "linalg_vector_norm",
-    "max",
-    "min",
-    "norm",
-    "sum",
+# Values that don't change a reduction; nan: it depends on the order of the norm.
+_NEUTRAL = {
+    **dict.fromkeys(("amax", "max", "_foreach_max"), -math.inf),
+    **dict.fromkeys(("amin", "min"), math.inf),
+    **dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), math.nan),
 }
-
-
-# New tensors of any shape; of the same one they lie as the packed one does.
-_NEW = {"new_empty", "new_full", "new_ones", "new_zeros"}
-# Of the same shape, as autograd's nodes are found by, they leave all rows.
-_VIEWS = {"expand", "view"}
-
-
-_LARGEST = {"amax", "max", "_foreach_max"}
-_LEAST = {"amin", "min"}
-_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}
 
 
 @lru_cache(maxsize=1024)
-def _fixed_neutral(func: Any) -> float:
-    """Of that reduction; 0: it is none; not a number: a norm, whose order says it."""
+def _kind(func: Any) -> tuple[str, float | None]:
+    """Returns (the kind, ``""`` if the operation is refused; the neutral value)."""
     name = func._schema.name.removeprefix("aten::")
-    if name in _NORMS:
-        return math.nan
-    return -math.inf if name in _LARGEST else math.inf if name in _LEAST else 0.0
+    elementwise = name.startswith("_foreach_") or torch.Tag.pointwise in func.tags
+    kind = "rows" if elementwise or name.endswith("_like") else _KINDS.get(name, "")
+    return kind, _NEUTRAL.get(name)
 
 
-def _neutral(func: Any, args: Any, kwargs: Any) -> float | None:
-    """A value that doesn't change a reduction to one number, if that of no values at all is an error."""
-    fixed = _fixed_neutral(func)
-    if not math.isnan(fixed):
-        return None if fixed == 0 else fixed
+def _neutral_of_norm(args: Any, kwargs: Any) -> float | None:
+    """Returns the neutral value of a norm for which no values at all would be an error."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if not isinstance(order, (int, float)) or 0 <= order < math.inf:
         return None
@@ -367,7 +306,7 @@ def _neutral(func: Any, args: Any, kwargs: Any) -> float | None:
 
 
 def _with_one_more(local: Tensor, value: float) -> Tensor:
-    """All values of ``local`` and one more, in as many dims."""
+    """Returns all values of ``local`` and one more, in as many dims."""
     if local.dtype.is_floating_point:
         more = local.new_full((1,), value)
     elif local.dtype is torch.bool:
@@ -379,87 +318,77 @@ def _with_one_more(local: Tensor, value: float) -> Tensor:
     return flat.view(*(1,) * (local.dim() - 1), -1)
 
 
-@lru_cache(maxsize=1024)
-def _kind(func: Any) -> str:
-    """``"rows"``: each result has the rows of its operands. ``"number"``: it is a number of all.
-    ``"new"``: it has none of their values. ``"view"``: rows if it keeps the shape. ``""``: anything else."""
-    name = func._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_") or name in _SAME_ROWS or torch.Tag.pointwise in func.tags:
-        return "rows"
-    if name in _NEW:
-        return "new"
-    if name in _VIEWS:
-        return "view"
-    return "number" if name in _TO_NUMBER else ""
-
-
 class _Call:
     """One operation with packed DTensors among its operands.
 
-    An operation on lists is one on each position; ``like[i]`` tells how what is packed at position i lies.
+    An operation on lists is one on each position. DTensor's operation gets plain DTensors of the same local
+    tensors; its results at a position are made packed again.
+
+    Attributes:
+        like: position -> the spec of the packed operands there.
+        plain: id of a packed operand -> the plain one. ``originals``: the inverse.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.kind, self.neutral = _kind(func), _neutral(func, args, kwargs)
+        self.kind, self.neutral = _kind(func)
+        if self.neutral is not None and math.isnan(self.neutral):
+            self.neutral = _neutral_of_norm(args, kwargs)
         self.like: dict[int, PackedSpec] = {}
-        self.plain: dict[int, DTensor] = {}  # by id of an operand: what DTensor sees of it
-        self.originals: dict[int, DTensor] = {}  # the other way
+        self.plain: dict[int, DTensor] = {}
+        self.originals: dict[int, DTensor] = {}
         self.on_lists = bool(args) and isinstance(args[0], (list, tuple))
 
     def run(self) -> Any:
+        """Runs the operation.
+
+        Raises:
+            Parallel3dError: it would mix the rows of an operand, or the operands have different rows.
+        """
         if self.kind == "view" and tuple(self.args[1]) == tuple(self.args[0].shape):
             local = get_local_tensor(self.args[0])
             return make_dtensor(self.func(local, list(local.shape)), spec_of(self.args[0]))
         if self.kind in ("", "view"):
             self._refuse("mixes, picks or moves rows,")
-        if self.func is torch.ops.aten.copy_.default and _lie_apart(*self.args[:2]):
+        if self.func is torch.ops.aten.copy_.default and _placed_differently(*self.args[:2]):
             return _copied(*self.args[:2])
         if self.kind == "new":
             return _new(self.func, *self.args, **self.kwargs)
         if self.func in _LOGICAL:
             return _all_or_any(self.func, self.args[0])
         for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, (list, tuple)):
-                for position, item in enumerate(value):
-                    self._take(position, item)
-            else:
-                self._take(0, value)
-        args = [self._plain(value) for value in self.args]
-        kwargs = {key: self._plain(value) for key, value in self.kwargs.items()}
+            for position, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                self._take(position, item)
+        args = [self._as_plain(value) for value in self.args]
+        kwargs = {key: self._as_plain(value) for key, value in self.kwargs.items()}
         result = self.func(*args, **kwargs)
         if isinstance(result, (list, tuple)):
-            marked = [self._marked(i * self.on_lists, value) for i, value in enumerate(result)]
-            return type(result)(marked)
-        return self._marked(0, result)
+            packed = [self._as_packed(i * self.on_lists, value) for i, value in enumerate(result)]
+            return type(result)(packed)
+        return self._as_packed(0, result)
 
     def _take(self, position: int, value: Any) -> None:
-        """Notes how ``value`` lies, if it is packed."""
+        """Makes the plain DTensor of ``value`` if it is packed."""
         spec = _packed_spec(value)
         if spec is None:
             return
         known = self.like.setdefault(position, spec)
-        if known is not spec and not _alike(known, spec):
+        if known is not spec and not _same_rows(known, spec):
             self._refuse(f"has operands with other rows, {known.placements} and {spec.placements},")
-        if (
-            id(value) in self.plain
-        ):  # given twice; what DTensor saw of it must live on for its id's sake
+        if id(value) in self.plain:  # given twice; the first plain one must live on, for its id
             return
         local = get_local_tensor(value)
-        if self.neutral is not None and spec.leaves_ranks_empty:
-            # Those would raise while the others wait for them.
+        if self.neutral is not None and spec.has_empty_ranks:
+            # Empty ranks would raise while the others wait for them.
             local = _with_one_more(local, self.neutral)
         plain = make_dtensor(local, spec.ordinary)
         self.plain[id(value)] = plain
         self.originals[id(plain)] = value
 
-    def _plain(self, value: Any) -> Any:
-        """``value`` as DTensor gets it."""
+    def _as_plain(self, value: Any, position: int = 0) -> Any:
+        """Returns an operand for DTensor's operation."""
         if isinstance(value, (list, tuple)):
-            return [self._plain_at(i, item) for i, item in enumerate(value)]
-        return self._plain_at(0, value)
-
-    def _plain_at(self, position: int, value: Any) -> Any:
+            return [self._as_plain(item, i) for i, item in enumerate(value)]
         known = self.plain.get(id(value))
         if known is not None:
             return known
@@ -474,18 +403,16 @@ class _Call:
         what = f"{tuple(value.placements)}" if isinstance(value, DTensor) else "no DTensor"
         return self._refuse(f"has an operand of {tuple(value.shape)} with other rows, {what},")
 
-    def _marked(self, position: int, result: Any) -> Any:
-        """The result at ``position`` of the result, packed as the operands there are."""
+    def _as_packed(self, position: int, result: Any) -> Any:
+        """Returns a result with the spec of the packed operands at its position."""
         original = self.originals.get(id(result))
         if original is not None:
             return original
         like = self.like.get(position)
-        if like is None or not isinstance(result, DTensor):
+        if like is None or not isinstance(result, DTensor) or not result.dim():
             return result
-        if self.kind == "number" or not result.dim():
-            if result.dim():
-                self._refuse("leaves some of the rows,")
-            return result
+        if self.kind == "number":
+            self._refuse("leaves some of the rows,")
         if result.shape != like.shape:
             self._refuse(f"makes a tensor of {tuple(result.shape)},")
         spec, same = spec_of(result), like.ordinary
@@ -495,69 +422,68 @@ class _Call:
         placements = list(spec.placements)
         assert placements[axis] == ordinary([shard])[0], f"{self.func} gave {placements}"
         placements[axis] = shard
-        made = PackedSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-        return make_dtensor(get_local_tensor(result), made)
+        packed = PackedSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+        return make_dtensor(get_local_tensor(result), packed)
 
     def _refuse(self, why: str) -> Any:
         raise Parallel3dError(
             f"{self.func} on a packed parameter (gate and up in one, q, k and v in one, uneven heads) {why} "
-            "and which rows a rank has DTensor doesn't know; use full_tensor(), which every rank must call, "
-            "or to_local(). (State of an optimizer that torch's set_optimizer_state_dict has loaded whole "
-            "lies otherwise than its parameter: load it with parallel3d.fsdp.load_optim_state_dict)"
+            "and DTensor does not know which rows a rank has; use full_tensor(), which every rank must call, "
+            "or to_local(). (Optimizer state that torch's set_optimizer_state_dict has loaded whole has "
+            "other rows than its parameter: load it with parallel3d.fsdp.load_optim_state_dict)"
         )
 
 
 def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTensor:
-    """``like.new_empty(size)`` and its kind."""
+    """Runs ``like.new_empty(size)`` and the like."""
     spec, local = _packed_spec(like), get_local_tensor(like)
     assert spec is not None
     if tuple(size) != tuple(like.shape):
         return func(make_dtensor(local, spec.ordinary), size, *args, **kwargs)
-    made = func(local, list(local.shape), *args, **kwargs)
-    return make_dtensor(made, make_spec(spec.mesh, spec.placements, like.shape, made.dtype))
+    new = func(local, list(local.shape), *args, **kwargs)
+    return make_dtensor(new, make_spec(spec.mesh, spec.placements, like.shape, new.dtype))
 
 
 _LOGICAL = {torch.ops.aten.all.default, torch.ops.aten.any.default}
 
 
 def _all_or_any(func: Any, value: DTensor) -> Tensor:
-    """``value.all()`` or ``value.any()``, by a count on each rank.
+    """Runs ``value.all()`` or ``value.any()`` by a count on each rank.
 
-    DTensor of torch 2.15 would gather the rows first, as many of each rank as ``torch.chunk`` gives it.
+    DTensor of torch 2.15 would gather the rows first, with the sizes that ``torch.chunk`` gives the ranks.
     """
     spec, local = _packed_spec(value), get_local_tensor(value)
     assert spec is not None
     is_all = func is torch.ops.aten.all.default
     count = (local.logical_not() if is_all else local).count_nonzero()
-    parts = [Partial() if p.is_shard() else p for p in ordinary(spec.placements)]
-    summed = DTensor.from_local(count, spec.mesh, parts, run_check=False)
-    summed = summed.redistribute(placements=[Replicate()] * len(parts))
+    partial = [Partial() if p.is_shard() else p for p in ordinary(spec.placements)]
+    summed = DTensor.from_local(count, spec.mesh, partial, run_check=False)
+    summed = summed.redistribute(placements=[Replicate()] * len(partial))
     return summed == 0 if is_all else summed != 0
 
 
-def _lie_apart(target: Any, source: Any) -> bool:
-    """Whether these are DTensors of one shape, one of them packed in a way that the other isn't."""
+def _placed_differently(target: Any, source: Any) -> bool:
+    """Whether these are DTensors of one shape, one of them packed with rows that the other doesn't have."""
     if not (isinstance(target, DTensor) and isinstance(source, DTensor)):
         return False
     to, of = _packed_spec(target), _packed_spec(source)
-    alike = to is not None and of is not None and _alike(to, of)
-    return target.shape == source.shape and not alike
+    same = to is not None and of is not None and _same_rows(to, of)
+    return target.shape == source.shape and not same
 
 
 def _copied(target: DTensor, source: DTensor) -> DTensor:
-    """``target.copy_(source)`` by way of the whole tensor: what torch loads is placed without a packing."""
+    """Runs ``target.copy_(source)`` through the whole tensor: torch places loaded state without a packing."""
     whole = source.full_tensor()
     mesh, placements = target.device_mesh, target.placements
     if _packed_spec(target) is not None:
-        whole = cut_packed(whole, mesh, placements)
-        get_local_tensor(target).copy_(whole)
-        return target
-    target.copy_(DTensor.from_local(whole, mesh, run_check=False))
+        get_local_tensor(target).copy_(cut_packed(whole, mesh, placements))
+    else:
+        target.copy_(DTensor.from_local(whole, mesh, run_check=False))
     return target
 
 
 def _packed_spec(value: Any) -> PackedSpec | None:
-    """How ``value`` lies, if packed; also a plain DTensor that was made with a packed one's placements."""
+    """Returns the spec of ``value`` if packed; also of a plain DTensor with a packed one's placements."""
     if not isinstance(value, DTensor):
         return None
     spec = spec_of(value)
@@ -568,17 +494,20 @@ def _packed_spec(value: Any) -> PackedSpec | None:
     return PackedSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
 
 
-def _alike(one: PackedSpec, other: PackedSpec) -> bool:
-    """Whether the rows of the same shape lie on the ranks alike."""
-    (axis, shard), (its_axis, its_shard) = one.packed, other.packed
-    same = shard is its_shard or shard == its_shard
+def _same_rows(one: PackedSpec, other: PackedSpec) -> bool:
+    """Whether each rank holds the same rows of both."""
+    (axis, shard), (other_axis, other_shard) = one.packed, other.packed
+    same = shard is other_shard or shard == other_shard
     same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
-    return same and axis == its_axis and same_mesh and one.shape == other.shape
+    return same and axis == other_axis and same_mesh and one.shape == other.shape
 
 
 class PackedDTensor(DTensor):
-    """One of its placements is a ``PackedShard``. Elementwise operations, copies, norms and optimizers work
-    as on any DTensor; ``full_tensor()`` and checkpoints have the plain model's rows."""
+    """A DTensor one of whose placements is a ``PackedShard``.
+
+    Elementwise operations, copies, norms and optimizers work as on any DTensor. ``full_tensor()`` and
+    checkpoints have the plain model's rows.
+    """
 
     _spec: PackedSpec
 
@@ -591,7 +520,7 @@ class PackedDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return run(func, args, kwargs or {})
+        return _Call(func, args, kwargs or {}).run()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -599,13 +528,9 @@ class PackedDTensor(DTensor):
             f"placements={self.placements})"
         )
 
-    # -- other layouts -----------------------------------------------------------------------------------
-
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The plain model's tensor, on every rank; differentiable. Every rank must call it."""
-        if grad_placements is not None and not all(
-            isinstance(p, Replicate) for p in grad_placements
-        ):
+        """Returns the plain model's tensor, on every rank; differentiable. Every rank must call it."""
+        if any(not isinstance(p, Replicate) for p in grad_placements or ()):
             raise Parallel3dError(
                 f"full_tensor(grad_placements={grad_placements}) of a packed parameter: its gradient must be "
                 "whole on every rank, Replicate()"
@@ -618,33 +543,29 @@ class PackedDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """As DTensor's, to ``Replicate()`` on all axes, or with partial axes reduced.
+        """Redistributes to ``Replicate()`` on all axes, or reduces partial axes.
 
         Raises:
-            Parallel3dError: to any other layout.
+            Parallel3dError: to any other placements.
         """
-        mesh = device_mesh or self.device_mesh
+        mesh, spec = device_mesh or self.device_mesh, self._spec
         wanted = self.placements if placements is None else tuple(placements)
-        if mesh == self.device_mesh and wanted == self.placements:
-            return self
-        if mesh == self.device_mesh and all(isinstance(p, Replicate) for p in wanted):
-            return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
-        spec = self._spec
-        reduced = mesh == spec.mesh and all(
-            now == then or now.is_partial()
-            for now, then in zip(spec.placements, wanted, strict=True)
-        )
-        if reduced:
-            plain = make_dtensor(self._local_tensor, spec.ordinary)
-            local = get_local_tensor(plain.redistribute(mesh, ordinary(wanted), **options))
-            return make_dtensor(local, PackedSpec(mesh, wanted, tensor_meta=spec.tensor_meta))
+        if mesh == spec.mesh:
+            if wanted == self.placements:
+                return self
+            if all(isinstance(p, Replicate) for p in wanted):
+                return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
+            if all(a == b or a.is_partial() for a, b in zip(spec.placements, wanted, strict=True)):
+                plain = make_dtensor(self._local_tensor, spec.ordinary)
+                local = get_local_tensor(plain.redistribute(mesh, ordinary(wanted), **options))
+                return make_dtensor(local, PackedSpec(mesh, wanted, tensor_meta=spec.tensor_meta))
         raise Parallel3dError(
             f"redistribute from {self.placements} to {wanted}: of a packed parameter, whose rows are not "
-            "torch.chunk's, only the whole is made: full_tensor()"
+            "torch.chunk's, only the whole can be made: full_tensor()"
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's rows; differentiable. Its gradient must be that of these rows."""
+        """Returns this rank's rows; differentiable. The gradient must be that of these rows."""
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise Parallel3dError(
                 f"to_local(grad_placements={grad_placements}) of a packed parameter: its gradient must be "
@@ -652,15 +573,15 @@ class PackedDTensor(DTensor):
             )
         return _Local.apply(self) if torch.is_grad_enabled() else self._local_tensor
 
-    # -- torch.distributed.checkpoint ----------------------------------------------------------------------
-
     def boxes(self) -> list[Box]:
-        """Where this rank's rows are in the whole tensor."""
+        """Returns the boxes of this rank's rows in the whole tensor."""
         spec = self._spec
         coordinate = spec.mesh.get_coordinate()
         if coordinate is None:
             return []
         return packed_boxes(self.shape, spec.mesh.shape, coordinate, spec.placements)[1]
+
+    # The protocol of torch.distributed.checkpoint.
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -695,39 +616,40 @@ class PackedDTensor(DTensor):
 
 PackedSpec.tensor_class = PackedDTensor
 call_torch_dispatch_of(PackedDTensor)
-# What a file with such a tensor in it names, for torch.load's safe mode.
+# torch.load's safe mode refuses a file with such a tensor otherwise.
 torch.serialization.add_safe_globals([PackedDTensor, PackedSpec, PackedShard, Packing])
 
 
 def packing_of(tensor: Tensor) -> Packing | None:
-    """The packing of a PackedDTensor; None for any other tensor."""
+    """Returns the packing of a PackedDTensor; None for any other tensor."""
     return tensor.packing if isinstance(tensor, PackedDTensor) else None
 
 
+def _reduced_placements(spec: PackedSpec) -> tuple[Placement, ...]:
+    """Returns the placements with ``Replicate`` for partial ones."""
+    return tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+
+
 class _Whole(torch.autograd.Function):
-    """A PackedDTensor -> the whole tensor, and the gradient of the whole -> a PackedDTensor."""
+    """A PackedDTensor -> the whole tensor; the gradient of that -> a PackedDTensor."""
 
     @staticmethod
     def forward(ctx: Any, packed: PackedDTensor) -> Tensor:
         spec = ctx.spec = packed._spec
-        local = packed._local_tensor
-        placements = spec.placements
-        if any(p.is_partial() for p in placements):
-            placements = tuple(Replicate() if p.is_partial() else p for p in placements)
+        local, placements = packed._local_tensor, _reduced_placements(packed._spec)
+        if placements != spec.placements:
             plain = make_dtensor(local, spec.ordinary)
             local = get_local_tensor(plain.redistribute(spec.mesh, ordinary(placements)))
         return gather_packed(local, spec.mesh, placements, packed.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        spec = ctx.spec
-        placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-        local = cut_packed(grad, spec.mesh, placements)
-        return make_dtensor(local, PackedSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta))
+        local = cut_packed(grad, ctx.spec.mesh, _reduced_placements(ctx.spec))
+        return _Local.backward(ctx, local)
 
 
 class _Local(torch.autograd.Function):
-    """A PackedDTensor -> its local tensor, and the gradient of that -> a PackedDTensor."""
+    """A PackedDTensor -> its local tensor; the gradient of that -> a PackedDTensor."""
 
     @staticmethod
     def forward(ctx: Any, packed: PackedDTensor) -> Tensor:
@@ -736,6 +658,5 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        spec = ctx.spec
-        placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-        return make_dtensor(grad, PackedSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta))
+        mesh, placements = ctx.spec.mesh, _reduced_placements(ctx.spec)
+        return make_dtensor(grad, PackedSpec(mesh, placements, tensor_meta=ctx.spec.tensor_meta))

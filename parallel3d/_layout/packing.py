@@ -1,7 +1,8 @@
-"""Packing: which rows of one dim each rank of one axis holds, where ``torch.chunk`` doesn't say.
+"""Packing: the rows of one dim that each rank of one axis holds, where they are not ``torch.chunk``'s.
 
-A fused gate-and-up weight is cut so that every rank has its part of gate and its part of up; attention
-weights are cut between heads, also where the heads don't divide. DTensor's placements can't tell such rows.
+A fused gate-and-up weight is split so that every rank has its part of gate and its part of up; attention
+weights are split between heads, also where the heads don't divide evenly. DTensor's placements can't express
+this.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ Interval = tuple[int, int]  # (first row, number of rows)
 
 @dataclass(frozen=True)
 class Packing:
-    """The rows of ``dim`` that each rank holds, in the order in which they lie in its local tensor.
+    """The rows of ``dim`` that each rank holds, in the order of its local tensor.
 
     Attributes:
-        dim: of the parameter, from 0.
-        rows: [rank] -> intervals (first, number), none of them empty. Together the ranks hold each row once.
+        dim: dim of the parameter, from 0.
+        rows: for each rank intervals (first row, number of rows), none of them empty. Together the ranks hold
+            each row once.
     """
 
     dim: int
@@ -38,57 +40,50 @@ class Packing:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many rows each rank holds."""
+        """The number of rows of each rank."""
         return tuple(sum(number for _, number in rank) for rank in self.rows)
 
     @property
     def size(self) -> int:
-        """Rows of the whole."""
+        """The number of rows of the whole tensor."""
         return sum(self.lengths)
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank holds as many rows."""
+        """Whether every rank holds the same number of rows."""
         return len(set(self.lengths)) == 1
 
     def length_on(self, rank: int) -> int:
-        """How many rows ``rank`` holds; for a ``SymInt`` of simulated ranks, one that differs by rank."""
+        """Returns the number of rows of ``rank``, which may be a ``SymInt`` of simulated ranks."""
         return pick_by_rank(self.lengths, rank)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The rows of ``whole`` that ``rank`` holds: contiguous, with storage of its own.
+        """Returns the rows of ``whole`` that ``rank`` holds: contiguous, with storage of its own.
 
         Args:
-            rank: a coordinate; under simulated ranks a ``SymInt`` that differs by rank.
+            rank: a coordinate, which may be a ``SymInt`` of simulated ranks.
         """
         if isinstance(rank, torch.SymInt):
+            ranks = {r: value_on_rank(rank, r) for r in ranks_of(rank)}
             return combine_ranks(
-                {
-                    r: self.take(value_on_rank(whole, r), value_on_rank(rank, r))
-                    for r in ranks_of(rank)
-                }
+                {r: self.take(value_on_rank(whole, r), at) for r, at in ranks.items()}
             )
-        parts = [whole.narrow(self.dim, first, number) for first, number in self.rows[rank]]
-        if not parts:
-            parts = [whole.narrow(self.dim, 0, 0)]
-        return torch.cat(parts, self.dim)
+        intervals = self.rows[rank] or ((0, 0),)
+        return torch.cat([whole.narrow(self.dim, *interval) for interval in intervals], self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The other way: what the ranks hold, in their order -> the whole."""
-        pieces = []
-        for part, held in zip(parts, self.rows, strict=True):
-            start = 0
-            for first, number in held:
-                pieces.append((first, part.narrow(self.dim, start, number)))
-                start += number
-        pieces.sort(key=lambda piece: piece[0])
-        return torch.cat([piece for _, piece in pieces], self.dim)
+        """The inverse of ``take``: returns the whole tensor of the ranks' parts."""
+        by_first: dict[int, Tensor] = {}
+        for part, intervals in zip(parts, self.rows, strict=True):
+            pieces = part.split([number for _, number in intervals], self.dim) if intervals else ()
+            by_first |= {first: piece for (first, _), piece in zip(intervals, pieces, strict=True)}
+        return torch.cat([by_first[first] for first in sorted(by_first)], self.dim)
 
     def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
-        """Where ``number`` of ``rank``'s rows from ``first`` on are in the whole.
+        """Returns where rows ``first`` to ``first + number`` of ``rank``'s local tensor are in the whole.
 
         Returns:
-            (how many of them come before, the interval of the whole), one after another.
+            (number of these rows before, interval of the whole tensor) for each interval.
         """
         found, start = [], 0
         for begin, length in self.rows[rank]:
@@ -100,48 +95,39 @@ class Packing:
 
 
 def pick_by_rank(values: Sequence[int], rank: int) -> int:
-    """``values[rank]``; for a ``SymInt`` of simulated ranks, one that differs by rank."""
+    """Returns ``values[rank]``; ``rank`` may be a ``SymInt`` of simulated ranks, as then is the result."""
     if not isinstance(rank, torch.SymInt):
         return values[rank]
-    # One comparison a rank: arithmetic is all that a SymInt that differs by rank can do.
+    # One comparison for each value: a SymInt that differs by rank allows only arithmetic.
     total = 0
     for index, value in enumerate(values):
-        is_it = 1 - torch.sym_min(torch.sym_max(rank - index, index - rank), 1)
-        total = total + is_it * value
+        is_equal = 1 - torch.sym_min(torch.sym_max(rank - index, index - rank), 1)
+        total = total + is_equal * value
     return total
 
 
 def cut_sections(
     dim: int, sections: tuple[int, ...], ranks: int, multiple_of: tuple[int, ...] | int = 1
 ) -> Packing:
-    """Each of the sections that ``dim`` is packed of, cut among ``ranks`` as evenly as whole groups allow.
+    """Returns the packing that splits each section of ``dim`` evenly over ``ranks``, between whole groups.
 
     Args:
-        sections: rows of each; (F, F) for gate and up.
-        multiple_of: rows of a group that is never cut (a head), for each section or for all. Ranks get as
-            many groups of each section, the first ones one more where they don't divide.
+        sections: number of rows of each section; (F, F) for gate and up.
+        multiple_of: number of rows of a group that is never split (a head), for each section or for all. The
+            first ranks get one group more where the groups don't divide evenly.
     """
     groups = multiple_of if isinstance(multiple_of, tuple) else (multiple_of,) * len(sections)
     starts = [0, *accumulate(sections)]
     rows: list[tuple[Interval, ...]] = []
     for rank in range(ranks):
-        held = []
+        intervals: list[Interval] = []
         for start, size, group in zip(starts, sections, groups, strict=False):
             count, rest = divmod(size // group, ranks)
-            before = rank * count + min(rank, rest)
-            mine = count + (rank < rest)
-            if mine:
-                held.append((start + before * group, mine * group))
-        rows.append(tuple(_merged(held)))
+            first = start + (rank * count + min(rank, rest)) * group
+            number = (count + (rank < rest)) * group
+            if number and intervals and sum(intervals[-1]) == first:  # neighbours are joined
+                intervals[-1] = (intervals[-1][0], intervals[-1][1] + number)
+            elif number:
+                intervals.append((first, number))
+        rows.append(tuple(intervals))
     return Packing(dim, tuple(rows))
-
-
-def _merged(intervals: list[Interval]) -> list[Interval]:
-    """Neighbours joined."""
-    result: list[Interval] = []
-    for first, number in intervals:
-        if result and sum(result[-1]) == first:
-            result[-1] = (result[-1][0], result[-1][1] + number)
-        else:
-            result.append((first, number))
-    return result

@@ -1,4 +1,4 @@
-"""The private torch names that dry runs need (fake tensors, works of collectives), in one place."""
+"""Private torch names for dry runs: fake tensors and works of collectives."""
 
 from __future__ import annotations
 
@@ -20,50 +20,49 @@ from torch.distributed import ProcessGroup
 from torch.distributed import fsdp as torch_fsdp
 from torch.utils.data import dataloader as _dataloader
 
-# What fake tensors raise where an operation needs values.
+# Raised by fake tensors where an operation needs values.
 VALUE_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
 
-
-# Of torch.amp.GradScaler: steps the optimizer unless a gradient is infinite, which it reads.
+# Method of torch.amp.GradScaler that steps the optimizer unless a gradient is infinite, which it reads.
 SCALED_STEP = "_maybe_opt_step"
 
 
 def make_fake_mode() -> FakeTensorMode:
-    """A mode under which operations make tensors without memory."""
+    """Returns a mode in which operations make tensors without memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def as_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """``meta``, a tensor on the meta device, as a fake one on ``device``."""
+    """Returns a fake tensor on ``device`` for ``meta``, a tensor on the meta device."""
     return FakeTensor(mode, meta, device)
 
 
 def forget_conversions(mode: FakeTensorMode) -> None:
-    """``mode`` keeps weak references to the tensors it has made, and a module that has such parameters can't
-    change their dtype (``swap_tensors`` refuses)."""
+    """Drops the weak references that ``mode`` keeps to its tensors: ``swap_tensors``, with which a module
+    changes the dtype of its parameters, refuses tensors that have some."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def in_fake_mode() -> bool:
-    """Whether operations run under a fake mode now, such as DTensor's when it propagates shapes."""
+    """Whether a fake mode is active, such as DTensor's when it propagates shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-# Within it neither modes nor subclasses see calls of torch's functions.
+# A context in which neither modes nor subclasses see calls of torch's functions.
 functions_unseen: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def boxed(work: dist.Work) -> Any:
-    """``work`` as the operations of c10d return it."""
+    """Returns ``work`` as c10d's operations return it."""
     return work.boxed()
 
 
 def loader_iterators() -> tuple[type, ...]:
-    """The classes of a DataLoader's iterators, whose ``__init__`` and ``__next__`` read data."""
+    """Returns the classes of a DataLoader's iterators."""
     return (
         _dataloader._SingleProcessDataLoaderIter,
         _dataloader._MultiProcessingDataLoaderIter,
@@ -71,14 +70,14 @@ def loader_iterators() -> tuple[type, ...]:
 
 
 def init_fake_group(rank: int, world_size: int) -> None:
-    """Make this process rank ``rank`` of a default group that communicates nothing."""
+    """Makes this process rank ``rank`` of a default group that communicates nothing."""
     # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
 
 
 def fake_outputs_written() -> AbstractContextManager[None]:
-    """Within it the fake group's collectives write their outputs, on every torch."""
+    """Returns a context in which the fake group's collectives write their outputs, on every torch version."""
     if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
         return nullcontext()
     from parallel3d._torch.v2_11 import fake_outputs_written
@@ -87,7 +86,7 @@ def fake_outputs_written() -> AbstractContextManager[None]:
 
 
 def add_fake_backend(group: ProcessGroup) -> None:
-    """Lets torch's fake backend carry what is called on ``group``."""
+    """Registers torch's fake backend for ``group``."""
     fake = importlib.import_module("torch._C._distributed_c10d").FakeProcessGroup
     backend = fake._create_internal(group.rank(), group.size())
     for device in ("cpu", "cuda"):
@@ -96,12 +95,12 @@ def add_fake_backend(group: ProcessGroup) -> None:
 
 
 def plain_group(store: dist.Store, rank: int, size: int) -> ProcessGroup:
-    """A group on torch's fake backend that ``torch.distributed`` doesn't know of."""
+    """Returns a group on torch's fake backend that is not registered in ``torch.distributed``."""
     group = ProcessGroup(store, rank, size)
     add_fake_backend(group)
     return group
 
 
 def cuda_sleep(cycles: int) -> None:
-    """Keeps the current CUDA stream busy for ``cycles`` of the GPU's clock, and nothing else of the GPU."""
+    """Keeps the current CUDA stream busy for ``cycles`` of the GPU's clock."""
     torch.cuda._sleep(cycles)

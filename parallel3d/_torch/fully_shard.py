@@ -1,4 +1,4 @@
-"""Private names of torch's own ``fully_shard``, which clients of it read."""
+"""Private names of torch's own ``fully_shard``, which other libraries read."""
 
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,37 +20,37 @@ else:  # 2.11 has neither
     from parallel3d._torch.v2_11 import DataParallelMeshDims as DataParallelMeshDims
     from parallel3d._torch.v2_11 import ShardPlacementResult as ShardPlacementResult
 
-# Attributes of modules: what was applied to them, and its state.
+# Attributes of modules: the names and states of what was applied to them.
 FULLY_SHARD_KEYS = (STATE_KEY, REGISTRY_KEY)
 
 
 def set_fully_shard_state(module: nn.Module, state: Any) -> None:
-    """Makes ``state`` what ``torch.distributed.fsdp.fully_shard.state(module)`` returns.
+    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``.
 
-    And enters fully_shard in torch's registry of what was applied to the module.
+    Also enters fully_shard in torch's registry of what was applied to the module.
     """
-    attributes = vars(module)  # new dicts: a rollback puts the old ones back
-    # From where torch defines it: ``torch.distributed.fsdp.fully_shard`` may have been replaced by ours.
+    attributes = vars(module)  # new dicts: a rollback restores the old ones
+    # From torch's own module: ``torch.distributed.fsdp.fully_shard`` may have been replaced by ours.
     function = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
     attributes[STATE_KEY] = {**attributes.get(STATE_KEY, {}), function: state}
     attributes[REGISTRY_KEY] = {**attributes.get(REGISTRY_KEY, {}), "fully_shard": RegistryItem()}
 
 
 def enter_module_state(module: nn.Module, state: Any) -> None:
-    """Makes ``state``, which the caller keeps alive, what torch's ``_get_module_fsdp_state(module)`` finds.
+    """Makes torch's ``_get_module_fsdp_state(module)`` return ``state``, an instance of ``FSDPState``.
 
-    That function wants an instance of ``FSDPState``.
+    The caller keeps it alive.
     """
     _module_state_mapping[module] = weakref.ref(state)
 
 
 def fully_shard_state(module: nn.Module) -> Any:
-    """``torch.distributed.fsdp.fully_shard.state(module)``."""
+    """Returns ``torch.distributed.fsdp.fully_shard.state(module)``."""
     return torch_fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def is_torch_hook_state(state: object) -> bool:
-    """Whether ``state`` is one that torch's own FSDP1 communication hooks take."""
-    # By its name: who has one has imported the module, which nobody else needs.
-    home = "torch.distributed.algorithms._comm_hooks.default_hooks"
-    return any((c.__module__, c.__name__) == (home, "DefaultState") for c in type(state).__mro__)
+    """Whether ``state`` is a ``DefaultState`` of torch's FSDP1 communication hooks."""
+    # By name, so that the module is not imported.
+    origin = "torch.distributed.algorithms._comm_hooks.default_hooks"
+    return any((c.__module__, c.__name__) == (origin, "DefaultState") for c in type(state).__mro__)

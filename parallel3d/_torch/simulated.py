@@ -1,6 +1,6 @@
-"""The private torch names of simulated ranks (``torch.distributed._local_tensor``), in one place.
+"""Private torch names of simulated ranks (``torch.distributed._local_tensor``).
 
-A tensor of simulated ranks holds one tensor for each; a number that differs by rank is a ``SymInt``.
+A tensor of simulated ranks holds one tensor for each rank; a number that differs by rank is a ``SymInt``.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,23 +19,23 @@ from torch.distributed._local_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 if not hasattr(LocalIntNode, "str"):
-    # rms_norm and others prepare an error message with the sizes, and ask each for its text; on
-    # 2.13 a size that differs by simulated rank has none under the name they use.
+    # rms_norm and others format the sizes for an error message; on 2.13 a size that differs by
+    # simulated rank lacks the method they call.
     LocalIntNode.str = LocalIntNode._str  # type: ignore[attr-defined]
 
 
 def ranks_are_simulated() -> bool:
-    """Whether a ``LocalTensorMode`` is active: one process plays all ranks."""
+    """Whether a ``LocalTensorMode`` is active, in which one process simulates all ranks."""
     return local_tensor_mode() is not None
 
 
 def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:
-    """What each simulated rank holds; None for an ordinary tensor."""
+    """Returns the tensor of each simulated rank; None for an ordinary tensor."""
     return tensor._local_tensors if isinstance(tensor, LocalTensor) else None
 
 
 def combine_ranks(by_rank: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The tensor that each simulated rank holds its own of; the other way than ``tensors_by_rank``."""
+    """Returns one tensor of simulated ranks, the inverse of ``tensors_by_rank``."""
     return LocalTensor(by_rank)
 
 
@@ -45,26 +45,24 @@ def simulation_paused(mode: LocalTensorMode) -> bool:
 
 
 def make_simulated(by_rank: dict[int, torch.Tensor], ranks: frozenset[int]) -> torch.Tensor:
-    """A ``LocalTensor`` of ``by_rank``, which has one tensor for each of ``ranks``.
+    """Returns a ``LocalTensor`` of ``by_rank``, which has one tensor for each of ``ranks``.
 
-    Where all have the same sizes, strides and type it knows them itself: torch's own constructor makes
-    one that asks Python for them at each use, several times an operation.
+    Where all have the same sizes, strides and type it stores them: torch's own constructor makes one that
+    calls Python for them at each use, several times an operation.
     """
-    tensors = iter(by_rank.values())
-    first = next(tensors)
+    first = next(iter(by_rank.values()))
     shape, strides, dtype, layout = first.shape, first.stride(), first.dtype, first.layout
-    alike = not (first.requires_grad or first.is_conj() or first.is_neg())
-    for tensor in tensors:
-        if (
-            tensor.shape != shape
-            or tensor.stride() != strides
-            or tensor.dtype != dtype
-            or tensor.layout != layout
-            or tensor.requires_grad
-        ):
-            alike = False
-    if not alike or any(type(tensor) is not torch.Tensor for tensor in by_rank.values()):
-        return LocalTensor(by_rank)  # which refuses what can't be
+    alike = not (first.is_conj() or first.is_neg()) and all(
+        type(tensor) is torch.Tensor
+        and tensor.shape == shape
+        and tensor.stride() == strides
+        and tensor.dtype == dtype
+        and tensor.layout == layout
+        and not tensor.requires_grad
+        for tensor in by_rank.values()
+    )
+    if not alike:
+        return LocalTensor(by_rank)  # raises for tensors that can't be combined
     simulated = torch.Tensor._make_wrapper_subclass(
         LocalTensor, shape, strides=strides, dtype=dtype, device=first.device, layout=layout
     )
@@ -77,19 +75,19 @@ def make_simulated(by_rank: dict[int, torch.Tensor], ranks: frozenset[int]) -> t
     return simulated
 
 
-# Only 2.13 has it: an error instead of a null pointer's contents.
+# Raises instead of reading a null pointer; only 2.13 has it.
 _forbid_data_pointer = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 
 
 def update_sizes(tensor: torch.Tensor, op: OpOverload, args: Any, kwargs: Any) -> None:
-    """After ``op`` has changed ``tensor``'s sizes or strides in place on every simulated rank."""
+    """Updates the stored sizes after ``op`` has changed them in place on every simulated rank."""
     if getattr(tensor, "_knows_sizes", False):
         with no_dispatch():
-            op(*args, **kwargs)  # on the wrapper, which has sizes and no data
+            op(*args, **kwargs)  # on the wrapper, which has no data
 
 
 def value_on_rank(value: Any, rank: int) -> Any:
-    """What an operation's argument is on one simulated rank."""
+    """Returns an operation's argument on one simulated rank."""
     kind = type(value)
     if kind is LocalTensor:
         return value._local_tensors[rank]
@@ -103,7 +101,7 @@ def value_on_rank(value: Any, rank: int) -> Any:
 
 
 def ranks_of(value: torch.SymInt) -> Iterator[int]:
-    """The simulated ranks that ``value``, a number that differs by rank, has a value for."""
+    """Yields the simulated ranks of ``value``, a number that differs by rank."""
     node = value.node
     assert isinstance(node, LocalIntNode)
     return iter(node._local_ints)
@@ -122,7 +120,7 @@ def for_each_rank(fn: Callable[[int], None]) -> None:
 
 
 def uneven_matmuls() -> AbstractContextManager[Any]:
-    """Within it products of simulated ranks' matrices may have sizes that differ by rank."""
+    """Returns a context in which matrix products of simulated ranks may have sizes that differ by rank."""
     if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
         return nullcontext()
     from parallel3d._torch.v2_11 import MatmulsOfSimulatedRanks
@@ -131,15 +129,14 @@ def uneven_matmuls() -> AbstractContextManager[Any]:
 
 
 def simulation_off() -> AbstractContextManager[None]:
-    """Within it tensors are plain, also where ranks are simulated: for what no rank does as such."""
+    """Returns a context in which no ranks are simulated: tensors are plain."""
     mode = local_tensor_mode()
     return nullcontext() if mode is None else mode.disable()
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The real tensors behind ``tensor``: itself, or one per simulated rank, in their order."""
+    """Yields the tensors of simulated ranks in rank order, or ``tensor`` itself."""
     if isinstance(tensor, LocalTensor):
-        by_rank = tensor._local_tensors
-        yield from (by_rank[rank] for rank in sorted(by_rank))
+        yield from (tensor._local_tensors[rank] for rank in sorted(tensor._local_tensors))
     else:
         yield tensor

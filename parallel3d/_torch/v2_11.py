@@ -1,13 +1,14 @@
-"""What torch 2.11 lacks of 2.13.
+"""Features of torch 2.13 that torch 2.11 lacks.
 
-Classes; DTensor subclasses with operations of their own; products of simulated ranks of uneven sizes; outputs
-of the fake group.
+Two classes, DTensor subclasses with operations of their own, matrix products of simulated ranks of uneven
+sizes, and outputs of the fake group.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,18 +19,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
 @dataclass
 class DataParallelMeshDims:
-    """Which axes of a whole mesh ``fully_shard`` shards and replicates over.
+    """The axes of a whole mesh that ``fully_shard`` shards and replicates over.
 
     Attributes:
-        shard, replicate: one name, or several whose axes count as one. At least one of the two.
+        shard, replicate: one name, or several whose axes count as one. At least one of the two is given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -42,17 +37,18 @@ class DataParallelMeshDims:
     @property
     def shard_names(self) -> tuple[str, ...]:
         """``shard`` as a tuple."""
-        return _names(self.shard)
+        return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
         """``replicate`` as a tuple."""
-        return _names(self.replicate)
+        names = self.replicate
+        return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 @dataclass
 class ShardPlacementResult:
-    """One parameter's dim and mesh, as ``shard_placement_fn`` may return it.
+    """The dim and mesh of one parameter, as ``shard_placement_fn`` may return it.
 
     Attributes:
         placement: the dim to shard; None for the default.
@@ -64,19 +60,19 @@ class ShardPlacementResult:
 
 
 def call_torch_dispatch_of(kind: type[DTensor]) -> None:
-    """Has the operations on tensors of class ``kind`` go to its ``__torch_dispatch__``.
+    """Makes operations on tensors of class ``kind`` call its ``__torch_dispatch__``.
 
-    2.11 takes a subclass of DTensor for a DTensor. Where its cache knows nothing of the operands, which it
-    never does of a placement of ours, it asks two methods of its dispatcher one after the other, and takes
-    what the second one returns for the operation's result, unless that is a description of one.
+    2.11 handles a subclass of DTensor as a DTensor. Where its cache has no entry for the operands, which is
+    always so for a placement of ours, it calls two methods of its dispatcher, and returns what the second one
+    returns unless that is an ``OutputSharding``.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    describe = dispatcher.unwrap_to_op_info
+    unwrap = dispatcher.unwrap_to_op_info
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
     handlers = dispatcher._custom_op_handlers
 
     def unwrap_to_op_info(op: Any, args: Any, kwargs: Any) -> Any:
-        return _OWN if _is_among(kind, args, kwargs) else describe(op, args, kwargs)
+        return _OWN if _has_instance(kind, args, kwargs) else unwrap(op, args, kwargs)
 
     def propagate_or_run(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
         if info is _OWN:
@@ -85,7 +81,7 @@ def call_torch_dispatch_of(kind: type[DTensor]) -> None:
 
     def or_own(handler: Callable[..., Any]) -> Callable[..., Any]:
         def handle(op: Any, args: Any, kwargs: Any) -> Any:
-            if _is_among(kind, args, kwargs):
+            if _has_instance(kind, args, kwargs):
                 return kind.__torch_dispatch__(op, (kind,), args, kwargs)
             return handler(op, args, kwargs)
 
@@ -99,25 +95,21 @@ def call_torch_dispatch_of(kind: type[DTensor]) -> None:
 _OWN = object()
 
 
-def _is_among(kind: type[torch.Tensor], args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            if any(type(item) is kind for item in value):
-                return True
-        elif type(value) is kind:
-            return True
-    return False
+def _has_instance(kind: type[torch.Tensor], args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values())
+    items = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return kind in map(type, chain.from_iterable(items))
 
 
 @contextmanager
 def fake_outputs_written() -> Iterator[None]:
-    """Within it the fake group's reductions and exchanges write what this rank has put in, as on 2.13.
+    """Makes the fake group's reductions and exchanges write this rank's input to the output, as on 2.13.
 
-    2.11's leave their outputs as they were: memory that nobody has written, and other numbers each time.
+    2.11's leave the output, which may be uninitialized memory, as it was.
     """
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a kernel that takes another's place
+        warnings.simplefilter("ignore")  # that a kernel is replaced
         for name, kernel in _FAKES.items():
             library.impl(name, kernel, "CPU", allow_override=True)
     try:
@@ -126,45 +118,32 @@ def fake_outputs_written() -> Iterator[None]:
         library._destroy()
 
 
-def _write(output: torch.Tensor, given: torch.Tensor) -> None:
-    written = min(
-        len(output), len(given)
-    )  # of a reduction the first chunk; exchanges may be uneven
-    output[:written].copy_(given[:written])
-
-
-def _fake_exchange(output: torch.Tensor, given: torch.Tensor, *_: Any) -> Any:
-    _write(output, given)
+def _write(outputs: Any, inputs: Any, *_: Any) -> Any:
+    """Writes each input to its output; returns the work."""
+    if isinstance(outputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    for output, source in zip(outputs, inputs, strict=True):
+        rows = min(len(output), len(source))  # a reduction's first chunk; exchanges may be uneven
+        output[:rows].copy_(source[:rows])
     return FakeWork().boxed()
 
 
-def _fake_exchanges(outputs: list[torch.Tensor], given: list[torch.Tensor], *_: Any) -> Any:
-    for output, each in zip(outputs, given, strict=True):
-        _write(output, each)
-    return outputs, FakeWork().boxed()
-
-
-def _fake_reduce_scatter(output: torch.Tensor, given: torch.Tensor, *_: Any) -> Any:
-    _write(output, given)
-    return output, FakeWork().boxed()
-
-
-def _fake_reduce_scatters(outputs: list[torch.Tensor], given: list[torch.Tensor], *_: Any) -> Any:
-    return _fake_exchanges(outputs, given)[1]
+def _write_and_return(outputs: Any, inputs: Any, *_: Any) -> Any:
+    return outputs, _write(outputs, inputs)
 
 
 _FAKES = {
-    "alltoall_base_": _fake_exchange,
-    "alltoall_": _fake_exchanges,
-    "_reduce_scatter_base_": _fake_reduce_scatter,
-    "reduce_scatter_tensor_coalesced_": _fake_reduce_scatters,
+    "alltoall_base_": _write,
+    "alltoall_": _write_and_return,
+    "_reduce_scatter_base_": _write_and_return,
+    "reduce_scatter_tensor_coalesced_": _write,
 }
 
 
 class MatmulsOfSimulatedRanks(TorchFunctionMode):
-    """Within it matrix products of simulated ranks may have sizes that differ by rank.
+    """Lets matrix products of simulated ranks have sizes that differ by rank.
 
-    2.11 asks for such sizes as plain numbers where an operand has three dims or more, which is an error.
+    2.11 converts such sizes to plain numbers where an operand has three dims or more, which raises.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""What several packages ask of the user's arguments."""
+"""Checks of the user's arguments that several packages share."""
 
 import math
 from contextlib import suppress
@@ -8,11 +8,11 @@ from parallel3d.errors import Parallel3dError, WrongTypeError
 
 
 def as_bool(name: str, value: object) -> bool:
-    """``value``, which may also be 0 or 1.
+    """Returns ``value``, a bool, 0 or 1, as a bool.
 
     Raises:
-        WrongTypeError: no bool and no integer.
-        Parallel3dError: another integer.
+        WrongTypeError: it is no bool and no integer.
+        Parallel3dError: it is another integer.
     """
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
@@ -27,23 +27,24 @@ def is_positive(value: object) -> bool:
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
-    """``value``, an integer of at least ``least``, also numpy's or a tensor of one, as an ``int``.
+    """Returns ``value``, an integer of at least ``least``, numpy's or a tensor too, as an ``int``.
 
     Raises:
-        WrongTypeError: no integer, or a boolean.
-        Parallel3dError: below ``least``.
+        WrongTypeError: it is no integer, or a boolean.
+        Parallel3dError: it is below ``least``.
     """
+    count = None
     if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
         with suppress(TypeError):
             count = index(value)  # type: ignore[arg-type]
-            if count >= least:
-                return count
-            raise Parallel3dError(f"{name} is {value!r}; it must be an integer, {least} or more")
-    raise WrongTypeError(f"{name} is {value!r}; it must be an integer, {least} or more")
+    if count is not None and count >= least:
+        return count
+    kind = WrongTypeError if count is None else Parallel3dError
+    raise kind(f"{name} is {value!r}; it must be an integer, {least} or more")
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``; where that raises itself, which exception it raises."""
+    """Returns ``str(error)``, or which exception that raises."""
     try:
         return str(error)
     except Exception as another:

@@ -1,4 +1,4 @@
-"""Whether this process is in a dry run: the one thing that the rest of the package must know of it."""
+"""Whether this process is in a dry run, for the rest of the package."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _unrecorded: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def active() -> bool:
-    """Whether this process is in a dry run now: tensors have no values, other ranks aren't there."""
+    """Whether this process is in a dry run, where tensors have no values and there are no other ranks."""
     return _active
 
 
 def accelerator() -> Any:
-    """In a dry run of GPUs what ``torch.cuda`` is on them, as far as streams go; elsewhere None."""
+    """Returns the stand-in for ``torch.cuda``'s streams in a dry run of GPUs, else None."""
     return _accelerator
 
 
 def real() -> AbstractContextManager[None]:
-    """In a dry run: what is done in the body is done for real, and is not recorded."""
+    """Returns a context in which a dry run executes operations for real and doesn't record them."""
     return _unrecorded()
 
 
@@ -30,7 +30,7 @@ def real() -> AbstractContextManager[None]:
 def running(
     accelerator: Any, unrecorded: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """The body is a dry run; ``accelerator`` and ``unrecorded`` are what the functions of this file give."""
+    """Makes the body a dry run; the arguments are what ``accelerator()`` and ``real()`` return in it."""
     global _active, _accelerator, _unrecorded
     _active, _accelerator, _unrecorded = True, accelerator, unrecorded
     try:

@@ -1,8 +1,8 @@
-"""Giving one module another forward, by a subclass that has it.
+"""Replacing the forward of one module, by giving the module a subclass of its class.
 
-The module's class changes, as ``fully_shard`` changes it, and nothing refers back to the module: a bound
-method in ``module.__dict__`` would be a cycle, so that a model waits for the garbage collector to be
-freed, and a copy of the module would call the original's. Names and ``state_dict`` keys stay.
+``fully_shard`` changes the class in the same way. A bound method in ``module.__dict__`` would be a reference
+cycle, so that only the garbage collector frees the model, and a copy of the module would call the original's.
+Names and ``state_dict`` keys stay.
 """
 
 import inspect
@@ -24,36 +24,36 @@ _classes: dict[tuple[type, Hashable, Forward], type] = {}
 def wrap_forward(
     module: nn.Module, wrapper: Callable[[Forward], Forward], key: Hashable
 ) -> Forward:
-    """Makes ``wrapper(forward)`` the module's forward, where ``forward`` is the one it has.
+    """Replaces the module's forward by ``wrapper(forward)``.
 
     Args:
         wrapper: called once for all modules of one class; both forwards are functions of
             ``(module, *args, **kwargs)``.
-        key: what tells this wrapper from others.
+        key: identifies the wrapper.
 
     Returns:
-        The forward it had.
+        The forward that the module had.
     """
     cls = type(module)
     inner = _take_own(module) if "forward" in module.__dict__ else cls.forward
-    made = _classes.get((cls, key, inner))
-    if made is None:
+    wrapped = _classes.get((cls, key, inner))
+    if wrapped is None:
         namespace = {
             "forward": wrapper(inner),
             "__doc__": cls.__doc__,
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
-        made = _classes[cls, key, inner] = type(cls.__name__, (cls,), namespace)
-    module.__class__ = made
+        wrapped = _classes[cls, key, inner] = type(cls.__name__, (cls,), namespace)
+    module.__class__ = wrapped
     return inner
 
 
 def as_if(forward: Any, inner: Forward) -> Forward:
-    """A copy of ``forward`` with the signature of ``inner``.
+    """Returns a copy of ``forward`` with the signature of ``inner``.
 
-    With code of its own too: what torch.compile makes of it is then shared by modules of one class only,
-    of which it accepts a limited number.
+    Its code object is a copy too: torch.compile limits the number of graphs for each code object, which then
+    are those of one class only.
     """
     copy = FunctionType(
         forward.__code__.replace(),
@@ -69,12 +69,12 @@ def as_if(forward: Any, inner: Forward) -> Forward:
 
 
 def _take_own(module: nn.Module) -> Forward:
-    """Moves a forward that the instance has of its own out of the way."""
+    """Moves a forward in the module's ``__dict__`` to another attribute; returns a function that calls it."""
     own = module.__dict__.pop("forward")
-    name = f"{_OWN}_{len(type(module).__mro__)}"  # a second one, given later, must not replace it
+    name = f"{_OWN}_{len(type(module).__mro__)}"  # a second one, set later, must not replace it
     module.__dict__[name] = own
     signature = inspect.signature(own)
-    forward = _calls(name, str(signature))
+    forward = _caller_of(name, str(signature))
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[first, *signature.parameters.values()]
@@ -83,8 +83,8 @@ def _take_own(module: nn.Module) -> Forward:
 
 
 @cache
-def _calls(name: str, signature: str) -> Forward:
-    """A function that calls the module's attribute ``name``, the same one for the same signature."""
+def _caller_of(name: str, signature: str) -> Forward:
+    """Returns a function that calls the module's attribute ``name``, one for each signature."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, name)(*args, **kwargs)
@@ -92,25 +92,22 @@ def _calls(name: str, signature: str) -> Forward:
     return forward
 
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")  # transformers' names
-
-
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a block that is recomputed in backward, where it would add its keys and values to a
-    cache a second time: none instead of an empty one.
+    """Returns the arguments of a block with None for an empty key-value cache.
+
+    The block is recomputed in backward, where it would add its keys and values to the cache again.
 
     Raises:
-        StateError: a cache that isn't empty.
+        StateError: a cache is not empty.
     """
-    for name in _CACHES:
+    for name in ("past_key_values", "past_key_value", "layer_past"):  # transformers' names
         cache = kwargs.get(name)
         if cache is None:
             continue
-        count = getattr(cache, "get_seq_length", None)
-        held = int(count()) if count is not None else len(cache)
-        if held:
+        tokens = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else len(cache)
+        if tokens:
             raise StateError(
-                f"{name} holds {held} tokens, and activation_checkpointing=True recomputes blocks in "
+                f"{name} holds {tokens} tokens, and activation_checkpointing=True recomputes blocks in "
                 "backward, which would add to it again: call under torch.no_grad(), or without the cache"
             )
         kwargs = {**kwargs, name: None}

@@ -1,8 +1,8 @@
-"""Public names that are imported when they are first asked for.
+"""Public names that are imported on first access.
 
-``import parallel3d`` must cost next to nothing beside ``import torch``, and most of what it would load is
-torch's own: DTensor alone brings sympy, for half a second and more. A package says twice what it exports,
-under ``if TYPE_CHECKING`` for readers and type checkers and to ``export_lazily`` for Python.
+``import parallel3d`` must add almost nothing to ``import torch``. Most of what it would load is torch's own:
+DTensor alone imports sympy, which takes half a second. A package lists its exports twice: under
+``if TYPE_CHECKING`` for readers and type checkers, and for ``export_lazily``.
 """
 
 import importlib
@@ -16,24 +16,29 @@ from typing import Any
 
 
 class _LazyPackage(ModuleType):
-    """A package whose ``_exports`` (name -> module that has it) and modules come when asked for."""
+    """A package whose ``_exports`` (name -> module that defines it) and submodules are imported on access."""
 
     _exports: dict[str, str]
 
     def __getattr__(self, name: str) -> Any:
-        """Only called for what is not there yet."""
         if name in self._exports:
             value = getattr(importlib.import_module(self._exports[name]), name)
             vars(self)[name] = value
             return value
         path = f"{self.__name__}.{name}"
-        # ``parallel3d.mesh.layout`` without an import of its own: as if all had been imported at once.
+        # ``parallel3d.mesh.layout`` works without an import of its own.
         if not name.startswith("__") and find_spec(path) is not None:
             return importlib.import_module(path)
-        raise AttributeError(self._unknown(name))
+        from difflib import get_close_matches
+
+        names = vars(self).get("__all__", [])
+        nearest = get_close_matches(name, names, n=3, cutoff=0.5) or names
+        raise AttributeError(
+            f"module {self.__name__!r} has no {name!r}; the nearest of its names: {', '.join(nearest)}"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An import of ``fsdp.fully_shard`` puts the module there, where the function has its place."""
+        """Keeps a function in its place when Python sets the module of the same name (``fully_shard``)."""
         if isinstance(value, ModuleType) and self._exports.get(name) == value.__name__:
             value = getattr(value, name)
         super().__setattr__(name, value)
@@ -41,20 +46,13 @@ class _LazyPackage(ModuleType):
     def __dir__(self) -> list[str]:
         return sorted({*vars(self), *self._exports})
 
-    def _unknown(self, name: str) -> str:
-        from difflib import get_close_matches
-
-        names = vars(self).get("__all__", [])
-        nearest = get_close_matches(name, names, n=3, cutoff=0.5) or names
-        return f"module {self.__name__!r} has no {name!r}; the nearest of its names: {', '.join(nearest)}"
-
 
 def export_lazily(package: str, exports: Mapping[str, str]) -> None:
-    """Lets ``package`` have the names of ``exports`` without loading what they are in.
+    """Gives ``package`` the names of ``exports``, imported on first access.
 
     Args:
-        package: ``__name__`` of the package that calls this.
-        exports: module, without ``parallel3d.`` -> the names it has, separated by spaces.
+        package: ``__name__`` of the calling package.
+        exports: module, without ``parallel3d.`` -> names that it defines, separated by spaces.
     """
     module = sys.modules[package]
     root = package.partition(".")[0]
@@ -64,15 +62,15 @@ def export_lazily(package: str, exports: Mapping[str, str]) -> None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds ``parallel3d.dryrun``, which users import, where it is: in ``parallel3d.tools.dryrun``."""
+    """Imports ``parallel3d.tools.dryrun`` under the name ``parallel3d.dryrun``."""
 
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
 
     def _real(self, name: str) -> str | None:
-        for alias, at in self._aliases.items():
+        for alias, real in self._aliases.items():
             if name == alias or name.startswith(f"{alias}."):
-                return at + name[len(alias) :]
+                return real + name[len(alias) :]
         return None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -86,15 +84,15 @@ class _Aliases(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own  # importlib has put the alias's there
+        module.__spec__ = self._own  # importlib has set the alias's
 
 
 def alias_packages(package: str, aliases: Mapping[str, str]) -> None:
     """Makes packages importable, and attributes of ``package``, under a second name.
 
     Args:
-        package: ``__name__`` of the package that calls this.
-        aliases: second name -> where the package is, both relative to ``package``.
+        package: ``__name__`` of the calling package.
+        aliases: second name -> first name, both relative to ``package``.
     """
-    whole = {f"{package}.{name}": f"{package}.{at}" for name, at in aliases.items()}
-    sys.meta_path.insert(0, _Aliases(whole))  # before the finder of files, for modules inside
+    absolute = {f"{package}.{alias}": f"{package}.{name}" for alias, name in aliases.items()}
+    sys.meta_path.insert(0, _Aliases(absolute))  # before the finder of files

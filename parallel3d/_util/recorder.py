@@ -1,8 +1,10 @@
-"""The recorder of collectives: what was communicated, over which axis, for which unit."""
+"""The recorder of collectives: which were issued, over which axis, for which unit."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class Collective:
 
 @dataclass
 class Recorder:
-    """What ``record_collectives`` yields; ``str()`` is a table.
+    """The collectives that ``record_collectives`` has recorded; ``str()`` is a table.
 
     Attributes:
         calls: the collectives in the order they were issued.
@@ -54,153 +56,116 @@ class Recorder:
     def select(
         self, op: str | None = None, axis: str | None = None, unit: str | None = None
     ) -> list[Collective]:
-        """The calls that match all that is given, in order."""
+        """Returns the calls that match all arguments given, in order."""
         return [
             call
             for call in self.calls
-            if (op is None or call.op == op)
-            and (axis is None or call.axis == axis)
-            and (unit is None or call.unit == unit)
+            if op in (None, call.op) and axis in (None, call.axis) and unit in (None, call.unit)
         ]
 
     def count(self, op: str | None = None, axis: str | None = None, unit: str | None = None) -> int:
-        """How many calls match all that is given."""
+        """Returns the number of calls that match all arguments given."""
         return len(self.select(op, axis, unit))
 
     def by_unit(self) -> dict[str, list[Collective]]:
-        """Calls by unit, units in the order they first communicated."""
-        units: dict[str, list[Collective]] = {}
-        for call in self.calls:
-            units.setdefault(call.unit, []).append(call)
-        return units
+        """Returns the calls by unit, units in the order of their first call."""
+        units = dict.fromkeys(call.unit for call in self.calls)
+        return {unit: self.select(unit=unit) for unit in units}
 
     def clear(self) -> None:
-        """Forget the calls so far: what follows is recorded from order 0."""
+        """Drops the calls so far; the next one has order 0."""
         self.calls.clear()
 
     def __str__(self) -> str:
-        head = ("order", "op", "axis", "unit", "bytes", "ranks", "")
-        rows = [
-            (
-                str(call.order),
-                call.op,
-                call.axis or "-",
-                call.unit or "-",
-                f"{call.bytes:,}",
-                str(call.group_size),
-                "async" if call.asynchronous else "",
-            )
-            for call in self.calls
-        ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        numbers = (0, 4, 5)  # columns aligned to the right
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i in numbers else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in [head, *rows]
-        )
+        rows = [("order", "op", "axis", "unit", "bytes", "ranks", "")]
+        for call in self.calls:
+            mode = "async" if call.asynchronous else ""
+            names = call.op, call.axis or "-", call.unit or "-"
+            rows.append((str(call.order), *names, f"{call.bytes:,}", str(call.group_size), mode))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        columns = [f"{{:{align}{w}}}" for align, w in zip("><<<>>", widths[:-1], strict=True)]
+        line = "  ".join([*columns, "{}"])
+        return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 Before = Callable[[Collective, ProcessGroup, bool], None]
+"""(the call, its group, whether ranks may pass different numbers of bytes)."""
 
 
 @contextmanager
 def record_collectives(*meshes: DeviceMesh, before: Before | None = None) -> Iterator[Recorder]:
-    """Record every collective issued in the body, forward and backward, ours and torch's.
+    """Records every collective issued in the body, forward and backward, ours and torch's.
 
-    Works on any backend and under simulated ranks, where a collective counts once, not once per
-    rank; enter it inside ``local_world``. A coalesced call counts once, also where the engine has issued its
-    members one by one, for a backend that has none. Code compiled by ``torch.compile``
-    runs eagerly while recording.
+    Works on any backend and under simulated ranks, where a collective counts once, not once per rank; enter
+    it inside ``local_world``. A coalesced call counts once, also where the engine issues its members one by
+    one, for a backend without coalescing. Code compiled by ``torch.compile`` runs eagerly while recording.
 
     Args:
         meshes: meshes with axis names, whose groups give calls their ``axis``. Where two axes
             share a group the first named wins. Without one every ``axis`` is None.
-        before: called before each collective is issued, with what is known of it by then, its group, and
-            whether ranks may legally bring different numbers of bytes.
+        before: called before each collective is issued; its result doesn't count in ``bytes`` yet.
     """
     recorder = Recorder()
+    axes: dict[str, str] = {}
+    for mesh in meshes:
+        for axis in mesh.mesh_dim_names or ():
+            axes.setdefault(mesh.get_group(axis).group_name, axis)
     active_recorders.append(recorder)
     try:
-        with RecordingMode(recorder, _axes_by_group(meshes), before):
+        with RecordingMode(recorder, axes, before):
             yield recorder
     finally:
         active_recorders.remove(recorder)
 
 
-def _axes_by_group(meshes: tuple[DeviceMesh, ...]) -> dict[str, str]:
-    axes: dict[str, str] = {}
-    for mesh in meshes:
-        for axis in mesh.mesh_dim_names or ():
-            axes.setdefault(mesh.get_group(axis).group_name, axis)
-    return axes
-
-
-# The words of this package for torch's op names, without leading and trailing underscores.
+# torch's op names, without underscores and suffixes, where they differ from this package's.
 _OPS = {
     "allgather": "all_gather",
-    "allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
     "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
     "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
     "monitored_barrier": "barrier",
     "isend": "send",
     "irecv": "recv",
     "recv_any_source": "recv",
 }
-_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-_GROUP_ARGUMENTS = ("process_group", "group_name")
+_SUFFIXES = re.compile("(_base|_coalesced|_into_tensor|_tensor|_single|_out)+$")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How to read a call of one torch op."""
+    """How to read a call of one torch op.
+
+    Attributes:
+        op: this package's name of it.
+        arguments: their names.
+        group: name of the argument that is the process group.
+        asynchronous: whether it is; None if the argument ``async_op`` says so.
+    """
 
     op: str
     arguments: tuple[str, ...]
-    group: str  # the argument that names the process group
-    asynchronous: bool | None  # None: an argument says so
+    group: str
+    asynchronous: bool | None
 
 
-_signatures: dict[Any, Signature | None] = {}
-
-
+@cache
 def collective_signature(func: Any) -> Signature | None:
-    """How to read a call of ``func``; None if it is no collective, as most ops are not."""
-    try:
-        return _signatures[func]
-    except KeyError:
-        pass
-    signature = None
-    if func.namespace in _NAMESPACES:
-        arguments = tuple(argument.name for argument in func._schema.arguments)
-        groups = [name for name in arguments if name in _GROUP_ARGUMENTS]
-        if groups:  # without one it is a helper, such as wait_tensor
-            # An op of a later torch that the table does not know is recorded under torch's name.
-            name = func.overloadpacket.__name__.strip("_")
-            asynchronous = None if "async_op" in arguments else func.namespace != "c10d"
-            signature = Signature(_OPS.get(name, name), arguments, groups[0], asynchronous)
-    _signatures[func] = signature
-    return signature
+    """Returns how to read a call of ``func``; None if it is no collective."""
+    if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+        return None
+    arguments = tuple(argument.name for argument in func._schema.arguments)
+    group = next((name for name in arguments if name in ("process_group", "group_name")), None)
+    if group is None:  # a helper, such as wait_tensor
+        return None
+    # An op of a later torch that the table lacks is recorded under torch's name.
+    name = _SUFFIXES.sub("", func.overloadpacket.__name__.strip("_"))
+    asynchronous = None if "async_op" in arguments else func.namespace != "c10d"
+    return Signature(_OPS.get(name, name), arguments, group, asynchronous)
 
 
 class RecordingMode(TorchDispatchMode):
-    """Sees every op of this thread, and those of the backward passes it starts."""
+    """Records the collectives of this thread, and those of the backward passes it starts."""
 
     def __init__(
         self, recorder: Recorder, axes: dict[str, str], before: Before | None = None
@@ -221,11 +186,10 @@ class RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         signature = collective_signature(func)
         if signature is None:
-            # A DTensor's op issues collectives from the subclass's own dispatch: step aside so
-            # that it runs with this mode active. LocalTensor is played by a mode below this one.
-            for kind in types:
-                if kind is not LocalTensor and hasattr(kind, "__tensor_flatten__"):
-                    return NotImplemented
+            # A DTensor's op issues collectives in the subclass's own dispatch, which runs with this mode
+            # active after NotImplemented. LocalTensor is handled by a mode below this one.
+            if any(t is not LocalTensor and hasattr(t, "__tensor_flatten__") for t in types):
+                return NotImplemented
             return self.other(func, args, kwargs)
         values = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
         return self.collective(func, signature, values, args, kwargs)
@@ -242,8 +206,8 @@ class RecordingMode(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls ``func``, a collective, and records it; ``values``: its arguments by name."""
-        # Read before the call; counted after it, so that a call that raises is not.
+        """Calls ``func``, a collective with the arguments ``values`` by name, and records it."""
+        # The unit is read before the call; the call is recorded after it, unless it raises.
         unit = issuing.unit
         if self._before is not None and not (issuing.made_of and issuing.noted):
             call, group = self._describe(signature, unit, values, None)
@@ -253,7 +217,7 @@ class RecordingMode(TorchDispatchMode):
         return result
 
     def record(self, signature: Signature, unit: str, values: dict[str, Any], result: Any) -> None:
-        """Adds a call that has been made, or adds it to the last one, whose member it is."""
+        """Adds a call, or adds its bytes to the last one if it is a member of that coalesced call."""
         if issuing.made_of is not None:
             if issuing.noted:
                 return
@@ -289,19 +253,16 @@ class RecordingMode(TorchDispatchMode):
         return call, group
 
 
-_UNEVEN = ("gather", "scatter", "reduce")  # where one rank brings or gets more than the rest
-
-
 def _is_uneven(op: str, values: dict[str, Any]) -> bool:
+    """Whether ranks may pass different numbers of bytes."""
     if op == "all_to_all":
-        return any("split" in name and value for name, value in values.items()) or not any(
-            "split" in name for name in values
-        )
-    return op in _UNEVEN
+        splits = [value for name, value in values.items() if "split" in name]
+        return not splits or any(map(bool, splits))
+    return op in ("gather", "scatter", "reduce")
 
 
 def _bytes(value: Any) -> int:
-    """Bytes of the tensors in ``value``; of simulated ranks, the largest rank's."""
+    """Returns the bytes of the tensors in ``value``, on the largest of simulated ranks."""
     if isinstance(value, torch.Tensor):
         return max(inner.numel() * inner.element_size() for inner in inner_tensors(value))
     if isinstance(value, list | tuple):

@@ -1,12 +1,13 @@
-"""Parameters that ``fully_shard`` or a tensor-parallel plan has replaced: no optimizer may have them.
+"""Parameters that ``fully_shard`` or a tensor-parallel plan has replaced: optimizers must not have them.
 
-It would step on what nobody computes with any more, find no gradients, and leave the model as it is.
+An optimizer made before would step on parameters that nothing computes with any more, find no gradients, and
+leave the model unchanged.
 """
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,15 +16,17 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from parallel3d.errors import StateError
 
-_MARK = "_parallel3d_replaced"  # on the user's Parameter
+_MARK = "_parallel3d_replaced"  # attribute of the user's Parameter
 _alive: dict[int, str] = {}
-"""Marks of Parameters that are still there: none, as soon as nobody has one. Then a step costs one look."""
+"""The marks of replaced Parameters that still exist; if there are none, a step costs one test."""
 _marked = 0
-_CHECKED = "_parallel3d_checked"  # on an optimizer: (marks made, its parameters) when it was looked through
+_CHECKED = (
+    "_parallel3d_checked"  # attribute of an optimizer: (marks made, number of its parameters) then
+)
 
 
 class _Replaced:
-    """Where a Parameter was; lives and dies with it. A copy of the Parameter has an empty one."""
+    """The place of a replaced Parameter in its model. Dies with the Parameter; is not copied with it."""
 
     __slots__ = ("__weakref__", "attribute", "grad", "module", "name")
 
@@ -38,8 +41,8 @@ class _Replaced:
     def __reduce__(self) -> Any:
         return _no_mark, ()
 
-    def is_idle(self, param: nn.Parameter) -> bool:
-        """Whether its model has another Parameter in its place, and nobody has computed with it since."""
+    def is_unused(self, param: nn.Parameter) -> bool:
+        """Whether the model has another Parameter in its place, and it has got no gradient since."""
         module = self.module()
         if module is None or module._parameters.get(self.attribute) is param:
             return False
@@ -51,7 +54,7 @@ def _no_mark() -> None:
 
 
 def mark_replaced(param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
-    """To be called where ``module``'s ``attribute`` gets another Parameter in place of ``param``.
+    """Marks ``param``, which is being replaced as ``module``'s ``attribute``.
 
     Args:
         name: of the parameter, for the message.
@@ -70,30 +73,29 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.compiler.disable
 def _check(optimizer: Optimizer) -> None:
-    """Raises if a step of ``optimizer`` would be on replaced Parameters; looks at each optimizer once."""
-    seen = _marked, sum(len(group["params"]) for group in optimizer.param_groups)
-    if getattr(optimizer, _CHECKED, None) == seen:
+    """Raises if ``optimizer`` has replaced Parameters; looks at each optimizer once."""
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    state = _marked, len(params)
+    if getattr(optimizer, _CHECKED, None) == state:
         return
-    has_marked = False
-    for param in _params(optimizer):
-        mark = getattr(param, _MARK, None)
-        if not isinstance(mark, _Replaced):
-            continue
-        has_marked = True
-        if mark.is_idle(param):
+    marks = [(param, getattr(param, _MARK, None)) for param in params]
+    for param, mark in marks:
+        if isinstance(mark, _Replaced) and mark.is_unused(param):
             raise StateError(
                 f"{type(optimizer).__name__} was made before the model was sharded: it has parameter "
                 f"{mark.name} of shape {tuple(param.shape)} as it was then, which parallelize or fully_shard "
                 "has replaced, so that its step would change nothing. Make the optimizer after parallelize "
                 "or fully_shard, of model.parameters()"
             )
-    if not has_marked:  # one that another model computes with too is looked at in each step
-        setattr(optimizer, _CHECKED, seen)
+    if not any(isinstance(mark, _Replaced) for _, mark in marks):
+        setattr(
+            optimizer, _CHECKED, state
+        )  # else another model may use them: look again in each step
 
 
 @contextmanager
 def marking_replaced(model: nn.Module) -> Iterator[None]:
-    """Marks the Parameters of ``model`` that the body has put others in place of."""
+    """Marks the Parameters of ``model`` that the body replaces."""
     before = [
         (param, module, attribute, f"{prefix}.{attribute}" if prefix else attribute)
         for prefix, module in model.named_modules()
@@ -104,7 +106,3 @@ def marking_replaced(model: nn.Module) -> Iterator[None]:
     for param, module, attribute, name in before:
         if module._parameters.get(attribute) is not param:
             mark_replaced(param, module, attribute, name)
-
-
-def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)

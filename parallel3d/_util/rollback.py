@@ -1,11 +1,11 @@
-"""Putting a model back as it was when wrapping it fails half-way."""
+"""Restoring a model when wrapping it fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-# Names of what torch keeps in containers of its own: parameters, buffers, modules and hooks.
+# Attributes in which torch keeps parameters, buffers, modules and hooks.
 _CONTAINERS = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
 
 
@@ -13,8 +13,8 @@ _CONTAINERS = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (di
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Restores every module's class and attributes if the body raises.
 
-    Parameters themselves are not copied: wrapping replaces them and never writes to them.
-    Containers are refilled, not replaced: the handle of a user's hook refers to the one it is in.
+    Parameters are not copied: wrapping replaces them and never writes to them. Containers are refilled, not
+    replaced, since the handle of a user's hook refers to its container.
     """
     modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
     containers = [

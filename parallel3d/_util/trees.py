@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-_SCALARS = (int, float, str, type(None))  # most of what operations are given; told apart quickly
+_SCALARS = (int, float, str, type(None))  # the most common arguments of operations, tested first
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``fn`` applied to each tensor in tuples, lists, mappings and dataclasses.
+    """Returns ``value`` with ``fn`` applied to each tensor in tuples, lists, mappings and dataclasses.
 
-    Containers keep their type; one without a changed tensor is returned as it is. Others are copied:
-    what a module then writes to a list or dict does not reach its caller.
+    Containers keep their type; one without a changed tensor is returned as it is. Others are copied, so that
+    a module that writes to a list or dict does not change its caller's.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -23,28 +23,30 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        changed = {k: map_tensors(fn, v) for k, v in value.items()}
-        if all(changed[k] is v for k, v in value.items()):
-            return value
-        result: Any = copy.copy(value)
-        for key, item in changed.items():
+    members = _members(value)
+    changed = {key: map_tensors(fn, item) for key, item in members.items()}
+    if all(changed[key] is item for key, item in members.items()):
+        return value
+    result: Any = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, Mapping):
             result[key] = item
-        return result
+        else:
+            object.__setattr__(result, key, item)  # a dataclass may be frozen
+    return result
+
+
+def _members(value: Any) -> dict[Any, Any]:
+    """Returns the items of a mapping or dataclass, and none of anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        changed = {k: map_tensors(fn, v) for k, v in fields.items()}
-        if all(changed[k] is v for k, v in fields.items()):
-            return value
-        result = copy.copy(value)
-        for key, item in changed.items():
-            object.__setattr__(result, key, item)
-        return result
-    return value
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, found as ``map_tensors`` finds them."""
+    """Returns the tensors in ``value`` that ``map_tensors`` visits."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return iter(found)
@@ -56,24 +58,19 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
     elif isinstance(value, (tuple, list)):
         for item in value:
             _collect(item, found)
-    elif isinstance(value, _SCALARS):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif not isinstance(value, _SCALARS):
+        for item in _members(value).values():
             _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), found)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``."""
+    """Returns ``value`` with its floating-point tensors in ``dtype``."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def to_device(value: Any, device_type: str) -> Any:
-    """``value`` with its tensors on the current device of ``device_type``, but for those on meta."""
-    there = (device_type, "meta")
+    """Returns ``value`` with its tensors, except meta tensors, on the current device of ``device_type``."""
+    stay = (device_type, "meta")
     return map_tensors(
-        lambda t: t if t.device.type in there else t.to(device_type, non_blocking=True), value
+        lambda t: t if t.device.type in stay else t.to(device_type, non_blocking=True), value
     )

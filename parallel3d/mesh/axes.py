@@ -1,6 +1,6 @@
 """The axes of a mesh: one table that the layout, the mesh, the engine, the planner and the tools read.
 
-A further axis is an entry here and a field of ``MeshLayout``. No torch in here.
+A further axis is an entry here and a field of ``MeshLayout``. It imports no torch.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What the ranks along an axis have in common."""
+    """What the ranks along an axis share."""
 
     REPLICATED = "replicated over"
-    """The parameters: each reads other samples, gradients are summed."""
+    """The parameters: each rank reads other samples, gradients are summed."""
     SHARDED = "sharded over"
-    """A copy of the model, of which each holds a part; each reads other samples."""
+    """A copy of the model, of which each rank holds a part; each reads other samples."""
     TENSOR_PARALLEL = "tensor-parallel"
     """Each layer's computation, and the samples."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One entry.
+    """One entry of the table.
 
     Attributes:
-        other_names: what it is called elsewhere; a mesh may have these names.
-        hints: parts of further names, from which an error guesses what was meant.
+        other_names: other names that a mesh may have for it.
+        hints: parts of unknown names, from which an error guesses what was meant.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Axis:
 
     @property
     def reads_other_samples(self) -> bool:
-        """Whether its ranks do: a data axis."""
+        """Whether it is a data axis: its ranks read different samples."""
         return self.role is not Role.TENSOR_PARALLEL
 
 
@@ -49,33 +49,29 @@ TABLE = (
 """Outermost first: neighbours on the last axis have consecutive ranks."""
 
 AXES = tuple(axis.name for axis in TABLE)
-"""Their names, outermost first."""
-
 DATA_AXES = tuple(axis.name for axis in TABLE if axis.reads_other_samples)
-"""Those whose ranks read other samples."""
 
 _BY_NAME = {name: axis for axis in TABLE for name in (axis.name, *axis.other_names)}
 
 
 def axis_named(name: str) -> Axis | None:
-    """The axis that is called so, here or elsewhere; None: no axis is."""
+    """Returns the axis with this name or other name, or None."""
     return _BY_NAME.get(name)
 
 
 def names_of(role: Role) -> tuple[str, ...]:
-    """All names of the axes of ``role``."""
+    """Returns all names of the axes of ``role``."""
     return tuple(name for name, axis in _BY_NAME.items() if axis.role is role)
 
 
 def is_data_axis(name: str | None) -> bool:
-    """Whether ranks along the axis of that name, or of one flattened from data axes ("dp"), read other
-    samples."""
+    """Whether ``name`` is a data axis, or ``"dp"``, one flattened from data axes."""
     axis = _BY_NAME.get(name or "")
     return name == "dp" if axis is None else axis.reads_other_samples
 
 
 def guess(name: str) -> str:
-    """The axis that a foreign ``name`` may mean."""
+    """Returns the axis that an unknown ``name`` may mean."""
     low = name.lower()
     for axis in reversed(TABLE):
         if any(hint in low for hint in axis.hints):
@@ -84,5 +80,5 @@ def guess(name: str) -> str:
 
 
 def listed(names: Iterable[str] = AXES) -> str:
-    """``names`` in quotes, with commas."""
+    """Returns ``names`` in quotes, separated by commas."""
     return ", ".join(map(repr, names))

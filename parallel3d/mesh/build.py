@@ -19,120 +19,13 @@ from parallel3d.mesh.axes import AXES, axis_named, guess, listed
 from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.store import fresh_store, others, outlives_ranks
 
-# Names of mesh axes: a mesh from elsewhere, whose axes are called otherwise, under ours.
-
-# Names by which torch's own examples call the axes; the engine knows them too.
-
-
-def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
-    """``mesh``, its axes named as ``axes`` says, over the same process groups.
-
-    Args:
-        axes: name in ``mesh`` -> ``"replicate"``, ``"shard"`` or ``"tp"``.
-
-    Raises:
-        MeshError: names that aren't known and that ``axes`` doesn't map, or a mapping that doesn't fit.
-    """
-    names = mesh.mesh_dim_names
-    if axes is not None:
-        _check(mesh, axes)
-    if names is None:
-        if mesh.ndim == 1 and axes is None:
-            return mesh  # there is nothing to confuse: it shards, as in torch
-        raise MeshError(
-            f"mesh of shape {tuple(mesh.shape)} without names: which of its axes are {listed(AXES)}? Make "
-            "it with build_mesh, or give init_device_mesh mesh_dim_names="
-        )
-    named = tuple((axes or {}).get(name, name) for name in names)
-    foreign = [name for name in named if _canonical(name) not in AXES]
-    if foreign:
-        shown = ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
-        example = ", ".join(f'"{name}": "{guess(name)}"' for name in foreign)
-        raise MeshError(
-            f"mesh ({shown}): the axes {listed(foreign)} are not known; an axis is {listed(AXES)}. Say "
-            f"what they are, such as parallelize(..., axes={{{example}}}), or give a submesh without them"
-        )
-    roles = [_canonical(name) for name in named]
-    if len(set(roles)) < len(roles):
-        raise MeshError(f"axes={dict(axes or {})!r} gives two axes of {names} one name: {named}")
-    if named == names:
-        return mesh
-    groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-    group: Any = groups if mesh.ndim > 1 else groups[0]
-    return DeviceMesh.from_group(
-        group, mesh.device_type, mesh=mesh.mesh if mesh.ndim > 1 else None, mesh_dim_names=named
-    )
-
-
-def _canonical(name: str) -> str:
-    """The axis's own name, if it is one of its names."""
-    axis = axis_named(name)
-    return name if axis is None else axis.name
-
-
-def _check(mesh: DeviceMesh, axes: Any) -> None:
-    if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
-        raise MeshError(
-            f"axes is {axes!r}; it must be a dict from the mesh's names to ours, such as "
-            '{"data_parallel": "shard", "tensor_parallel": "tp"}'
-        )
-    for name, role in axes.items():
-        if name not in (mesh.mesh_dim_names or ()):
-            raise MeshError(
-                f"axes: {name!r} is no axis of the mesh, which has {mesh.mesh_dim_names or 'no names'}"
-            )
-        if role not in AXES:
-            raise MeshError(f"axes: {name!r} is given as {role!r}; an axis is {listed(AXES)}")
-
-
-# The first collective on every axis, made in one order on all ranks.
-#
-# NCCL makes a group's communicator with its first collective. Made lazily, communicators come
-# about in the order in which a program happens to use them, under memory pressure, and in the
-# middle of a step: what then goes wrong is a hang far from its cause.
-
-
-def warm_up(mesh: DeviceMesh) -> None:
-    """Sums one number over each axis of ``mesh``, outermost first; not over those of one rank.
-
-    Nothing happens where no other process takes part: fake and emulated groups, simulated ranks.
-
-    Raises:
-        MeshError: it failed, or its result is wrong; names the axis and its ranks.
-    """
-    if others() is None:
-        return
-    for axis in mesh.mesh_dim_names or ():
-        group = mesh.get_group(axis)
-        if group.size() == 1:
-            continue
-        ranks = dist.get_process_group_ranks(group)
-        what = f"the first collective on axis {axis!r} ({name_ranks(ranks)}, {mesh.device_type})"
-        one = torch.ones(1, device=mesh.device_type)
-        try:
-            dist.all_reduce(one, group=group)
-            total = int(one.item())
-        except PeerFailureError:
-            raise
-        except RuntimeError as error:
-            raise MeshError(
-                f"{what} failed: {error}. One of them has ended, or they can't reach each other: look at "
-                "their output first, then at their network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
-                "GLOO_SOCKET_IFNAME)."
-            ) from error
-        if total != group.size():
-            raise MeshError(f"{what} gave {total} for the number of its ranks, {group.size()}.")
-
-
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Variables that steer communication. A difference between ranks is legitimate (nodes with other
+# Variables that configure communication. A difference between ranks is legitimate (nodes with other
 # network interfaces) or the cause of a hang that is hard to find: hence the warning.
 _COMPARED_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
-# Where a rank writes or caches things; these differ by design.
+# Paths that a rank writes to or caches in; these differ by design.
 _NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_TRACE")
-
-# Names by which torch's own examples call the axes.
 
 
 def build_mesh(
@@ -141,13 +34,13 @@ def build_mesh(
     device_type: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> DeviceMesh:
-    """The DeviceMesh of ``layout``, with the axes ``("replicate", "shard", "tp")``, tp innermost.
+    """Builds the DeviceMesh of ``layout``, with the axes ``("replicate", "shard", "tp")``, tp innermost.
 
     Before any group is made, all ranks compare layout, device type and the versions of torch,
     parallel3d and Python; and, for a warning only, their ``NCCL_*``, ``TORCH_*`` and ``GLOO_*``
-    variables. Then each axis of more than one rank makes its first collective, in the order of the
+    variables. Then each axis of more than one rank runs its first collective, in the order of the
     axes. Without a default process group, one is started: from ``torchrun``'s environment, or
-    in a plain single process a group of one rank. The caller ends it, as any other, by
+    in a plain single process a group of one rank. The caller ends it with
     ``torch.distributed.destroy_process_group()``.
 
     Args:
@@ -185,14 +78,14 @@ def build_mesh(
 
 
 def read_layout(mesh: DeviceMesh) -> MeshLayout:
-    """The sizes of ``mesh``'s axes by name; an axis it does not have counts as 1.
+    """Returns the sizes of ``mesh``'s axes by name; an axis it does not have counts as 1.
 
     Args:
-        mesh: has some of the axes ``replicate``, ``shard`` and ``tp``, in this order. The names
-            ``dp_replicate`` and ``dp_shard`` are understood as well.
+        mesh: has some of the axes ``replicate``, ``shard`` and ``tp``, in this order; or
+            ``dp_replicate`` and ``dp_shard``.
 
     Raises:
-        MeshError: the axes have no names, others, or another order.
+        MeshError: the axes have no names, unknown names, or another order.
     """
     rule = f"An axis is named {listed(AXES[:-1])} or {AXES[-1]!r}, in this order"
     if not mesh.mesh_dim_names:
@@ -212,6 +105,65 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
     return MeshLayout(**dict(zip(names, mesh.shape, strict=True)))
 
 
+def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
+    """Returns ``mesh`` over the same process groups with its axes renamed.
+
+    Args:
+        axes: name in ``mesh`` -> ``"replicate"``, ``"shard"`` or ``"tp"``.
+
+    Raises:
+        MeshError: an axis has an unknown name and is not in ``axes``, or ``axes`` doesn't fit the mesh.
+    """
+    names = mesh.mesh_dim_names
+    if axes is not None:
+        _check_axes(mesh, axes)
+    if names is None:
+        if mesh.ndim == 1 and axes is None:
+            return mesh  # it shards, as in torch
+        raise MeshError(
+            f"mesh of shape {tuple(mesh.shape)} without names: which of its axes are {listed(AXES)}? Make "
+            "it with build_mesh, or give init_device_mesh mesh_dim_names="
+        )
+    renamed = tuple((axes or {}).get(name, name) for name in names)
+    unknown = [name for name in renamed if _canonical(name) not in AXES]
+    if unknown:
+        shown = ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
+        example = ", ".join(f'"{name}": "{guess(name)}"' for name in unknown)
+        raise MeshError(
+            f"mesh ({shown}): the axes {listed(unknown)} are not known; an axis is {listed(AXES)}. Say "
+            f"what they are, such as parallelize(..., axes={{{example}}}), or give a submesh without them"
+        )
+    if len(set(map(_canonical, renamed))) < len(renamed):
+        raise MeshError(f"axes={dict(axes or {})!r} gives two axes of {names} one name: {renamed}")
+    if renamed == names:
+        return mesh
+    groups: Any = [mesh.get_group(i) for i in range(mesh.ndim)]
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=renamed)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=renamed)
+
+
+def _canonical(name: str) -> str:
+    """Returns the axis's own name if ``name`` is one of its names, else ``name``."""
+    axis = axis_named(name)
+    return name if axis is None else axis.name
+
+
+def _check_axes(mesh: DeviceMesh, axes: Any) -> None:
+    if not isinstance(axes, Mapping) or not all(isinstance(name, str) for name in axes):
+        raise MeshError(
+            f"axes is {axes!r}; it must be a dict from the mesh's names to ours, such as "
+            '{"data_parallel": "shard", "tensor_parallel": "tp"}'
+        )
+    for name, target in axes.items():
+        if name not in (mesh.mesh_dim_names or ()):
+            raise MeshError(
+                f"axes: {name!r} is no axis of the mesh, which has {mesh.mesh_dim_names or 'no names'}"
+            )
+        if target not in AXES:
+            raise MeshError(f"axes: {name!r} is given as {target!r}; an axis is {listed(AXES)}")
+
+
 def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
     mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
     if device_type == "cpu":
@@ -220,24 +172,56 @@ def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
     return mesh
 
 
+def warm_up(mesh: DeviceMesh) -> None:
+    """All-reduces one number over each axis of ``mesh`` that has several ranks, outermost first.
+
+    NCCL makes a group's communicator in its first collective. Made lazily, communicators would be made in
+    the order in which a program happens to use them, under memory pressure, in the middle of a step: a
+    failure is then a hang far from its cause. Nothing happens without other real ranks.
+
+    Raises:
+        MeshError: a collective failed, or its result is wrong; names the axis and its ranks.
+    """
+    if others() is None:
+        return
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        if group.size() == 1:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        what = f"the first collective on axis {axis!r} ({name_ranks(ranks)}, {mesh.device_type})"
+        one = torch.ones(1, device=mesh.device_type)
+        try:
+            dist.all_reduce(one, group=group)
+            total = int(one.item())
+        except PeerFailureError:
+            raise
+        except RuntimeError as error:
+            raise MeshError(
+                f"{what} failed: {error}. One of them has ended, or they can't reach each other: look at "
+                "their output first, then at their network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
+                "GLOO_SOCKET_IFNAME)."
+            ) from error
+        if total != group.size():
+            raise MeshError(f"{what} gave {total} for the number of its ranks, {group.size()}.")
+
+
 def default_device_type() -> str:
+    """Returns the type of the accelerator that torch.distributed has a backend for, else ``"cpu"``."""
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
-        # torch names gloo for devices without a backend of their own (mps), which it can't carry.
+        # torch names gloo for devices without a backend of their own (mps), whose tensors it can't carry.
         if accelerator is not None and _backend_for(accelerator.type) not in (None, "gloo"):
             return accelerator.type
     return "cpu"
 
 
 def _backend_for(device_type: str) -> str | None:
-    """The backend torch.distributed uses for this kind of device; ``None`` if it has none."""
+    """Returns the backend torch.distributed uses for this kind of device; ``None`` if it has none."""
     try:
         return dist.get_default_backend_for_device(device_type)
     except (RuntimeError, ValueError):
         return None
-
-
-# What ranks compare
 
 
 def _check_launch(
@@ -249,11 +233,19 @@ def _check_launch(
     store: dist.Store | None = None,
     rank: int | None = None,
 ) -> None:
+    """Compares the settings of all ranks."""
+    try:
+        layout_text = str(layout.resolve(world_size))
+    except MeshError:  # reported all the same: the others would wait for a rank that raised here
+        layout_text = str(layout)
     settings = {
-        "layout": _layout_text(layout, world_size),
+        "layout": layout_text,
         "world size": str(world_size),
         "device type": device_type,
-        **_versions(),
+        "torch": torch.__version__,
+        "parallel3d": __version__,
+        # Ranks can't disagree about anything that a patch release changes.
+        "python": ".".join(platform.python_version_tuple()[:2]),
     }
     variables = {
         name: text
@@ -271,29 +263,11 @@ def _check_launch(
     )
 
 
-def _layout_text(layout: MeshLayout, world_size: int) -> str:
-    """The layout in words. A rank whose layout does not fit reports it all the same: if it raised
-    at once, the others would wait for it."""
-    try:
-        return str(layout.resolve(world_size))
-    except MeshError:
-        return str(layout)
-
-
-def _versions() -> dict[str, str]:
-    # A Python patch release changes nothing that ranks could disagree about.
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"torch": torch.__version__, "parallel3d": __version__, "python": python}
-
-
-# Process groups
-
-
 def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> MeshLayout:
     """Starts the default process group and returns the layout resolved for its world."""
     missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
     if not missing:
-        # The ranks meet at the store; the process group, which could hang, comes after the check.
+        # The process group, which could hang, comes after the check.
         store, rank, world_size = next(dist.rendezvous("env://"))
         if outlives_ranks():
             store = fresh_store(store, rank, world_size, timeout)
@@ -318,8 +292,7 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
         ) from None
     backend = backend_string(device_type)
     set_device(device_type, rank)
-    # The prefix is what torch itself uses, so that its keys stay apart from ours. No timeout is
-    # passed: for collectives torch's own, minutes long, is right.
+    # torch itself uses this prefix, which keeps its keys apart from ours. Collectives keep torch's timeout.
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_pg", store),
@@ -330,7 +303,7 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
 
 
 def backend_string(device_type: str) -> str:
-    """gloo for tensors on the CPU, and beside it the device's own backend."""
+    """Returns gloo for tensors on the CPU, with the device's own backend for its tensors."""
     own = _backend_for(device_type)
     if own is None:
         raise MeshError(
@@ -366,7 +339,7 @@ def _device_types() -> str:
 
 
 def _check_backend(device_type: str) -> None:
-    """A process group that is already there must be able to carry the mesh's tensors."""
+    """Raises MeshError if the process group can't carry tensors of ``device_type``."""
     carried = dict(part.partition(":")[::2] for part in dist.get_backend_config().split(","))
     if device_type not in carried:
         raise MeshError(

@@ -1,10 +1,10 @@
-"""MeshLayout: the intended sizes of the mesh axes and the arithmetic of ranks. No torch in here."""
+"""MeshLayout: the sizes of the mesh axes and the arithmetic of ranks. It imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import product
-from math import isqrt, log, prod
+from math import log, prod
 
 from parallel3d.errors import MeshError
 from parallel3d.mesh.axes import AXES, DATA_AXES
@@ -24,10 +24,10 @@ class MeshLayout:
         shard: ranks that share one copy's parameters (FSDP); each reads other samples.
         tp: ranks that share each layer's computation; all of them read the same samples.
 
-    At most one of them may be ``-1``: what the world size leaves, see :meth:`resolve`.
+    At most one of them may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
 
     Raises:
-        MeshError: a size that is not an int, zero, below -1, or a second -1.
+        MeshError: a size is not an int, zero or below -1, or two sizes are -1.
     """
 
     replicate: int = 1
@@ -39,21 +39,19 @@ class MeshLayout:
             if type(size) is not int:
                 raise MeshError(
                     f"{axis}={size!r} is a {type(size).__name__}: the size of a mesh axis is an "
-                    f"int, 1 or more, or -1 for what the world size leaves."
+                    f"int, 1 or more, or -1 to infer it from the world size."
                 )
             if size < 1 and size != _INFER:
                 raise MeshError(
                     f"{axis}={size}: the size of a mesh axis is 1 or more (1 switches the axis "
-                    f"off), or -1 for what the world size leaves."
+                    f"off), or -1 to infer it from the world size."
                 )
         inferred = [axis for axis in AXES if getattr(self, axis) == _INFER]
         if len(inferred) > 1:
             raise MeshError(
-                f"{_and(inferred)} are -1: only one axis can be what the world size leaves. "
+                f"{_join(inferred, 'and')} are -1: only one axis can be inferred from the world size. "
                 f"Give all but one of them a size, for example {inferred[-1]}=1."
             )
-
-    # Sizes
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -62,7 +60,7 @@ class MeshLayout:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether every axis has a size, that is, none is -1."""
+        """Whether no size is -1."""
         return _INFER not in self.sizes
 
     @property
@@ -77,7 +75,7 @@ class MeshLayout:
 
     @property
     def data_size(self) -> int:
-        """How many ranks read different samples: ``replicate * shard``.
+        """The number of ranks that read different samples: ``replicate * shard``.
 
         Raises:
             MeshError: an axis is still -1.
@@ -86,13 +84,7 @@ class MeshLayout:
         return prod(getattr(self, axis) for axis in DATA_AXES)
 
     def resolve(self, world_size: int) -> "MeshLayout":
-        """This layout for ``world_size`` ranks: -1 replaced by the size that is left, or itself.
-
-        Args:
-            world_size: number of ranks of the job.
-
-        Returns:
-            A layout without -1 whose ``world_size`` is ``world_size``.
+        """Returns this layout for ``world_size`` ranks, with -1 replaced by the inferred size.
 
         Raises:
             MeshError: the sizes do not multiply to ``world_size``, or do not divide it.
@@ -100,19 +92,15 @@ class MeshLayout:
         if type(world_size) is not int or world_size < 1:
             raise MeshError(f"world_size={world_size!r}: a world has 1 rank or more, as an int.")
         known = prod(size for size in self.sizes if size != _INFER)
-        if self.is_resolved:
-            if known != world_size:
-                raise MeshError(self._why_not(world_size))
-            return self
-        if world_size % known:
+        if known != world_size if self.is_resolved else world_size % known:
             raise MeshError(self._why_not(world_size))
-        left = world_size // known
-        return replace(self, **{a: left for a in AXES if getattr(self, a) == _INFER})
-
-    # Ranks
+        if self.is_resolved:
+            return self
+        rest = world_size // known
+        return replace(self, **{a: rest for a in AXES if getattr(self, a) == _INFER})
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of ``rank``: ``{"replicate": i, "shard": j, "tp": k}``.
+        """Returns the coordinates of ``rank``: ``{"replicate": i, "shard": j, "tp": k}``.
 
         Raises:
             MeshError: ``rank`` is not in ``range(world_size)``, or an axis is still -1.
@@ -120,52 +108,46 @@ class MeshLayout:
         world_size = self.world_size
         if type(rank) is not int or not 0 <= rank < world_size:
             raise MeshError(f"rank {rank!r} is not in {self}: ranks go from 0 to {world_size - 1}.")
-        at = {}
-        for axis in reversed(AXES):
-            rank, at[axis] = divmod(rank, getattr(self, axis))
-        return {axis: at[axis] for axis in AXES}
+        return {axis: rank // self.stride(axis) % getattr(self, axis) for axis in AXES}
 
     def rank(self, **at: int) -> int:
-        """The rank at these coordinates, the inverse of :meth:`coordinates`.
+        """Returns the rank at these coordinates, the inverse of :meth:`coordinates`.
 
         Args:
-            at: ``replicate``, ``shard``, ``tp``; 0 where one is not given.
+            at: ``replicate``, ``shard``, ``tp``; by default 0.
 
         Raises:
             MeshError: a coordinate is outside its axis, an axis is unknown or still -1.
         """
-        self._require_resolved()
-        for axis in at:
-            self._check_axis(axis)
         rank = 0
-        for axis, size in zip(AXES, self.sizes, strict=True):
-            coordinate = at.get(axis, 0)
+        for axis, coordinate in at.items():
+            stride, size = self.stride(axis), getattr(self, axis)
             if type(coordinate) is not int or not 0 <= coordinate < size:
                 raise MeshError(
                     f"{axis} coordinate {coordinate!r} is not in {self}: "
                     f"coordinates on {axis} go from 0 to {size - 1}."
                 )
-            rank = rank * size + coordinate
+            rank += stride * coordinate
+        self._require_resolved()
         return rank
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours on ``axis`` are in ranks.
+        """Returns the difference of rank between neighbours on ``axis``.
 
         Raises:
             MeshError: an unknown axis, or an axis that is still -1.
         """
-        self._check_axis(axis)
-        self._require_resolved()
-        return prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
-
-    def _check_axis(self, axis: str) -> None:
         if axis not in AXES:
             near = get_close_matches(str(axis), AXES, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise MeshError(f"{axis!r} is not a mesh axis: the axes are {_and(AXES)}.{hint}")
+            raise MeshError(
+                f"{axis!r} is not a mesh axis: the axes are {_join(AXES, 'and')}.{hint}"
+            )
+        self._require_resolved()
+        return prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The ranks that form each group of ``axis``: those that differ in this coordinate only.
+        """Returns the groups of ranks of ``axis``, which differ in this coordinate only.
 
         Args:
             axis: ``"replicate"``, ``"shard"`` or ``"tp"``.
@@ -177,16 +159,12 @@ class MeshLayout:
         Raises:
             MeshError: an unknown axis, or an axis that is still -1.
         """
-        stride = self.stride(axis)
-        ranges = {a: range(1 if a == axis else getattr(self, a)) for a in AXES}
-        groups = []
-        for coordinates in product(*ranges.values()):
-            first = self.rank(**dict(zip(AXES, coordinates, strict=True)))
-            groups.append(tuple(first + stride * i for i in range(getattr(self, axis))))
-        return groups
+        stride, size = self.stride(axis), getattr(self, axis)
+        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return [tuple(range(first, first + stride * size, stride)) for first in firsts]
 
     def data_rank(self, rank: int) -> int:
-        """Which of the ``data_size`` parts of the data ``rank`` reads.
+        """Returns which of the ``data_size`` parts of the data ``rank`` reads.
 
         The ranks of one ``tp`` group read the same part; ``replicate`` and ``shard`` read others.
 
@@ -198,12 +176,8 @@ class MeshLayout:
             number = number * getattr(self, axis) + at[axis]
         return number
 
-    # Words
-
     def __str__(self) -> str:
-        if not self.is_resolved:
-            return _times(self)
-        return f"{_times(self)} = {_count(prod(self.sizes))}"
+        return f"{_times(self)} = {_count(prod(self.sizes))}" if self.is_resolved else _times(self)
 
     def _require_resolved(self) -> None:
         if not self.is_resolved:
@@ -213,7 +187,7 @@ class MeshLayout:
             )
 
     def _why_not(self, world_size: int) -> str:
-        """The error for a world these sizes do not fit, with what would fit."""
+        """Returns the error for a world that these sizes do not fit, with sizes and layouts that would."""
         known = {axis: size for axis, size in zip(AXES, self.sizes, strict=True) if size != _INFER}
         ranks = prod(known.values())
         if self.is_resolved:
@@ -224,42 +198,37 @@ class MeshLayout:
                 f"{self} does not fit a world of {_count(world_size)}: "
                 f"{world_size} is not a multiple of {factors} = {ranks}."
             )
-        may_be = []
+        choices = []
         for axis, size in known.items():
-            # Beside a -1, the other sizes stay if they can; else any divisor is worth a thought.
+            # Beside a -1 the other sizes stay if they can; else any divisor is a choice.
             others = 1 if self.is_resolved or world_size % (ranks // size) else ranks // size
-            if world_size % (others * size):
-                choices = _join(_nearest(_divisors(world_size // others), size), "or")
-                may_be.append(f"{axis} may be {choices}")
-        if may_be and world_size > 1:
-            text += f" {'; '.join(may_be)}."
-        fitting = "; ".join(_times(layout) for layout in self._nearest_layouts(known, world_size))
+            if world_size % (others * size) and world_size > 1:
+                nearest = sorted(_divisors(world_size // others), key=lambda n: abs(n - size))[:12]
+                choices.append(f"{axis} may be {_join(sorted(nearest), 'or')}")
+        if choices:
+            text += f" {'; '.join(choices)}."
+        fitting = "; ".join(_times(layout) for layout in _nearest_layouts(known, world_size))
         multiple = "" if self.is_resolved else "a multiple of "
         return f"{text} Nearest that fit: {fitting}. Or start {multiple}{_count(ranks)}."
 
-    def _nearest_layouts(self, known: dict[str, int], world_size: int) -> list["MeshLayout"]:
-        """Layouts for ``world_size`` that change the fewest of the known sizes, by the least."""
-        divisors = _divisors(world_size)
-        fitting = [
-            MeshLayout(**dict(zip(AXES, (*sizes, world_size // prod(sizes)), strict=True)))
-            for sizes in product(divisors, repeat=len(AXES) - 1)
-            if world_size % prod(sizes) == 0
-        ]
 
-        def distance(layout: MeshLayout) -> tuple[int, float]:
-            factors = [getattr(layout, axis) / size for axis, size in known.items()]
-            return sum(f != 1 for f in factors), sum(abs(log(f)) for f in factors)
+def _nearest_layouts(known: dict[str, int], world_size: int) -> list[MeshLayout]:
+    """Returns layouts for ``world_size`` that change the fewest of the known sizes, by the least."""
+    fitting = [
+        MeshLayout(**dict(zip(AXES, (*sizes, world_size // prod(sizes)), strict=True)))
+        for sizes in product(_divisors(world_size), repeat=len(AXES) - 1)
+        if world_size % prod(sizes) == 0
+    ]
 
-        return sorted(fitting, key=distance)[:3]
+    def distance(layout: MeshLayout) -> tuple[int, float]:
+        factors = [getattr(layout, axis) / size for axis, size in known.items()]
+        return sum(f != 1 for f in factors), sum(abs(log(f)) for f in factors)
+
+    return sorted(fitting, key=distance)[:3]
 
 
 def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _nearest(numbers: list[int], to: int, most: int = 12) -> list[int]:
-    return sorted(sorted(numbers, key=lambda number: abs(number - to))[:most])
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _times(layout: MeshLayout) -> str:
@@ -270,13 +239,9 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _and(words: Sequence[str]) -> str:
-    return _join(words, "and")
-
-
 def _join(items: Sequence[object], word: str) -> str:
-    texts = [str(item) for item in items]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {word} {texts[-1]}"
+    *head, last = map(str, items)
+    return f"{', '.join(head)} {word} {last}" if head else last
 
 
 assert tuple(f.name for f in fields(MeshLayout)) == AXES

@@ -15,7 +15,7 @@ from parallel3d.mesh.build import read_layout
 
 @dataclass(frozen=True)
 class StepSeed:
-    """What ``seed_step`` was last given."""
+    """The arguments of a ``seed_step`` call."""
 
     seed: int
     step: int
@@ -28,27 +28,27 @@ _last: StepSeed | None = None
 def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_batch: int = 0) -> int:
     """Seeds this rank's default generators for one micro-batch of one step.
 
-    Called before each forward it makes dropout and the like depend on these integers alone: what goes on
-    from a checkpoint draws what it would have drawn. Data ranks (replicate x shard) draw differently,
-    tp ranks of one data rank alike, as they must (``parallel3d.tp`` lets them differ where they
-    hold parts). ``checkpoint.save`` stores the integers.
+    Called before each forward it makes dropout and the like depend on these integers alone, so that a run
+    continued from a checkpoint draws the same numbers. Data ranks (replicate x shard) draw differently, tp
+    ranks of one data rank alike (``parallel3d.tp`` lets them differ where they hold different parts).
+    ``checkpoint.save`` stores the integers.
 
     Args:
         mesh: from ``build_mesh``; None for one process.
         seed, step, micro_batch: not negative.
 
     Returns:
-        The seed that ``torch.manual_seed`` was given: the first 8 bytes of BLAKE2b of
+        The seed given to ``torch.manual_seed``: the first 8 bytes of BLAKE2b of
         (seed, step, micro-batch, data rank), without the sign bit.
     """
-    given = StepSeed(
+    key = StepSeed(
         as_count("seed", seed), as_count("step", step), as_count("micro_batch", micro_batch)
     )
-    return set_step_seed(given, number_of(given, mesh))
+    return set_step_seed(key, number_of(key, mesh))
 
 
-def number_of(given: StepSeed, mesh: DeviceMesh | None) -> int:
-    """The seed that these integers make on this rank."""
+def number_of(key: StepSeed, mesh: DeviceMesh | None) -> int:
+    """Returns the seed for ``key`` on this rank."""
     data_rank = 0
     if mesh is not None:
         layout = read_layout(mesh)
@@ -56,24 +56,24 @@ def number_of(given: StepSeed, mesh: DeviceMesh | None) -> int:
         by_axis = {axis.name: at[name] for name in at if (axis := axis_named(name)) is not None}
         for name in DATA_AXES:
             data_rank = data_rank * getattr(layout, name) + by_axis.get(name, 0)
-    return number_at(given, data_rank)
+    return number_at(key, data_rank)
 
 
-def number_at(given: StepSeed, data_rank: int) -> int:
-    """The seed that these integers make on a data rank."""
-    text = f"{given.seed} {given.step} {given.micro_batch} {data_rank}"
+def number_at(key: StepSeed, data_rank: int) -> int:
+    """Returns the seed for ``key`` on a data rank."""
+    text = f"{key.seed} {key.step} {key.micro_batch} {data_rank}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def set_step_seed(given: StepSeed, number: int) -> int:
-    """Seeds the generators; ``number`` is what ``number_of`` returned."""
+def set_step_seed(key: StepSeed, number: int) -> int:
+    """Seeds the generators with ``number``, the seed for ``key``."""
     global _last
     torch.manual_seed(number)
-    _last = given
+    _last = key
     return number
 
 
 def last_step_seed() -> StepSeed | None:
-    """What ``seed_step`` was last given in this process."""
+    """Returns the arguments of the last ``seed_step`` call in this process."""
     return _last

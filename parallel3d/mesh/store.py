@@ -1,10 +1,10 @@
-"""The c10d store as a place where ranks meet: who else is there, numbered calls, waiting for keys."""
+"""The c10d store as ranks use it: numbered calls, waiting for keys, a fresh store at each start."""
 
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from torch import distributed as dist
@@ -12,10 +12,10 @@ from torch import distributed as dist
 from parallel3d._torch import groups, simulated
 
 _ONE_PROCESS = ("fake", "emulated")  # backends of ``parallel3d.testing`` without other ranks
-_SHORTEST, _LONGEST = 0.0005, 0.1  # seconds between two looks into the store
+_SHORTEST, _LONGEST = 0.0005, 0.1  # seconds between two polls of the store
 
 while_waiting: list[Callable[[], None]] = []
-"""Called now and then by a rank that waits; one that raises ends the wait. See ``guards.watch``."""
+"""Called at each poll by a rank that waits; an exception ends the wait. See ``guards.watch``."""
 
 
 def ranks_are_played() -> bool:
@@ -24,7 +24,7 @@ def ranks_are_played() -> bool:
 
 
 def others() -> tuple[dist.Store, int, int] | None:
-    """(store, rank, world size) of the default process group; None where it has no other real rank."""
+    """Returns (store, rank, world size) of the default group; None if it has no other real rank."""
     if ranks_are_played() or not dist.is_initialized():
         return None
     if any(name in dist.get_backend_config() for name in _ONE_PROCESS) or dist.get_world_size() < 2:
@@ -33,9 +33,9 @@ def others() -> tuple[dist.Store, int, int] | None:
 
 
 def next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
-    """The part of the store that belongs to this rank's next call about ``topic``.
+    """Returns the part of the store that belongs to this rank's next call about ``topic``.
 
-    Calls are counted in the store itself, per rank: a counter in this process would run on when the
+    Calls are counted in the store itself, per rank: a counter in this process would go on when the
     process group is replaced by one with another set of ranks.
     """
     topic_store = dist.PrefixStore(f"parallel3d/{topic}", store)
@@ -47,99 +47,85 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None
     """Waits until all ``keys`` are set.
 
     Raises:
-        RuntimeError: not within ``timeout``; a ``DistNetworkError`` if the store is gone.
+        RuntimeError: not within ``timeout``; a ``DistNetworkError`` if the store has ended.
         PeerFailureError: within ``guards.watch``: another rank has failed.
     """
-    end = time.monotonic() + timeout.total_seconds()
+    # Not store.wait: on a TCP store it can't be interrupted, and prints to stderr when it times out.
+    for _ in _polls(time.monotonic() + timeout.total_seconds()):
+        if store.check(list(keys)):
+            return
+    raise RuntimeError(f"{', '.join(keys)} not set within {timeout}")
+
+
+def _polls(end: float, longest: float = _LONGEST) -> Iterator[None]:
+    """Yields when to poll the store again, less and less often, until the time ``end``."""
     pause = _SHORTEST
-    # Not store.wait: on a TCP store it can't be interrupted, and says on stderr that it has ended.
-    for look in while_waiting:
-        look()
-    while not store.check(list(keys)):
+    late = False
+    while not late:
         for look in while_waiting:
             look()
-        if time.monotonic() > end:
-            raise RuntimeError(f"{', '.join(keys)} not set within {timeout}")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST)
-
-
-# fresh_store: where ranks meet under a launcher whose store outlives them.
-#
-# torchrun keeps one store for all restarts of a job. In it are the keys of processes that are
-# dead: who reads the address of a peer there may wait for one that is gone. The number of restarts
-# doesn't tell starts apart: each node's torchrun counts its own.
-
-_FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05  # seconds between two looks into the store
+        late = time.monotonic() > end
+        yield
+        time.sleep(0 if late else pause)
+        pause = min(2 * pause, longest)
 
 
 def outlives_ranks() -> bool:
-    """Whether torchrun holds the store that this process's environment names."""
+    """Whether the store in this process's environment is held by torchrun, and outlives a restart."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def fresh_store(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> dist.PrefixStore:
-    """The part of ``store`` that belongs to this start of the job; every rank must call it.
+    """Returns the part of ``store`` that belongs to this start of the job; every rank must call it.
 
-    Each rank says that it is there, by a number of its own. Rank 0 names the start and says with which
-    numbers; when all ranks have found theirs among them, the start has its name. Until then rank 0 may have
-    read the number of a rank's dead predecessor: it looks again.
+    torchrun keeps one store for all restarts of a job, in which the keys of dead processes remain: a rank
+    that reads the address of one of them may wait forever. The restart count doesn't identify a start: each
+    node's torchrun counts its own.
 
-    If ranks don't come within ``timeout`` the others go on, each with what it has: the first comparison
-    of settings then says who is missing.
+    Each rank writes a random number of its own. Rank 0 names the start and publishes the numbers that it
+    has read; the start is settled when all ranks have found their own number among them. Until then rank 0
+    may have read a number of a rank's dead predecessor, and reads again.
+
+    If ranks don't come within ``timeout`` the others continue, each with what it has: the first comparison
+    of settings then names the missing ranks.
     """
     table = dist.PrefixStore("parallel3d/starts", store)
-    mine = secrets.token_hex(8)
-    table.set(f"here/{rank}", mine)
-    end = time.monotonic() + timeout.total_seconds()
-    name = _lead(table, mine, world_size, end) if rank == 0 else _follow(table, mine, rank, end)
+    own = secrets.token_hex(8)
+    table.set(f"here/{rank}", own)
+    polls = _polls(time.monotonic() + timeout.total_seconds(), longest=0.05)
+    name = _lead(table, own, world_size, polls) if rank == 0 else _follow(table, own, rank, polls)
     return dist.PrefixStore(f"parallel3d/start/{name}", store)
 
 
-def _lead(table: dist.Store, mine: str, world_size: int, end: float) -> str:
-    """Rank 0's part: finds out who takes part; the start's name."""
-    ranks = range(world_size)
-    pause, number, name, known = _Pause(end), 0, mine, [""] * world_size
-    while not (all(known) and table.check([f"found/{name}/{rank}" for rank in ranks[1:]])):
-        there = [_get(table, f"here/{rank}") for rank in ranks]
-        if there != known:
-            number, known = number + 1, there
-            name = f"{mine}-{number}"
+def _lead(table: dist.Store, own: str, world_size: int, polls: Iterator[None]) -> str:
+    """Finds out on rank 0 who takes part; returns the start's name."""
+    number, name, known = 0, own, [""] * world_size
+    for _ in polls:
+        present = [_get(table, f"here/{rank}") for rank in range(world_size)]
+        if present != known:
+            number, known = number + 1, present
+            name = f"{own}-{number}"
             table.set("start", json.dumps([name, known]))
-        if not pause():
+        if all(known) and table.check([f"found/{name}/{rank}" for rank in range(1, world_size)]):
             break
     table.set(f"go/{name}", "")
     return name
 
 
-def _follow(table: dist.Store, mine: str, rank: int, end: float) -> str:
-    """The other ranks' part."""
-    pause, found = _Pause(end), ""
-    while not (found and table.check([f"go/{found}"])):
+def _follow(table: dist.Store, own: str, rank: int, polls: Iterator[None]) -> str:
+    """Waits on the other ranks until the start is settled; returns its name."""
+    found = ""
+    for _ in polls:
         name, known = json.loads(_get(table, "start") or '["", []]')
-        if name != found and rank < len(known) and known[rank] == mine:
+        if name != found and rank < len(known) and known[rank] == own:
             found = name
             table.set(f"found/{name}/{rank}", "")
-        if not pause():
-            return found or mine
-    return found
+        if found and table.check([f"go/{found}"]):
+            break
+    return found or own
 
 
 def _get(table: dist.Store, key: str) -> str:
     return table.get(key).decode() if table.check([key]) else ""
-
-
-class _Pause:
-    """Waits a moment, longer each time; False if it is too late."""
-
-    def __init__(self, end: float) -> None:
-        self._end, self._seconds = end, _FIRST_PAUSE
-
-    def __call__(self) -> bool:
-        for look in while_waiting:
-            look()
-        time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, _LAST_PAUSE)
-        return time.monotonic() < self._end

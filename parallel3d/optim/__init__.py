@@ -1,4 +1,4 @@
-"""What surrounds the optimizer step: clipping, accumulation, loss scaling, averages; steps in backward."""
+"""Training utilities around the optimizer step: clipping, accumulation, loss scaling, averages."""
 
 from typing import TYPE_CHECKING
 

@@ -19,11 +19,10 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
 
 T = TypeVar("T")
-_END = object()
 
 
 def accumulate(model: nn.Module, micro_batches: Iterable[T]) -> Iterator[T]:
-    """Yields ``micro_batches``; backwards of all but the last put HSDP's all-reduce off.
+    """Yields ``micro_batches``; only the backward of the last one runs HSDP's all-reduce.
 
     Gradients are still reduce-scattered each time, so memory stays that of one micro-batch::
 
@@ -46,39 +45,38 @@ def accumulate(model: nn.Module, micro_batches: Iterable[T]) -> Iterator[T]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise Parallel3dError(
-            f"accumulate: {type(model).__name__} is not parallel; call parallel3d.parallelize first, or "
-            "accumulate a plain model without it"
+            f"accumulate: {type(model).__name__} is not parallel; call parallel3d.parallelize first"
         )
-    return _deferring(units, iter(micro_batches))
+    return _deferring_all_reduce(units, iter(micro_batches))
 
 
-def _deferring(units: Sequence[FSDPModule], source: Iterator[T]) -> Iterator[T]:
-    current = next(source, _END)
-    if current is _END:
-        raise Parallel3dError("accumulate: there is no micro-batch; give at least one")
+def _deferring_all_reduce(units: Sequence[FSDPModule], source: Iterator[T]) -> Iterator[T]:
+    def set_all_reduce(wanted: bool) -> None:
+        for unit in units:
+            unit.set_requires_all_reduce(wanted, recurse=False)
+
     try:
-        while current is not _END:
-            following = next(source, _END)
-            _set_all_reduce(units, following is _END)
-            yield current  # type: ignore[misc]
+        current = next(source)
+    except StopIteration:
+        raise Parallel3dError("accumulate: there is no micro-batch; give at least one") from None
+    try:
+        for following in source:
+            set_all_reduce(False)
+            yield current
             current = following
+        set_all_reduce(True)
+        yield current
     finally:
-        _set_all_reduce(units, True)
-
-
-def _set_all_reduce(units: Sequence[FSDPModule], wanted: bool) -> None:
-    for unit in units:
-        unit.set_requires_all_reduce(wanted, recurse=False)
-
-
-# The one process group of all ranks that must agree.
+        set_all_reduce(True)
 
 
 def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
-    """The group over all axes of ``mesh``, made once; the default group for None; None without one.
+    """Returns the process group over all axes of ``mesh``, by default the default group.
+
+    None if ``torch.distributed`` is not initialized.
 
     Raises:
-        MeshError: not a mesh, one that this rank is not in, or one whose axes have no names.
+        MeshError: ``mesh`` is no mesh, this rank is not in it, or its axes have no names.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{what}: mesh is {mesh!r}; it must be a DeviceMesh, or None for all ranks")
@@ -91,47 +89,41 @@ def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.mesh_dim_names is None:
-        raise MeshError(
-            f"{what}: {mesh} has several axes without names and not all ranks; name them, as "
-            "parallel3d.build_mesh does"
-        )
+        raise MeshError(f"{what}: {mesh} has several axes without names; make it with build_mesh")
     return flatten_axes(mesh, mesh.mesh_dim_names).get_group()
-
-
-# global_mean: a loss normalised by the number of tokens of all ranks and micro-batches.
 
 
 def global_mean(
     loss_sum: torch.Tensor, n_tokens: int | torch.Tensor, *, mesh: DeviceMesh | None = None
 ) -> torch.Tensor:
-    """The loss to call ``backward`` on, so that gradients are those of the mean over all tokens.
+    """Returns the loss to call ``backward`` on so that gradients are those of the mean over all tokens.
 
     A mean on each rank is wrong where ranks or micro-batches have different numbers of tokens (padding,
-    packing, masks): each token of a short batch counts for more. With N tokens in all, and D data ranks that
-    the engine averages over, each rank's backward must be of ``loss_sum * D / N``. The all-reduce goes over
-    tp too, whose T ranks count each token T times: it gives ``N * T`` over ``D * T`` ranks, the same ratio::
+    packing, masks): a token of a short batch counts for more. With N tokens in all, and D data ranks that the
+    engine averages over, the backward of each rank must start from ``loss_sum * D / N``. The all-reduce goes
+    over tp too, whose T ranks count each token T times: ``N * T`` over ``D * T`` ranks is the same ratio::
 
         n = sum(int((t != PAD).sum()) for t in micro_batches)  # of this rank, for the whole step
         for tokens in p3d.optim.accumulate(model, micro_batches):
             loss_sum = cross_entropy(model(tokens), targets, ignore_index=PAD, reduction="sum")
             p3d.optim.global_mean(loss_sum, n).backward()
 
-    One all-reduce of one number for each call; on an accelerator the CPU does not wait for it. Summed over
-    micro-batches and averaged over ranks, what it returns is the mean over all tokens. Not together with
-    ``set_gradient_divide_factor``, which changes what the engine divides by.
+    Each call all-reduces one number; on an accelerator the CPU does not wait for it. Summed over
+    micro-batches and averaged over ranks, the returned values are the mean over all tokens. Do not combine it
+    with ``set_gradient_divide_factor``, which changes what the engine divides by.
 
     Args:
         loss_sum: scalar, the sum over this rank's tokens of one micro-batch; the same on all ranks of tp.
         n_tokens: this rank's number of tokens in all micro-batches of the step; 0 is allowed on some ranks.
             A tensor of one element may be fractional (a sum of weights).
-        mesh: over whose ranks to count; by default all ranks. All of them must call.
+        mesh: the ranks to count over; by default all ranks. All of them must call.
 
     Returns:
         A scalar of the dtype of ``loss_sum``.
 
     Raises:
-        Parallel3dError: no scalar, a number below 0 or not finite, no token on any rank (on an accelerator
-            that is an assertion on the device).
+        Parallel3dError: ``loss_sum`` is no scalar, ``n_tokens`` is negative or not finite, or no rank has a
+            token (on an accelerator a device-side assertion).
         MeshError: ``mesh`` is no mesh.
     """
     is_tensor = isinstance(loss_sum, torch.Tensor)
@@ -148,15 +140,12 @@ def global_mean(
         ranks = dist.get_world_size(group)
         dist.all_reduce(total, group=group)
     _check_total(total, n_tokens)
-    # Multiplied in float64, also in backward: of many tokens the factor alone is below float16's range.
+    # Multiplied in float64, also in backward: over many tokens the factor alone is below float16's range.
     return (loss_sum.double() * (ranks / total)).to(loss_sum.dtype)
 
 
 def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor:
-    """``n_tokens`` as a tensor that may be written to.
-
-    float64 counts exactly, and is of one dtype on all ranks: some may have an integer 0, others weights.
-    """
+    """Returns ``n_tokens`` as a new float64 tensor: exact, and of one dtype on all ranks."""
     if isinstance(n_tokens, DTensor):
         raise Parallel3dError(
             f"n_tokens is a DTensor ({n_tokens.placements}); it must be this rank's number, such as "
@@ -169,10 +158,10 @@ def _count(n_tokens: int | torch.Tensor, loss_sum: torch.Tensor) -> torch.Tensor
                 "number, such as (targets != PAD).sum()"
             )
         total = n_tokens.detach().to(loss_sum.device, torch.float64, copy=True).reshape(())
-        # Found by all ranks after the all-reduce, which the others would wait in if this one raised here.
+        # All ranks raise after the all-reduce: the others would wait in it if this one raised here.
         return torch.where(torch.isfinite(total) & (total >= 0), total, torch.nan)
-    number = isinstance(n_tokens, (int, torch.SymInt)) and not isinstance(n_tokens, bool)
-    if not number or n_tokens < 0:
+    is_int = isinstance(n_tokens, (int, torch.SymInt)) and not isinstance(n_tokens, bool)
+    if not is_int or n_tokens < 0:
         raise Parallel3dError(
             f"n_tokens is {n_tokens!r}; it must be this rank's number of tokens, an integer of at least 0 or "
             "a tensor"
@@ -186,13 +175,10 @@ def _check_total(total: torch.Tensor, n_tokens: object) -> None:
             total > 0, "global_mean: n_tokens is 0 on every rank, or below 0 or nan on one"
         )
         return
-    totals = [float(t) for t in inner_tensors(total)]  # of simulated ranks several
+    totals = [float(t) for t in inner_tensors(total)]  # one for each simulated rank
     if any(map(math.isnan, totals)):
         raise Parallel3dError(
             f"n_tokens is {n_tokens} here; on every rank it must be at least 0 and finite"
         )
     if not min(totals) > 0:
-        raise Parallel3dError(
-            "n_tokens is 0 on every rank, and there is nothing to take the mean of; skip such a step on all "
-            "ranks"
-        )
+        raise Parallel3dError("n_tokens is 0 on every rank; skip such a step on all ranks")

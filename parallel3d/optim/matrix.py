@@ -1,9 +1,9 @@
-"""MatrixSteps: an optimizer that needs whole parameters, on parameters that ranks share.
+"""MatrixSteps: steps of an optimizer that needs whole parameters, on parameters that ranks share.
 
-Parameters of one shape and placement are dealt out to the ranks that share them, one each: an all-to-all
-brings the parts of a parameter, its gradient and its state to the one rank that steps on it, another takes
-what it has made of them back. So a rank sends and receives as many bytes as the parts it holds, and computes
-on one parameter of n; gathering would bring all n to every rank. Replicas do the same work side by side.
+Parameters of one shape and placement are distributed over the ranks that share them, one each: an all-to-all
+brings the parts of a parameter, its gradient and its state to the one rank that steps on it, and another one
+brings the results back. A rank sends and receives as many bytes as the parts it holds, and computes on one
+parameter of n; all-gathers would bring all n to every rank. Replicas do the same work side by side.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from parallel3d._layout.packed import PackedShard, packed_boxes
-from parallel3d._torch.dtensor import dtensor_shard_box, flatten_axes, get_local_tensor
+from parallel3d._layout.packed import packed_boxes
+from parallel3d._torch.dtensor import flatten_axes, get_local_tensor
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._torch.simulated import (
     combine_ranks,
@@ -35,127 +36,82 @@ from parallel3d._torch.simulated import (
 from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 from parallel3d.errors import MeshError, Parallel3dError
-from parallel3d.optim.pieces import State, local_of, part_of, placed_as, reduced
+from parallel3d.optim.pieces import State, local_of, part_of, placed_as, reduced_grad
 
-# Owners: the ranks that share parameters, and how whole ones are dealt out to them.
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank holds of a whole tensor.
-
-    Attributes:
-        shape: of its local tensor.
-        boxes: (where in the whole, which rows of the local tensor), of a packed parameter several.
-    """
-
-    shape: tuple[int, ...]
-    boxes: list[tuple[tuple[slice, ...], tuple[slice, ...]]]
-
-    @classmethod
-    def at(
-        cls,
-        shape: Sequence[int],
-        mesh_shape: Sequence[int],
-        coordinate: Sequence[int],
-        placements: Sequence[Placement],
-    ) -> Part:
-        """That of the rank at ``coordinate``."""
-        if any(isinstance(p, PackedShard) for p in placements):
-            local, packed = packed_boxes(shape, mesh_shape, coordinate, placements)
-            return cls(local, [(box.slices, box.local_slices) for box in packed])
-        local, start = dtensor_shard_box(shape, mesh_shape, coordinate, placements)
-        box = tuple(slice(o, o + s) for o, s in zip(start, local, strict=True))
-        return cls(tuple(local), [(box, (slice(None),) * len(local))])
-
-    @property
-    def numel(self) -> int:
-        """Elements of the local tensor."""
-        return math.prod(self.shape)
-
-    def write(self, whole: torch.Tensor, row: torch.Tensor) -> None:
-        """Puts the local tensor at the front of ``row`` into ``whole``."""
-        local = row[: self.numel].view(self.shape)
-        for box, rows in self.boxes:
-            whole[box].copy_(local[rows])
-
-    def read(self, whole: torch.Tensor, row: torch.Tensor) -> None:
-        """The other way."""
-        local = row[: self.numel].view(self.shape)
-        for box, rows in self.boxes:
-            local[rows].copy_(whole[box])
+Step = Callable[[Any], Any]  # of the optimizer
 
 
 class Owners:
     """The ranks that share parameters of one shape and placement.
 
     Attributes:
-        group: their process group, of ``size`` ranks; ``coordinate`` is this rank's place in it.
+        group: their process group, of ``size`` ranks; ``rank`` is this rank's in it.
         shape: of the whole parameter.
-        parts: by place, which part of the whole a rank holds.
-        slot: elements of the largest part.
+        parts: for each rank of the group (local shape, boxes of the whole tensor).
+        slot: number of elements of the largest part.
     """
 
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, axes: list[int]
     ) -> None:
-        names = mesh.mesh_dim_names
         if len(axes) == 1:
-            self.group, self.coordinate = mesh.get_group(axes[0]), mesh.get_local_rank(axes[0])
+            self.group, self.rank = mesh.get_group(axes[0]), mesh.get_local_rank(axes[0])
+        elif mesh.mesh_dim_names is None:
+            raise MeshError(
+                f"optim.local: a parameter of shape {tuple(shape)} is shared over several axes of "
+                f"{mesh}, which have no names; name them, as parallel3d.build_mesh does"
+            )
         else:
-            if names is None:
-                raise MeshError(
-                    f"optim.local: a parameter of shape {tuple(shape)} is shared over several axes of "
-                    f"{mesh}, which have no names; name them, as parallel3d.build_mesh does"
-                )
-            flat = flatten_axes(mesh, tuple(names[axis] for axis in axes))
-            self.group, self.coordinate = flat.get_group(), flat.get_local_rank()
+            flat = flatten_axes(mesh, tuple(mesh.mesh_dim_names[axis] for axis in axes))
+            self.group, self.rank = flat.get_group(), flat.get_local_rank()
         self.size = self.group.size()
         self.shape = tuple(shape)
-        self.parts: list[Part] = []
-        sizes = [mesh.size(axis) for axis in axes]
-        for place in range(self.size):
-            at = [0] * mesh.ndim
-            for axis, size in reversed(list(zip(axes, sizes, strict=True))):
-                place, at[axis] = divmod(place, size)
-            self.parts.append(Part.at(shape, mesh.shape, at, placements))
-        self.slot = max(part.numel for part in self.parts)
+        ranks = [range(size if axis in axes else 1) for axis, size in enumerate(mesh.shape)]
+        self.parts = [packed_boxes(shape, mesh.shape, at, placements) for at in product(*ranks)]
+        self.slot = max(math.prod(local) for local, _ in self.parts)
 
     def deal(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's part of each of at most ``size`` tensors -> of one of them, the whole.
+        """Takes this rank's part of each of at most ``size`` tensors; returns one of these tensors, whole.
 
-        Where there are fewer than ranks, some get the same one.
+        Where there are fewer tensors than ranks, several ranks get the same one.
         """
         send = parts[0].new_zeros(self.size, self.slot)
-        for place in range(self.size):
-            part = parts[place % len(parts)]
-            send[place].narrow(0, 0, part.numel()).copy_(part.reshape(-1))
-        received = self._exchange(send)
+        for index in range(self.size):
+            part = parts[index % len(parts)]
+            send[index].narrow(0, 0, part.numel()).copy_(part.reshape(-1))
         whole = parts[0].new_empty(self.shape)
-        for row, held in zip(received, self.parts, strict=True):
-            held.write(whole, row)
+        for box, rows in self._views(whole, self._exchange(send)):
+            box.copy_(rows)
         return whole
 
     def collect(self, whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The other way: this rank's parts of the tensors that the first ranks have, shaped as ``like``."""
+        """The inverse of ``deal``: returns this rank's parts of the ranks' tensors, shaped as ``like``."""
         send = whole.new_zeros(self.size, self.slot)
-        for row, part in zip(send, self.parts, strict=True):
-            part.read(whole, row)
-        received = self._exchange(send)
+        for box, rows in self._views(whole, send):
+            rows.copy_(box)
         return [
             row.narrow(0, 0, part.numel()).view(part.shape)
-            for row, part in zip(received.unbind(), like, strict=False)
+            for row, part in zip(self._exchange(send).unbind(), like, strict=False)
         ]
 
+    def _views(
+        self, whole: torch.Tensor, buffer: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each box as a view of ``whole`` and of ``buffer``, the local tensors (ranks, slot)."""
+        for (shape, boxes), row in zip(self.parts, buffer, strict=True):
+            local = row[: math.prod(shape)].view(shape)
+            for box in boxes:
+                yield whole[box.slices], box.of(local)
+
     def deal_small(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Of tensors that every rank has, one per parameter: that of the one this rank steps on."""
-        rows = [values[place % len(values)] for place in range(self.size)]
-        # By an index that is a tensor: what a plain checkpoint brought knows of no simulated ranks.
-        mine = torch.full((1,), self.coordinate, dtype=torch.int64, device=values[0].device)
-        return torch.stack(rows).index_select(0, mine)[0]
+        """Returns the one of ``values``, which every rank has, that belongs to this rank's parameter."""
+        rows = [values[index % len(values)] for index in range(self.size)]
+        # By a tensor index: a value from a plain checkpoint has no simulated ranks.
+        own = torch.full((1,), self.rank, dtype=torch.int64, device=values[0].device)
+        return torch.stack(rows).index_select(0, own)[0]
 
     def collect_small(self, value: torch.Tensor, number: int) -> list[torch.Tensor]:
-        """The other way: what the first ``number`` ranks have made of theirs."""
+        """The inverse of ``deal_small``: returns the ``value`` of the first ``number`` ranks."""
         rows = value.new_empty((self.size * value.numel(),))
         all_gather_single(rows, value.reshape(-1).contiguous(), group=self.group)
         return [row.view(value.shape).clone() for row in rows.view(self.size, -1)[:number]]
@@ -168,57 +124,70 @@ class Owners:
 
 
 class MatrixSteps:
-    """What one optimizer needs to step on whole parameters.
+    """Steps of one optimizer on whole parameters.
 
     Args:
-        at_once: of how many, where every rank has them whole; by default of all that are alike.
+        at_once: number of parameters in one call, where every rank has them whole; by default all that are
+            alike.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
         self._owners: dict[Hashable, Owners] = {}
         self._at_once = at_once
 
-    def step(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
-        """Calls ``step(optimizer)`` for one group and some whole parameters at a time."""
-        counted = Counted(optimizer, step)
+    def step(self, optimizer: Optimizer, step: Step) -> None:
+        """Calls ``step(optimizer)`` for one group and some whole parameters at a time.
+
+        What the class counts, in attributes, in a group or in ``state`` under keys that are no parameters, it
+        counts once: each call begins with the counts from before the step.
+        """
+        numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
+        before = after = of_no_parameter(optimizer)
+
+        def step_once(optimizer: Optimizer) -> None:
+            nonlocal after
+            vars(optimizer).update(numbers)
+            optimizer.state.update(copy.deepcopy(before))
+            step(optimizer)
+            after = of_no_parameter(optimizer)
+
         for group in optimizer.param_groups:
-            options, params = GroupOptions(group), group["params"]
+            call, options = _Call(optimizer, step_once, group), GroupOptions(group)
+            params = group["params"]
             try:
                 batches = self._batches(optimizer, params)
-                if params and not batches:  # a class may count the calls all the same
+                if params and not batches:  # the class may count steps without gradients too
                     idle = nn.Parameter(torch.zeros_like(local_of(params[0])))
-                    _called(optimizer, counted.step, group, [idle], [{}])
+                    call.on_whole([idle], [{}])
                 for members, owners in batches:
                     options.restore(group)
-                    _step_on(optimizer, counted.step, group, members, owners)
-                    options.check_like_first(group, optimizer)
+                    call.on_shared(members, owners)
+                    options.check_same_counts(group, optimizer)
             finally:
                 group["params"] = params
-        optimizer.state.update(counted.after)
+        optimizer.state.update(after)
 
     def _batches(
         self, optimizer: Optimizer, params: list[nn.Parameter]
     ) -> list[tuple[list[nn.Parameter], Owners | None]]:
-        """Parameters of a group that one call steps on, and who shares them."""
-        alike: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
+        """Returns the parameters of a group that one call steps on, with the ranks that share them."""
+        alike: defaultdict[tuple[Hashable, Hashable], list[nn.Parameter]] = defaultdict(list)
         for param in params:
             if param.grad is not None:
-                alike[self._kind(param, optimizer.state.get(param, {}))].append(param)
+                state = optimizer.state.get(param, {})
+                kind = tuple((key, _kind(value, param)) for key, value in state.items())
+                alike[self._owners_key(param), kind].append(param)
         batches: list[tuple[list[nn.Parameter], Owners | None]] = []
-        for kind, members in alike.items():
-            owners = self._owners.get(kind[0])  # type: ignore[index]
+        for (key, _), members in alike.items():
+            owners = self._owners.get(key)
             size = (self._at_once or len(members)) if owners is None else owners.size
             batches += [
                 (members[start : start + size], owners) for start in range(0, len(members), size)
             ]
         return batches
 
-    def _kind(self, param: nn.Parameter, state: State) -> Hashable:
-        """Parameters with an equal one are stepped on together."""
-        return self._sharing(param), tuple((k, _kind(v, param)) for k, v in state.items())
-
-    def _sharing(self, param: nn.Parameter) -> Hashable:
-        """What tells who shares ``param``; None where each rank has it whole."""
+    def _owners_key(self, param: nn.Parameter) -> Hashable:
+        """Returns the key in ``_owners`` of the ranks that share ``param``; None if each has it whole."""
         if not isinstance(param, DTensor):
             return None
         mesh, placements = param.device_mesh, param.placements
@@ -236,74 +205,52 @@ class MatrixSteps:
 
 
 class GroupOptions:
-    """What a group has but for its parameters: each of several calls for a step begins with it.
-
-    So what a class counts there it counts once a step, also where the first call makes the entry.
-    """
+    """The entries of a group without its parameters, as they were before a step."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._before = dict(group)
         self._copies = {
             k: copy.deepcopy(v)
             for k, v in group.items()
-            if isinstance(v, _CHANGEABLE) and k not in _OF_PARAMETERS
+            if isinstance(v, (torch.Tensor, list, dict, set, deque))
+            and k not in ("params", "param_names")
         }
         self._first: dict[str, Any] | None = None
 
     def restore(self, group: dict[str, Any]) -> None:
-        """Makes ``group`` what it was."""
+        """Sets the entries of ``group`` to what they were."""
         group.clear()
         group.update(self._before)
         for key, value in self._copies.items():
-            if isinstance(value, torch.Tensor):  # may be the user's: the same object
+            if isinstance(value, torch.Tensor):  # the user may hold it: keep the object
                 with torch.no_grad():
                     group[key].copy_(value)
             else:
                 group[key] = copy.deepcopy(value)
 
-    def check_like_first(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        """Raises if this call has made other numbers in the group than the first one."""
+    def check_same_counts(self, group: dict[str, Any], optimizer: Optimizer) -> None:
+        """Raises Parallel3dError if this call has left other numbers in the group than the first one."""
         numbers = {k: v for k, v in group.items() if isinstance(v, (int, float)) and v == v}
         if self._first is None:
             self._first = numbers
         elif numbers != self._first:
-            keys = [k for k in numbers | self._first if numbers.get(k) != self._first.get(k)]
+            key = next(k for k in numbers | self._first if numbers.get(k) != self._first.get(k))
             raise Parallel3dError(
-                f"optim.local: {type(optimizer).__name__} has made {keys[0]} of a parameter group "
-                f"{self._first.get(keys[0])!r} of some parameters and {numbers.get(keys[0])!r} of others: it "
-                "looks at parameters together, which the ranks don't have; use the class itself"
+                f"optim.local: {type(optimizer).__name__} has set {key} of a parameter group to "
+                f"{self._first.get(key)!r} for some parameters and {numbers.get(key)!r} for others, as if it "
+                "looked at parameters together; use the class itself"
             )
 
 
-_CHANGEABLE = (torch.Tensor, list, dict, set, deque)
-_OF_PARAMETERS = ("params", "param_names")
-
-
-class Counted:
-    """What a class counts in attributes, or in ``state`` under keys of no parameter: once a step too."""
-
-    def __init__(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
-        self._step = step
-        self._numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
-        self._before = self.after = of_no_parameter(optimizer)
-
-    def step(self, optimizer: Optimizer) -> None:
-        """One of several calls for a step: begins with the counts from before it."""
-        vars(optimizer).update(self._numbers)
-        optimizer.state.update(copy.deepcopy(self._before))
-        self._step(optimizer)
-        self.after = of_no_parameter(optimizer)
-
-
 def of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
-    """Entries of its state under keys that are no parameters."""
+    """Returns the entries of the optimizer's state under keys that are no parameters."""
     return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
 
 def _kind(value: Any, param: nn.Parameter) -> Any:
-    """What a state's entry must have in common with that of another parameter stepped on with it."""
+    """Returns what an entry of a state must have in common with that of another parameter in one call."""
     if isinstance(value, (int, float)):
-        return type(value)  # each parameter has its own
+        return type(value)  # each parameter has its own number
     if not isinstance(value, torch.Tensor):
         return repr(value)
     if _is_counter(value, param):
@@ -312,96 +259,125 @@ def _kind(value: Any, param: nn.Parameter) -> Any:
 
 
 def _is_counter(value: torch.Tensor, param: nn.Parameter) -> bool:
-    """Counts of steps are kept on the CPU beside parameters on an accelerator: every rank counts alike."""
+    """Whether ``value`` is a step count on the CPU of a parameter elsewhere: all ranks count alike."""
     return value.dim() == 0 and value.device.type != param.device.type
 
 
 def can_be_shared(value: Any) -> bool:
-    """Whether ranks can hand on an entry of a state: a tensor, a number, or what says nothing of values."""
+    """Whether ranks can exchange an entry of a state: a tensor, a number, or a value alike on all of them."""
     return value is None or isinstance(
         value, (torch.Tensor, int, float, str, torch.dtype, torch.device, torch.Size)
     )
 
 
-def _is_like(value: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether an entry has the whole parameter's shape: those lie sharded as it does."""
-    return len(shape) > 0 and tuple(value.shape) == tuple(shape)
+def _has_shape(value: Any, shape: Sequence[int]) -> bool:
+    """Whether an entry has the whole parameter's shape: it is then sharded as the parameter is."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and len(shape) > 0 and tuple(value.shape) == tuple(shape)
 
 
-def _step_on(
-    optimizer: Optimizer,
-    step: Callable[[Any], Any],
-    group: dict[str, Any],
-    params: list[nn.Parameter],
-    owners: Owners | None,
-) -> None:
-    """One step on ``params``, which every rank has whole, or the ``owners`` share."""
-    locals_ = [local_of(param) for param in params]
-    grads = [_grad_of(param) for param in params]
-    states = [optimizer.state.get(param, {}) for param in params]
-    if owners is None:
-        wholes = [nn.Parameter(local) for local in locals_]
-        given = [_local_state(p, state) for p, state in zip(params, states, strict=True)]
-    else:
-        wholes, grads = [nn.Parameter(owners.deal(locals_))], [owners.deal(grads)]
-        given = [_deal_state(owners, params, states)]
-    for whole, grad in zip(wholes, grads, strict=True):
-        whole.grad = grad
-    made = _called(optimizer, step, group, wholes, given)
-    _check_can_be_shared(made[0], optimizer)
-    if owners is None:
-        for param, state in zip(params, made, strict=True):
-            numbers = {key: _as_number(value) for key, value in state.items()}
-            _show(optimizer, param, numbers, like=param.shape)
-        return
-    for local, part in zip(locals_, owners.collect(wholes[0].detach(), locals_), strict=True):
-        local.copy_(part)
-    collected = _collect_all(owners, made[0], params)
-    for index, param in enumerate(params):
-        state = {key: values[index] for key, values in collected.items()}
-        _show(optimizer, param, state, like=None)
+@dataclass(frozen=True)
+class _Call:
+    """A step of ``optimizer`` on some parameters of ``group``."""
 
+    optimizer: Optimizer
+    step: Step
+    group: dict[str, Any]
 
-def _check_can_be_shared(state: State, optimizer: Optimizer) -> None:
-    for key, value in state.items():
-        if not isinstance(value, Number) and not can_be_shared(value):
-            raise Parallel3dError(
-                f"optim.local: {type(optimizer).__name__} keeps a {type(value).__name__} in the entry "
-                f"{key!r} of a parameter's state, which ranks can't hand on; use the class itself"
-            )
+    def on_shared(self, params: list[nn.Parameter], owners: Owners | None) -> None:
+        """Steps on ``params``, which ``owners`` share; without owners every rank has them whole."""
+        locals_ = [local_of(param) for param in params]
+        grads = [reduced_grad(param, "Step") for param in params]
+        states = [self.optimizer.state.get(param, {}) for param in params]
+        if owners is None:
+            wholes = [nn.Parameter(local) for local in locals_]
+            inputs = [
+                {k: part_of(p, v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                for p, state in zip(params, states, strict=True)
+            ]
+        else:
+            wholes, grads = [nn.Parameter(owners.deal(locals_))], [owners.deal(grads)]
+            inputs = [_deal_state(owners, params, states)]
+        for whole, grad in zip(wholes, grads, strict=True):
+            whole.grad = grad
+        results = self.on_whole(wholes, inputs)
+        for key, value in results[0].items():
+            if not isinstance(value, Number) and not can_be_shared(value):
+                raise Parallel3dError(
+                    f"optim.local: {type(self.optimizer).__name__} keeps a {type(value).__name__} in the "
+                    f"entry {key!r} of a parameter's state, which ranks can't exchange; use the class itself"
+                )
+        if owners is None:
+            shown = [
+                {
+                    key: placed_as(param, value)
+                    if _has_shape(value, param.shape)
+                    else _unwrap(value)
+                    for key, value in state.items()
+                }
+                for param, state in zip(params, results, strict=True)
+            ]
+        else:
+            parts = owners.collect(wholes[0].detach(), locals_)
+            for local, part in zip(locals_, parts, strict=True):
+                local.copy_(part)
+            collected = _collect_state(owners, results[0], params)
+            shown = [
+                {key: values[index] for key, values in collected.items()}
+                for index in range(len(params))
+            ]
+        for param, state in zip(params, shown, strict=True):
+            _show(self.optimizer, param, state)
 
+    def on_whole(self, params: list[nn.Parameter], states: list[State]) -> list[State]:
+        """Steps on the plain ``params`` with ``states``; returns their states.
 
-def _called(
-    optimizer: Optimizer,
-    step: Callable[[Any], Any],
-    group: dict[str, Any],
-    wholes: list[nn.Parameter],
-    given: list[State],
-) -> list[State]:
-    """The states after a step on ``wholes`` alone.
+        Simulated ranks step one after another: each has other numbers, and a class may read them (``item``).
+        """
+        by_rank = tensors_by_rank(params[0])
+        if by_rank is None:
+            return self._once(params, states)
+        options = GroupOptions(self.group)
+        results: dict[int, list[State]] = {}
+        with simulation_off():
+            for rank in by_rank:
+                options.restore(self.group)
+                of_rank = [nn.Parameter(_of_rank(param, rank)) for param in params]
+                for inner, param in zip(of_rank, params, strict=True):
+                    inner.grad = _of_rank(param.grad, rank)
+                inputs = [{k: _of_rank(v, rank) for k, v in state.items()} for state in states]
+                results[rank] = self._once(of_rank, inputs)
+            first = next(iter(results.values()))
+            return [
+                {key: _combined({r: s[index][key] for r, s in results.items()}) for key in state}
+                for index, state in enumerate(first)
+            ]
 
-    Simulated ranks step one by one: each has other numbers, and a class may look at them (``item``).
-    """
-    if tensors_by_rank(wholes[0]) is None:
-        return _called_once(optimizer, step, group, wholes, given)
-    options, made = GroupOptions(group), {}
-    with simulation_off():
-        for rank in tensors_by_rank(wholes[0]) or {}:
-            options.restore(group)
-            mine = [nn.Parameter(_of_rank(whole, rank)) for whole in wholes]
-            for param, whole in zip(mine, wholes, strict=True):
-                param.grad = _of_rank(whole.grad, rank)
-            states = [{key: _of_rank(value, rank) for key, value in s.items()} for s in given]
-            made[rank] = _called_once(optimizer, step, group, mine, states)
-        first = next(iter(made.values()))
+    def _once(self, params: list[nn.Parameter], states: list[State]) -> list[State]:
+        optimizer = self.optimizer
+        groups, shown = optimizer.param_groups, optimizer.state
+        own_state: defaultdict[Any, State] = defaultdict(dict)
+        for param, state in zip(params, states, strict=True):
+            if state:
+                own_state[param] = {key: _unwrap(value) for key, value in state.items()}
+        self.group["params"] = params
+        optimizer.param_groups, optimizer.state = [self.group], own_state
+        try:
+            self.step(optimizer)
+        finally:
+            optimizer.param_groups, optimizer.state = groups, shown
+        results = [own_state.get(param, {}) for param in params]
+        if dry_run.active():  # numbers are not counted there
+            return results
         return [
-            {key: _combined(made, index, key) for key in state} for index, state in enumerate(first)
+            {k: Number.of(v) if isinstance(v, (int, float)) else v for k, v in state.items()}
+            for state in results
         ]
 
 
 @dataclass(frozen=True)
 class Number:
-    """An int, float or bool of a state, while it may differ by simulated rank: a tensor on the CPU."""
+    """An int, float or bool of a state as a float64 tensor on the CPU, which may differ by simulated rank."""
 
     value: torch.Tensor
     kind: type
@@ -411,6 +387,10 @@ class Number:
         return cls(torch.tensor(float(number), dtype=torch.float64), type(number))
 
 
+def _unwrap(value: Any) -> Any:
+    return value.kind(value.value.item()) if isinstance(value, Number) else value
+
+
 def _of_rank(value: Any, rank: int) -> Any:
     if isinstance(value, Number):
         return Number(_of_rank(value.value, rank), value.kind)
@@ -418,68 +398,15 @@ def _of_rank(value: Any, rank: int) -> Any:
     return value if by_rank is None else by_rank[rank].detach()
 
 
-def _combined(made: dict[int, list[State]], index: int, key: str) -> Any:
-    by_rank = {rank: states[index][key] for rank, states in made.items()}
+def _combined(by_rank: dict[int, Any]) -> Any:
     value = next(iter(by_rank.values()))
     if isinstance(value, Number):
         return Number(combine_ranks({r: n.value for r, n in by_rank.items()}), value.kind)
     return combine_ranks(by_rank) if isinstance(value, torch.Tensor) else value
 
 
-def _called_once(
-    optimizer: Optimizer,
-    step: Callable[[Any], Any],
-    group: dict[str, Any],
-    wholes: list[nn.Parameter],
-    given: list[State],
-) -> list[State]:
-    groups, shown = optimizer.param_groups, optimizer.state
-    state: defaultdict[Any, State] = defaultdict(dict)
-    for whole, each in zip(wholes, given, strict=True):
-        if each:
-            state[whole] = {key: _as_number(value) for key, value in each.items()}
-    group["params"] = wholes
-    optimizer.param_groups, optimizer.state = [group], state
-    try:
-        step(optimizer)
-    finally:
-        optimizer.param_groups, optimizer.state = groups, shown
-    made = [state.get(whole, {}) for whole in wholes]
-    if dry_run.active():  # nobody counts
-        return made
-    return [
-        {k: Number.of(v) if isinstance(v, (int, float)) else v for k, v in each.items()}
-        for each in made
-    ]
-
-
-def _as_tensor(number: Number | float) -> torch.Tensor:
-    return (number if isinstance(number, Number) else Number.of(number)).value
-
-
-def _as_number(value: Any) -> Any:
-    return value.kind(value.value.item()) if isinstance(value, Number) else value
-
-
-def _grad_of(param: nn.Parameter) -> torch.Tensor:
-    grad = param.grad
-    assert grad is not None
-    return local_of(reduced(grad)).to(param.dtype)
-
-
-# The state, from what the user sees to what the optimizer does, and back.
-
-
-def _local_state(param: nn.Parameter, state: State) -> State:
-    """Of a parameter that every rank has whole."""
-    return {
-        key: part_of(param, value) if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }
-
-
 def _deal_state(owners: Owners, params: list[nn.Parameter], states: list[State]) -> State:
-    """Of the parameter that this rank steps on."""
+    """Returns the state of the parameter that this rank steps on, from those of ``params``."""
     dealt: State = {}
     for key, example in states[0].items():
         values = [state[key] for state in states]
@@ -490,59 +417,55 @@ def _deal_state(owners: Owners, params: list[nn.Parameter], states: list[State])
             dealt[key] = example
         elif _is_counter(example, params[0]):
             dealt[key] = example.clone()
-        elif _is_like(example, owners.shape):
+        elif _has_shape(example, owners.shape):
             parts = [part_of(p, value) for p, value in zip(params, values, strict=True)]
             dealt[key] = owners.deal(parts)
         else:
-            dealt[key] = owners.deal_small([_whole(value) for value in values])
+            wholes = [v.full_tensor() if isinstance(v, DTensor) else v for v in values]
+            dealt[key] = owners.deal_small(wholes)
     return dealt
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _collect_state(
+    owners: Owners, state: State, params: list[nn.Parameter]
+) -> dict[str, list[Any]]:
+    """Returns each entry of the state, which this rank's step has made, for all of ``params``.
 
-
-def _collect_all(owners: Owners, state: State, params: list[nn.Parameter]) -> dict[str, list[Any]]:
-    """The state this rank has made -> entry by entry that of each of ``params``; numbers all at once."""
-    numbers = {k: v for k, v in state.items() if isinstance(v, (Number, int, float))}
-    collected = {
-        key: [value] * len(params) if key in numbers else _collect(owners, value, params)
-        for key, value in state.items()
+    Entries of the parameter's shape become DTensors. All numbers are exchanged in one collective.
+    """
+    locals_ = [local_of(param) for param in params]
+    collected: dict[str, list[Any]] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            collected[key] = [value] * len(params)
+        elif _is_counter(value, params[0]):
+            collected[key] = [value.clone() for _ in params]
+        elif _has_shape(value, owners.shape):
+            parts = zip(params, owners.collect(value, locals_), strict=True)
+            collected[key] = [placed_as(param, part.clone()) for param, part in parts]
+        else:
+            collected[key] = owners.collect_small(value, len(params))
+    numbers = {
+        k: v if isinstance(v, Number) else Number.of(v)
+        for k, v in state.items()
+        if isinstance(v, (Number, int, float))
     }
     if numbers:
-        mine = torch.stack([_as_tensor(number) for number in numbers.values()])
-        rows = owners.collect_small(mine.to(local_of(params[0]).device), len(params))
-        if not dry_run.active():  # where nobody has counted
-            of_each = [next(inner_tensors(row)).tolist() for row in rows]  # alike on all ranks
+        own = torch.stack([number.value for number in numbers.values()]).to(locals_[0].device)
+        rows = owners.collect_small(own, len(params))
+        if not dry_run.active():  # numbers are not counted there
+            by_param = [next(inner_tensors(row)).tolist() for row in rows]  # alike on all ranks
             for index, (key, number) in enumerate(numbers.items()):
-                kind = number.kind if isinstance(number, Number) else type(number)
-                collected[key] = [kind(row[index]) for row in of_each]
+                collected[key] = [number.kind(row[index]) for row in by_param]
     return collected
 
 
-def _collect(owners: Owners, value: Any, params: list[nn.Parameter]) -> list[Any]:
-    """An entry of the state this rank has made -> that of each of ``params``, as the user sees it."""
-    if not isinstance(value, torch.Tensor):
-        return [value] * len(params)
-    if _is_counter(value, params[0]):
-        return [value.clone() for _ in params]
-    if not _is_like(value, owners.shape):
-        return owners.collect_small(value, len(params))
-    parts = owners.collect(value, [local_of(param) for param in params])
-    return [placed_as(param, part.clone()) for param, part in zip(params, parts, strict=True)]
-
-
-def _show(
-    optimizer: Optimizer, param: nn.Parameter, state: State, like: Sequence[int] | None
-) -> None:
-    """Puts ``state`` into the optimizer's; with ``like`` entries of that shape as DTensors placed as the
-    parameter. DTensors that are there keep their memory: others may refer to it."""
+def _show(optimizer: Optimizer, param: nn.Parameter, state: State) -> None:
+    """Puts ``state`` into the optimizer's; DTensors there keep their memory: others may refer to it."""
     if not state:
         return
     before = optimizer.state[param]
     for key, value in state.items():
-        if like is not None and isinstance(value, torch.Tensor) and _is_like(value, like):
-            value = placed_as(param, value)
         known = before.get(key)
         if (
             isinstance(known, DTensor)

@@ -1,9 +1,9 @@
-"""The guard of ``optim.local``: what is said of an optimizer class is tried on a few numbers.
+"""Trials for ``optim.local``: what the user asserts about an optimizer class is tried on small parameters.
 
-A trial proves nothing: a class may treat other numbers, or later steps, differently. It refuses what it
-catches. Two times twelve steps on a few small parameters, each from new weights: first with gradients that
-are random, orthogonal to the weights, large, small and partly zero, which projections, clipping, trust
-ratios and warm-ups need to show; then with gradients that point one way, as estimates of the step size do.
+A trial proves nothing, since a class may treat other numbers or later steps differently; it refuses what it
+catches. It takes twelve steps, twice, each from new weights: first with gradients that are random, orthogonal
+to the weights, large, small and partly zero, which show projections, clipping, trust ratios and warm-ups;
+then with gradients of one direction, which show estimates of the step size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError
 from parallel3d.optim.matrix import MatrixSteps, can_be_shared, of_no_parameter
 from parallel3d.optim.pieces import State
-
-# Optimizer classes: those known to be elementwise, each with its reason; and their step.
 
 ELEMENTWISE = {
     "ASGD": "the step's size and the average's weight are functions of lr and the count of steps",
@@ -41,7 +39,7 @@ ELEMENTWISE = {
     "Rprop": "each number's own step size, by the signs of its last two gradients",
     "SGD": "a momentum, number by number",
 }
-"""Name in ``torch.optim`` -> why what it does to a number depends on no other number.
+"""Name in ``torch.optim`` -> why its step on an element depends on no other element.
 
 Not among them: Muon (orthogonal matrices), Adafactor (rows' and columns' means), LBFGS
 (inner products) and SparseAdam.
@@ -49,19 +47,19 @@ Not among them: Muon (orthogonal matrices), Adafactor (rows' and columns' means)
 
 
 def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is one of ``ELEMENTWISE`` itself: a subclass may do anything in its step."""
+    """Whether it is one of ``ELEMENTWISE``; a subclass is not, as its step may do anything."""
     return any(optimizer_class is getattr(torch.optim, name, None) for name in ELEMENTWISE)
 
 
 def step_of(optimizer_class: Any) -> Callable[..., Any]:
-    """Its ``step`` without the hooks that torch has put around it."""
+    """Returns the class's ``step`` without the hooks that torch wraps around it."""
     step = optimizer_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 _SHAPES = ((4, 6), (6,), (4, 6), (5, 3), (2, 3, 2, 2))
 _MATRICES = ((4, 6), (5, 3), (4, 6))
-_SQUARES = ((5, 5),) * 4  # for those that take their parameters in pairs
+_SQUARES = ((5, 5),) * 4  # for classes that take their parameters in pairs
 _VARIED = (
     ("random", 1.0),
     ("orthogonal", 1.0),
@@ -79,154 +77,125 @@ _VARIED = (
 _STEADY = (("steady", 1.0),) * 12
 """The gradients' kinds and sizes, step by step."""
 
-Step = tuple[list[torch.Tensor], list[torch.Tensor]]  # weights before it, gradients
+Tensors = list[torch.Tensor]
+Step = tuple[Tensors, Tensors]  # weights before it, gradients
 Options = dict[str, Any]
+Make = Callable[[], Any]  # of an optimizer
 
 
 class _Differs(Exception):
-    """What of an optimizer came out differently."""
+    """What came out differently in a trial, as a clause for the message."""
 
 
 def check_elementwise(
     optimizer_class: type[Optimizer], options: Options, group: Options, device: torch.device
 ) -> None:
-    """Steps whole parameters, and the flat shards that two ranks would have: each must come out the same.
+    """Checks that steps on whole parameters and on two ranks' flat shards give the same weights and states.
 
     Args:
-        options: what it is constructed with.
-        group: what the first group of parameters has of its own, which the class may ask for.
-        device: where it will step, which some options depend on.
+        options: the arguments of the class.
+        group: the first parameter group's own options, which the class may ask for.
+        device: the device it will step on, which some options depend on.
 
     Raises:
-        Parallel3dError: it is not elementwise, or does not step on plain dense tensors at all.
+        Parallel3dError: the class is not elementwise, or doesn't step on plain dense tensors at all.
         Exception: what the class itself raises for the options.
     """
     name = optimizer_class.__name__
-    with _apart():
+    with _isolated():
         runs = [_steps(kinds, _SHAPES, torch.float64, device) for kinds in (_VARIED, _STEADY)]
         make = _maker(optimizer_class, options, group, runs[0][0][0])
-        # What the class says of the options is for the user; not so what it says of our shapes.
+        # What the class raises for the options is for the user to see; what it raises for our shapes is not.
         _maker(optimizer_class, options, group, runs[0][0][0][:1])()
         try:
             for steps in runs:
-                whole, ends = _stepped(_Whole(make, optimizer_class), steps)
-                _check_closure(make, optimizer_class, steps, ends)
-                for rank in (0, 1):
-                    _check_part(_OnShards(make, optimizer_class, rank), steps, whole, ends)
+                _check_parts(_Trial(make, optimizer_class).run(steps), _OnShards)
         except _Differs as found:
             raise Parallel3dError(
                 f"optim.local: {name} is not elementwise: in a trial on whole parameters and on the shards "
-                f"of two ranks {found}, so that on shards it would not do what it does to the plain model; "
-                "give matrix=True, and it is given whole parameters, or use the class itself"
+                f"of two ranks {found}; give matrix=True to step on whole parameters, or use the class itself"
             ) from None
         except Exception as error:
             raise Parallel3dError(
-                f"optim.local: {name} can't step on plain local tensors; a trial on parameters of "
-                f"{_SHAPES}, whole and in flat shards, ended with {type(error).__name__}: {error}. "
-                "Elementwise optimizers work, and with matrix=True those that need whole parameters"
+                f"optim.local: {name} can't step on plain local tensors; a trial on parameters of {_SHAPES}, "
+                f"whole and in flat shards, ended with {type(error).__name__}: {error}. Give matrix=True if "
+                "it needs whole parameters"
             ) from error
 
 
 def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: Options) -> None:
-    """Steps parameters all in one call, and one by one on two ranks, on the CPU: each must come out the same.
+    """Checks that steps on all parameters in one call, and on one in each call, give the same, on the CPU.
 
-    A class that fails at the first is not judged: the user's parameters may have what it needs.
+    A class that fails in the first trial is not judged: the user's parameters may have what it needs.
 
     Raises:
-        Parallel3dError: it looks at all its parameters together.
+        Parallel3dError: the class looks at all its parameters together.
     """
     name = optimizer_class.__name__
     eager = torch.compiler.set_stance("force_eager")  # these sizes are no example of the user's
-    with _apart(), eager:
+    with _isolated(), eager:
         several = (_SHAPES, _MATRICES, _SQUARES)
         for shapes, dtype in product(several, (torch.float64, torch.float32)):
             runs = [_steps(k, shapes, dtype, torch.device("cpu")) for k in (_VARIED, _STEADY)]
             make = _maker(optimizer_class, options, group, runs[0][0][0])
             try:
-                wholes = [_stepped(_Whole(make, optimizer_class), steps) for steps in runs]
+                trials = [_Trial(make, optimizer_class).run(steps) for steps in runs]
                 break
-            except Exception:  # of a trial on sizes and a device that are not the user's
+            except Exception:  # sizes and a device that are not the user's
                 continue
         else:
             return
         try:
-            for steps, (whole, ends) in zip(runs, wholes, strict=True):
-                _check_closure(make, optimizer_class, steps, ends)
-                _check_alike(whole)
-                for rank in (0, 1):
-                    _check_part(_OneByOne(make, optimizer_class, rank), steps, whole, ends)
+            for whole in trials:
+                _check_states_alike(whole)
+                _check_parts(whole, _OneByOne)
         except _Differs as found:
             raise Parallel3dError(
                 f"optim.local: {name} does something else to a parameter where there are others: in a trial "
-                f"of all in one call, and one by one, {found}; the ranks step on different ones, so that it "
-                "would not do what it does to the plain model; use one that treats parameters one by one, or "
+                f"of all in one call, and one by one, {found}; each rank steps on some parameters only: use "
                 "the class itself"
             ) from None
         except Exception as error:
             raise Parallel3dError(
                 f"optim.local: {name} steps on several parameters, but a trial one by one ended with "
-                f"{type(error).__name__}: {error}; use one that treats parameters one by one, or the class "
-                "itself"
+                f"{type(error).__name__}: {error}; use the class itself"
             ) from error
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Not as any rank in particular, and without a trace in the user's random numbers."""
-    real, rng = dry_run.real(), torch.random.fork_rng(devices=[])
-    with simulation_off(), real, rng, torch.inference_mode(False), torch.enable_grad():
-        _seed()
+def _isolated() -> Iterator[None]:
+    """Runs the body as no rank in particular, and leaves the user's random state unchanged."""
+    rng = torch.random.fork_rng(devices=[])
+    grad = torch.enable_grad()
+    with simulation_off(), dry_run.real(), rng, torch.inference_mode(False), grad:
+        torch.default_generator.manual_seed(0)
         yield
 
 
-def _seed() -> None:
-    torch.default_generator.manual_seed(0)
+def _check_parts(whole: _Trial, kind: type[_Trial]) -> None:
+    """Raises _Differs unless the trials of two ranks give their parts of what ``whole`` has given.
 
-
-def _stepped(trial: _Trial, steps: list[Step]) -> tuple[_Trial, list[list[torch.Tensor]]]:
-    """``trial``, and what each of ``steps`` has moved."""
-    _seed()  # whoever draws random numbers draws the same
-    moved = []
-    for step in steps:
-        trial.step(step)
-        moved.append(trial.moved(step))
-    return trial, moved
-
-
-def _check_part(
-    trial: _Trial, steps: list[Step], whole: _Trial, ends: list[list[torch.Tensor]]
-) -> None:
-    """Raises _Differs unless ``steps`` do to one rank's ``trial`` its part of what they did to the ``whole``,
-    by ``ends``."""
-    _, moved = _stepped(trial, steps)
-    for mine, end in zip(moved, ends, strict=True):
-        _compare(mine, trial.parts(end))
-    trial.compare_state(whole)
-
-
-def _check_closure(
-    make: Callable[[], Any],
-    optimizer_class: type[Optimizer],
-    steps: list[Step],
-    ends: list[list[torch.Tensor]],
-) -> None:
-    """Raises _Differs if a closure does more than to bring the gradients: ours are called before the step."""
-    step = step_of(optimizer_class)
-    if "closure" not in inspect.signature(step).parameters:
-        return
-    trial = _WithClosure(make, optimizer_class)
-    _, moved = _stepped(trial, steps)
-    if trial.others:
-        raise _Differs(
-            "it called its closure several times a step, or after it had changed weights"
-        )
-    try:
-        for a, b in zip(moved, ends, strict=True):
-            _compare(a, b)
-    except _Differs:
-        raise _Differs(
-            "it used the loss that a closure returns, which is another one on each rank"
-        ) from None
+    A closure may only bring the gradients, since ours is called before the step.
+    """
+    if "closure" in inspect.signature(whole.step_function).parameters:
+        with_closure = _WithClosure(whole.make, whole.optimizer_class)
+        with_closure.run(whole.steps)
+        if with_closure.other_calls:
+            raise _Differs("it called its closure several times a step, or after changing weights")
+        try:
+            _compare_moved(with_closure.moved, whole.moved)
+        except _Differs:
+            raise _Differs(
+                "it used the loss that a closure returns, which ranks don't share"
+            ) from None
+    for rank in (0, 1):
+        trial = kind(whole.make, whole.optimizer_class, rank).run(whole.steps)
+        _compare_moved(trial.moved, list(map(trial.parts, whole.moved)))
+        _compare(_counts(trial.optimizer), _counts(whole.optimizer), "counts")
+        for state, expected in zip(trial.states, trial.states_of(whole), strict=True):
+            _compare(state, expected, "state")
+            for key, value in state.items():
+                _check_can_be_shared(key, value)
 
 
 def _steps(
@@ -236,18 +205,20 @@ def _steps(
     device: torch.device,
 ) -> list[Step]:
     generator = torch.Generator().manual_seed(0)
+
+    def randn() -> Tensors:
+        return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
     steps: list[Step] = []
-    ways = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    direction = randn()
     for kind, size in kinds:
-        starts = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        starts[2] = starts[2] * 1e-3  # a class may look at sizes of weights
-        noise = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        weights = randn()
+        weights[2] = weights[2] * 1e-3  # a class may look at the sizes of weights
+        noise = randn()
         if kind == "steady":
-            noise = [way + 0.1 * each for way, each in zip(ways, noise, strict=True)]
-        grads = [_gradient(kind, w, g) * size for w, g in zip(starts, noise, strict=True)]
-        steps.append(
-            ([w.to(device, dtype) for w in starts], [g.to(device, dtype) for g in grads]),
-        )
+            noise = [d + 0.1 * n for d, n in zip(direction, noise, strict=True)]
+        grads = [_gradient(kind, w, n) * size for w, n in zip(weights, noise, strict=True)]
+        steps.append(([w.to(device, dtype) for w in weights], [g.to(device, dtype) for g in grads]))
     return steps
 
 
@@ -256,91 +227,87 @@ def _gradient(kind: str, weight: torch.Tensor, noise: torch.Tensor) -> torch.Ten
         return weight + 0.01 * noise
     if kind == "sparse":
         return noise * (torch.arange(len(noise)) % 2).view(-1, *[1] * (noise.dim() - 1))
-    if kind == "orthogonal":  # row by row, and so as a whole
+    if kind == "orthogonal":  # in each row, and so as a whole
         w, g = (x.reshape(len(x) if x.dim() > 1 else 1, -1) for x in (weight, noise))
         return (g - w * (w * g).sum(1, True) / (w * w).sum(1, True)).view_as(weight)
     return noise
 
 
 def _maker(
-    optimizer_class: type[Optimizer], options: Options, group: Options, like: list[torch.Tensor]
-) -> Callable[[], Any]:
-    """Makes an optimizer of its own parameters, with a rate that shows: the user's may be zero at first."""
+    optimizer_class: type[Optimizer], options: Options, group: Options, like: Tensors
+) -> Make:
+    """Returns a function that makes an optimizer of new parameters, with lr 0.1: the user's may be 0."""
 
     def make() -> Any:
         params = [nn.Parameter(tensor.clone()) for tensor in like]
-        made = optimizer_class([{**group, "params": params}], **options)
-        for each in made.param_groups:
-            lr = each.get("lr")
+        optimizer = optimizer_class([{**group, "params": params}], **options)
+        for made_group in optimizer.param_groups:
+            lr = made_group.get("lr")
             if lr is not None:
-                each["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, torch.Tensor) else 0.1
-        return made
+                made_group["lr"] = lr.new_full((), 0.1) if isinstance(lr, torch.Tensor) else 0.1
+        return optimizer
 
     return make
 
 
 class _Trial:
-    """An optimizer, and what it steps on.
+    """An optimizer that steps on whole parameters in one call, as on the plain model.
 
     Attributes:
-        params: that.
+        params: what it steps on.
+        steps: the steps it has taken.
+        moved: by how much each step has moved ``params``.
     """
 
-    def __init__(self, make: Callable[[], Any], optimizer_class: type[Optimizer]) -> None:
+    def __init__(self, make: Make, optimizer_class: type[Optimizer], rank: int = 0) -> None:
+        self.make, self.optimizer_class, self.rank = make, optimizer_class, rank
         self.optimizer = make()
         self.params: list[nn.Parameter] = self.optimizer.param_groups[0]["params"]
-        self._step = step_of(optimizer_class)  # without the hooks of the user's
+        self.step_function = step_of(optimizer_class)  # without the user's hooks
 
     @property
     def states(self) -> list[State]:
+        """The states of ``params``."""
         return [self.optimizer.state.get(p, {}) for p in self.params]
 
-    def parts(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What ``params`` are of tensors that are as the whole parameters are."""
+    def parts(self, wholes: Tensors) -> Tensors:
+        """Returns the parts of tensors shaped as the whole parameters that belong to ``params``."""
         return wholes
 
-    def step(self, step: Step) -> None:
-        """From the weights and with the gradients of ``step``."""
-        weights, grads = map(self.parts, step)
-        for param, weight, grad in zip(self.params, weights, grads, strict=True):
-            with torch.no_grad():
-                param.copy_(weight)
-            param.grad = grad.clone()
-        self._call()
-        for param in self.params:
-            param.grad = None
-
-    def _call(self) -> None:
-        self._step(self.optimizer)
-
-    def moved(self, step: Step) -> list[torch.Tensor]:
-        """What the step has done to each of ``params``."""
-        before = self.parts(step[0])
-        return [p.detach() - w for p, w in zip(self.params, before, strict=True)]
-
-    def compare_state(self, whole: _Trial) -> None:
-        """Raises _Differs unless this one's state is that part of the ``whole`` one's."""
-        _compare_numbers(_counts(self.optimizer), _counts(whole.optimizer))
-        for mine, theirs in zip(self.states, self._states(whole), strict=True):
-            _compare_states(mine, theirs)
-
-    def _states(self, whole: _Trial) -> list[State]:
-        """Those of ``whole``, as ``params`` would have them."""
+    def states_of(self, whole: _Trial) -> list[State]:
+        """Returns the states of ``whole`` as ``params`` would have them."""
         raise NotImplementedError
 
+    def run(self, steps: list[Step]) -> Self:
+        """Takes ``steps``."""
+        torch.default_generator.manual_seed(0)  # a class that draws random numbers draws the same
+        self.steps = steps
+        self.moved: list[Tensors] = []
+        for step in steps:
+            weights, grads = map(self.parts, step)
+            for param, weight, grad in zip(self.params, weights, grads, strict=True):
+                with torch.no_grad():
+                    param.copy_(weight)
+                param.grad = grad.clone()
+            self._call()
+            for param in self.params:
+                param.grad = None
+            pairs = zip(self.params, self.parts(step[0]), strict=True)
+            self.moved.append([param.detach() - weight for param, weight in pairs])
+        return self
 
-class _Whole(_Trial):
-    """All whole parameters in one call: what it does to the plain model."""
+    def _call(self) -> None:
+        self.step_function(self.optimizer)
 
 
 class _WithClosure(_Trial):
-    """The same, with a closure that returns other losses.
+    """The same with a closure, which returns another loss at each call.
 
     Attributes:
-        others: calls of the closure but for the first in a step, or of one after weights had changed.
+        other_calls: number of calls beyond the first in a step, or after weights had changed.
     """
 
-    others = 0
+    other_calls = _calls = 0
 
     def _call(self) -> None:
         before, calls = [p.detach().clone() for p in self.params], 0
@@ -348,42 +315,37 @@ class _WithClosure(_Trial):
         def closure() -> torch.Tensor:
             nonlocal calls
             calls += 1
-            self.others += calls > 1 or not all(map(torch.equal, self.params, before))
-            self._losses += 1
-            return before[0].new_tensor(7.0 / self._losses)
+            self.other_calls += calls > 1 or not all(map(torch.equal, self.params, before))
+            self._calls += 1
+            return before[0].new_tensor(7.0 / self._calls)
 
-        self._step(self.optimizer, closure)
-
-    _losses = 0
+        self.step_function(self.optimizer, closure)
 
 
 class _OnShards(_Trial):
-    """As ``LocalState`` has it: some parameters' shards as one flat tensor, and one by itself."""
+    """One rank's shards, as ``LocalState`` has them: several parameters as one flat tensor, one alone."""
 
-    def __init__(
-        self, make: Callable[[], Any], optimizer_class: type[Optimizer], rank: int
-    ) -> None:
-        super().__init__(make, optimizer_class)
-        self._rank = rank
-        made = self.params
-        states: defaultdict[Any, State] = defaultdict(dict)
-        wholes = [self.optimizer.state.pop(param, {}) for param in made]
-        self.params = [nn.Parameter(part) for part in self.parts([p.detach() for p in made])]
-        for param, state in zip(self.params, self._of_wholes(wholes, made), strict=True):
+    def __init__(self, make: Make, optimizer_class: type[Optimizer], rank: int = 0) -> None:
+        super().__init__(make, optimizer_class, rank)
+        wholes = self.params
+        states = [self.optimizer.state.pop(param, {}) for param in wholes]
+        self.params = [nn.Parameter(part) for part in self.parts([p.detach() for p in wholes])]
+        own: defaultdict[Any, State] = defaultdict(dict)
+        for param, state in zip(self.params, self._shard(states, wholes), strict=True):
             if state:  # made by the constructor
-                states[param] = state
-        states.update(self.optimizer.state)
-        self.optimizer.state = states
+                own[param] = state
+        own.update(self.optimizer.state)
+        self.optimizer.state = own
         self.optimizer.param_groups[0]["params"] = self.params
 
-    def parts(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
-        *flat, alone = [whole.chunk(2)[self._rank].clone() for whole in wholes]
+    def parts(self, wholes: Tensors) -> Tensors:
+        *flat, alone = [whole.chunk(2)[self.rank].clone() for whole in wholes]
         return [torch.cat([part.flatten() for part in flat]), alone]
 
-    def _states(self, whole: _Trial) -> list[State]:
-        return self._of_wholes(whole.states, whole.params)
+    def states_of(self, whole: _Trial) -> list[State]:
+        return self._shard(whole.states, whole.params)
 
-    def _of_wholes(self, states: list[State], params: Sequence[torch.Tensor]) -> list[State]:
+    def _shard(self, states: list[State], params: Sequence[torch.Tensor]) -> list[State]:
         if any(state.keys() != states[0].keys() for state in states):
             raise _Differs("its state has other entries for some parameters than for others")
         parts: list[State] = [{}, {}]
@@ -392,41 +354,35 @@ class _OnShards(_Trial):
             _check_can_be_shared(key, first)
             if isinstance(first, torch.Tensor) and first.dim():
                 if any(v.shape != p.shape for v, p in zip(values, params, strict=True)):
-                    raise _Differs(
-                        f"the entry {key!r} of its state is not shaped as the parameter is"
-                    )
-                for part, value in zip(parts, self.parts(values), strict=True):
-                    part[key] = value
+                    raise _Differs(f"the entry {key!r} of its state is not shaped as the parameter")
+                parts[0][key], parts[1][key] = self.parts(values)
                 continue
             for value in values:
-                _compare_values(value, first, key)
+                _compare(value, first, key)
             for part in parts:
                 part[key] = first.clone() if isinstance(first, torch.Tensor) else first
         return parts
 
 
 class _OneByOne(_Trial):
-    """As ``MatrixSteps`` has it: this rank steps on every second parameter, one in a call."""
+    """One rank's steps, as ``MatrixSteps`` has them: on every second parameter, one in a call."""
 
-    def __init__(
-        self, make: Callable[[], Any], optimizer_class: type[Optimizer], rank: int
-    ) -> None:
-        super().__init__(make, optimizer_class)
-        self._rank = rank
+    def __init__(self, make: Make, optimizer_class: type[Optimizer], rank: int = 0) -> None:
+        super().__init__(make, optimizer_class, rank)
         self.params = self.optimizer.param_groups[0]["params"] = self.params[rank::2]
         self._steps = MatrixSteps(at_once=1)
 
-    def parts(self, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
-        return wholes[self._rank :: 2]
+    def parts(self, wholes: Tensors) -> Tensors:
+        return wholes[self.rank :: 2]
+
+    def states_of(self, whole: _Trial) -> list[State]:
+        return whole.states[self.rank :: 2]
 
     def _call(self) -> None:
-        self._steps.step(self.optimizer, self._step)
-
-    def _states(self, whole: _Trial) -> list[State]:
-        return whole.states[self._rank :: 2]
+        self._steps.step(self.optimizer, self.step_function)
 
 
-def _check_alike(whole: _Trial) -> None:
+def _check_states_alike(whole: _Trial) -> None:
     """Raises _Differs unless parameters of one shape have state of the same shapes: ranks exchange it."""
     known: dict[torch.Size, dict[str, Any]] = {}
     for param, state in zip(whole.params, whole.states, strict=True):
@@ -435,85 +391,66 @@ def _check_alike(whole: _Trial) -> None:
             raise _Differs("two of one shape had state of different shapes")
 
 
-def _counts(optimizer: Any) -> dict[str, Any]:
-    """What it counts, but for parameters' state."""
-    counts: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if _is_number(v)}
-    counts.update((f"{k!r} in a group", v) for k, v in optimizer.param_groups[0].items())
-    for key, entry in of_no_parameter(optimizer).items():
-        counts[f"state[{key!r}]"] = entry
-    return {
-        name: value
-        for name, value in counts.items()
-        if name not in ("'params' in a group", "'param_names' in a group")
-    }
-
-
-def _compare_numbers(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    if mine.keys() != theirs.keys():
-        raise _Differs(f"it had other entries: {', '.join(sorted(mine.keys() ^ theirs.keys()))}")
-    for name, value in mine.items():
-        _compare_values(value, theirs[name], name)
-
-
-def _compare_states(mine: State, theirs: State) -> None:
-    if mine.keys() != theirs.keys():
-        raise _Differs(f"its state had other entries: {sorted(mine.keys() ^ theirs.keys())}")
-    for key, value in mine.items():
-        _check_can_be_shared(key, value)
-        _compare_values(value, theirs[key], key)
-
-
 def _check_can_be_shared(key: str, value: Any) -> None:
     if not can_be_shared(value):
-        raise _Differs(
-            f"the entry {key!r} of its state is a {type(value).__name__}, which can't be sharded"
-        )
+        kind = type(value).__name__
+        raise _Differs(f"the entry {key!r} of its state is a {kind}, which can't be sharded")
 
 
-def _compare_values(mine: Any, theirs: Any, name: Any) -> None:
-    """Raises _Differs for numbers and tensors that differ; what is neither is not compared."""
-    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        same = mine.shape == theirs.shape and (
-            not mine.numel() or _close(mine.detach(), theirs.detach(), least=0.0)
-        )
-    elif _is_number(mine) and _is_number(theirs):
-        same = math.isclose(mine, theirs, rel_tol=1e-6) or (mine != mine and theirs != theirs)
-    elif isinstance(mine, dict) and isinstance(theirs, dict):
-        _compare_numbers(mine, theirs)
+def _counts(optimizer: Any) -> dict[str, Any]:
+    """Returns what the optimizer keeps that is no parameter's: numbers, group options, other state."""
+    counts = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
+    for key, value in optimizer.param_groups[0].items():
+        if key not in ("params", "param_names"):
+            counts[f"{key!r} in a group"] = value
+    return counts | {f"state[{k!r}]": v for k, v in of_no_parameter(optimizer).items()}
+
+
+def _compare_moved(moved: list[Tensors], expected: list[Tensors]) -> None:
+    """Raises _Differs unless the parameters have moved alike in each step."""
+    for step, expected_step in zip(moved, expected, strict=True):
+        for a, b in zip(step, expected_step, strict=True):
+            if not _close(a, b, atol=1e-14):  # rounding in the difference of two weights
+                apart = float((a - b).abs().max() / b.abs().max())
+                raise _Differs(f"a parameter moved differently (by {apart:.1e} of its movement)")
+
+
+def _compare(value: Any, expected: Any, name: Any) -> None:
+    """Raises _Differs for numbers and tensors that differ; of anything else only the type is compared."""
+    kinds: tuple[Any, ...] = (torch.Tensor, (int, float), dict, (list, tuple))
+    kind = next((k for k in kinds if isinstance(value, k) and isinstance(expected, k)), None)
+    if kind is torch.Tensor:
+        same = value.shape == expected.shape and _close(value.detach(), expected.detach())
+    elif kind == (int, float):
+        both_nan = value != value and expected != expected
+        same = both_nan or math.isclose(value, expected, rel_tol=1e-6)
+    elif kind is dict:
+        if value.keys() != expected.keys():
+            keys = sorted(map(str, value.keys() ^ expected.keys()))
+            raise _Differs(f"its {name} had other entries: {', '.join(keys)}")
+        for key in value:
+            _compare(value[key], expected[key], key)
         return
-    elif isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        same = len(mine) == len(theirs)
-        for a, b in zip(mine, theirs, strict=False):
-            _compare_values(a, b, name)
+    elif kind is not None:
+        same = len(value) == len(expected)
+        for a, b in zip(value, expected, strict=False):
+            _compare(a, b, name)
     else:
-        same = type(mine) is type(theirs)
+        same = type(value) is type(expected)
     if not same:
-        raise _Differs(f"its {name} differed ({_brief(mine)} and {_brief(theirs)})")
+        raise _Differs(f"its {name} differed ({_brief(value)} and {_brief(expected)})")
 
 
-def _compare(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Raises _Differs unless both have moved alike."""
-    for a, b in zip(mine, theirs, strict=True):
-        if not _close(a, b):
-            apart = (a - b).abs().max() / b.abs().max()
-            raise _Differs(f"a parameter moved differently (by {float(apart):.1e} of its movement)")
-
-
-def _close(a: torch.Tensor, b: torch.Tensor, least: float = 1e-14) -> bool:
-    """``least``: what the difference of two weights may be by rounding."""
+def _close(a: torch.Tensor, b: torch.Tensor, atol: float = 0.0) -> bool:
     if not (a.is_floating_point() and b.is_floating_point()):
         return torch.equal(a, b)
     rtol = 1e-9 if a.dtype is b.dtype is torch.float64 else 1e-6
     a, b = a.double().cpu(), b.double().cpu()
     finite = b[b.isfinite()].abs()
-    size = float(finite.max()) if len(finite) else 0.0
-    return torch.allclose(a, b, rtol=0, atol=rtol * size + least, equal_nan=True)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
+    largest = float(finite.max()) if len(finite) else 0.0
+    return torch.allclose(a, b, rtol=0, atol=rtol * largest + atol, equal_nan=True)
 
 
 def _brief(value: Any) -> str:
-    shown = f"{value:.3g}" if isinstance(value, float) else repr(value).replace("\n", "")
-    return shown if len(shown) < 60 else shown[:57] + "..."
+    text = f"{value:.3g}" if isinstance(value, float) else repr(value).replace("\n", "")
+    return text if len(text) < 60 else text[:57] + "..."

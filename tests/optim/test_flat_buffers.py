@@ -17,7 +17,7 @@ from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import flat_gradient, units_of
 from parallel3d.optim import clip_grad_norm_, local
-from parallel3d.optim.pieces import padding_in
+from parallel3d.optim.pieces import padding_of
 from parallel3d.testing import fake_world, local_world
 
 
@@ -35,6 +35,10 @@ class Drifting(optim.SGD):
 
 def buckets(model: nn.Module) -> list:
     return [b for unit in units_of(model, recurse=True) for b in unit.group.buckets]
+
+
+def padding_in(bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat.narrow(0, start, length) for start, length in padding_of(bucket)]
 
 
 def spoil_padding(model: nn.Module) -> None:

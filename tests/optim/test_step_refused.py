@@ -240,7 +240,7 @@ class TestArguments:
             assert model.head.weight.grad is not None  # nothing was half-applied
             model.zero_grad()
             model.set_requires_gradient_sync(False)
-            with refused("reductions off"):
+            with refused("defers its reductions"):
                 optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
             model.set_requires_gradient_sync(True)
             optimizer = optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
