@@ -1,4 +1,4 @@
-"""What pages with charts are made of: one HTML file that needs no network. Charts need plotly."""
+"""HTML pages with charts that need no network: the parts that reports share. Charts need plotly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Figure = dict[str, Any]
 
 
 def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
-    """The ``page`` of ``package`` with ``parts`` in place of ``@@name@@``; all have plotly, a style, charts.
+    """Returns the file ``page`` of ``package`` with each ``@@name@@`` replaced by the part of that name.
+
+    Every page has the parts plotly, style and charts.
 
     Raises:
         PlanningError: plotly isn't installed.
@@ -29,19 +31,19 @@ def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
         raise PlanningError(
             "the report needs plotly, which isn't installed: pip install 'parallel3d[report]'"
         ) from None
-    ours = files("parallel3d._util")
-    given = {
-        "style": ours.joinpath("page.css").read_text(encoding="utf-8"),
-        "charts": ours.joinpath("page.js").read_text(encoding="utf-8"),
+    shared = files("parallel3d._util")
+    all_parts = {
+        "style": shared.joinpath("page.css").read_text(encoding="utf-8"),
+        "charts": shared.joinpath("page.js").read_text(encoding="utf-8"),
         "plotly": get_plotlyjs(),
         **parts,
     }
     text = files(package).joinpath(page).read_text(encoding="utf-8")
-    return re.sub(r"@@(\w+)@@", lambda found: given[found[1]], text)
+    return re.sub(r"@@(\w+)@@", lambda match: all_parts[match[1]], text)
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends one."""
+    """Returns JSON that can be the content of a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -49,13 +51,18 @@ def embedded(data: Any) -> str:
 def table(
     columns: Iterable[str], rows: Iterable[Iterable[str]], words: int, *, wrap: bool = True
 ) -> str:
-    """The first ``words`` columns are to the left; without ``wrap`` a row is a line. All is escaped."""
+    """Returns an HTML table with escaped cells.
+
+    Args:
+        words: number of columns with text, aligned left; the others are numbers.
+        wrap: whether cells may have several lines.
+    """
+
+    numeric = ' class="n"'
 
     def cells(tag: str, row: Iterable[str]) -> str:
         return "".join(
-            f"<{tag}>{escape(cell)}</{tag}>"
-            if i < words
-            else f'<{tag} class="n">{escape(cell)}</{tag}>'
+            f"<{tag}{'' if i < words else numeric}>{escape(cell)}</{tag}>"
             for i, cell in enumerate(row)
         )
 
@@ -65,7 +72,7 @@ def table(
 
 
 def chart_layout(height: int, x: str, y: str) -> dict[str, Any]:
-    """``meta`` is for the page's script: entries of the legend, labels that may be shortened."""
+    """Returns plotly's layout of a chart with these titles of its axes. The page's script reads ``meta``."""
     return {
         "height": height,
         "margin": {"l": 8, "r": 12, "t": 28, "b": 8},
@@ -93,21 +100,28 @@ def as_figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:
 
 def mark(
     layout: dict[str, Any],
-    x: float,
+    at: float,
     text: str,
     dash: str = "dash",
     width: int = 2,
     anchor: str = "right",
     *,
     top: bool = False,
+    axis: str = "x",
 ) -> None:
-    """A vertical line with a word at its foot, or at its ``top``."""
-    line = {"dash": dash, "width": width}
-    layout["shapes"].append(
-        {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+    """Draws a line at ``at`` on ``axis`` across the chart.
+
+    The text is at the foot of a vertical line, or at its ``top``; of a horizontal one at its left end.
+    """
+    across, shape = (
+        "y" if axis == "x" else "x",
+        {"type": "line", "line": {"dash": dash, "width": width}},
     )
-    layout["annotations"].append(
-        {"x": x, "y": int(top), "yref": "paper", "text": text, "showarrow": False}
-        | {"xanchor": anchor, "yanchor": "top" if top else "bottom"}
-        | {"xshift": -4 if anchor == "right" else 4}
-    )
+    ends = {f"{axis}0": at, f"{axis}1": at, f"{across}0": 0, f"{across}1": 1}
+    layout["shapes"].append({**shape, **ends, f"{across}ref": "paper"})
+    if axis == "y":
+        anchor, top = "left", True
+    note = {axis: at, across: int(top and axis == "x"), f"{across}ref": "paper", "text": text}
+    place = {"xanchor": anchor, "yanchor": "top" if top else "bottom"}
+    shift = {"xshift": -4 if anchor == "right" else 4}
+    layout["annotations"].append({**note, "showarrow": False, **place, **shift})

@@ -84,7 +84,7 @@ def test_predict_shows_one_layout_and_explains_it() -> None:
         "replicate 1, shard 8, tp 2",
         "fits",
         "tensor parallel",
-        "where each number is from",
+        "how each number is computed",
     ):
         assert words in result.stdout
     assert "overlap_slowdown = 0.19" in result.stdout

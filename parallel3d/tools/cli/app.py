@@ -1,4 +1,4 @@
-"""The commands joined, and what they share: a user's mistake is one line on stderr and exit code 2."""
+"""The command ``parallel3d``: a user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from parallel3d.tools.cli.verify import verify_command
 
 
 class _Commands(TyperGroup):
-    """Turns errors that say what to do into one line; others keep their traceback."""
+    """Prints errors that say what to do as one line; others keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # the reader of the pipe has gone
+        except BrokenPipeError:  # an OSError: the reader of the pipe has gone
             raise
         except (Parallel3dError, OSError) as error:
             typer.echo("error: " + " ".join(str(error).split()), err=True)
@@ -43,8 +43,3 @@ app.command("dryrun", context_settings={"allow_interspersed_args": False})(dryru
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch_command)
 app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
-
-
-@app.callback()
-def _root() -> None:
-    """Which (replicate, shard, tp) mesh, does it fit, how fast, and why."""

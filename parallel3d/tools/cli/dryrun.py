@@ -1,4 +1,4 @@
-"""``parallel3d dryrun``: a training script as one rank of any world, without its hardware."""
+"""``parallel3d dryrun``: runs a training script as one rank of any world, without its hardware."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parallel3d.errors import DryRunError
-from parallel3d.tools.cli import tables
+from parallel3d.tools.cli.options import Html, Json, panel
 
 if TYPE_CHECKING:
-    from parallel3d.planner import Cluster
     from parallel3d.tools.dryrun.result import DryRun
 
-
-_WORLD, _COSTS, _SHOW = "World", "Predicted durations", "Output"
+_world, _costs, _show = map(panel, ("World", "Predicted durations", "Output"))
 
 
 def dryrun_command(
@@ -30,86 +29,77 @@ def dryrun_command(
         list[str] | None, typer.Argument(help="Its arguments.", show_default=False)
     ] = None,
     world_size: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_WORLD, help="Ranks; --nodes x --gpus-per-node if not given."),
+        int | None, _world("Number of ranks; --nodes x --gpus-per-node if not given.")
     ] = None,
-    rank: Annotated[int, typer.Option(rich_help_panel=_WORLD, help="The rank that is played.")] = 0,
-    against: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_WORLD, help="Play this rank too, and compare the two."),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_WORLD, min=1, help="How many nodes; 1 by default."),
-    ] = None,
-    gpus_per_node: Annotated[
-        int, typer.Option(rich_help_panel=_WORLD, min=1, help="Ranks of a node.")
-    ] = 8,
+    rank: Annotated[int, _world("The rank to run as.")] = 0,
+    against: Annotated[int | None, _world("Run as this rank too, and compare the two.")] = None,
+    nodes: Annotated[int | None, _world("Number of nodes; 1 by default.", min=1)] = None,
+    gpus_per_node: Annotated[int, _world("Ranks of a node.", min=1)] = 8,
     steps: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_WORLD, min=1, help="Optimizer steps, then the script is ended."
-        ),
+        int | None, _world("Optimizer steps after which the script is ended.", min=1)
     ] = 2,
-    backend: Annotated[
-        str, typer.Option(rich_help_panel=_WORLD, help="Whose collectives: nccl or gloo.")
-    ] = "nccl",
-    gpu: Annotated[
-        str, typer.Option(rich_help_panel=_COSTS, help="For example h100-80gb-sxm, a100, h200.")
-    ] = "h100-80gb-sxm",
-    nic: Annotated[
-        float | None,
-        typer.Option(rich_help_panel=_COSTS, help="GB/s from each GPU to other nodes."),
-    ] = None,
+    backend: Annotated[str, _world("Backend of the collectives: nccl or gloo.")] = "nccl",
+    gpu: Annotated[str, _costs("For example h100-80gb-sxm, a100, h200.")] = "h100-80gb-sxm",
+    nic: Annotated[float | None, _costs("GB/s from each GPU to other nodes.")] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=_COSTS, help="A TOML file with more GPUs, as calibrate writes."
-        ),
+        Path | None, _costs("A TOML file with more GPUs, as calibrate writes.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=_SHOW, help="JSON alone on stdout.")
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=_SHOW, help="Write a page with charts that needs no network."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=_SHOW, help="Write a trace for Perfetto or chrome://tracing."),
-    ] = None,
+    json: Json = False,
+    html: Html = None,
+    trace: Annotated[Path | None, _show("Write a trace for Perfetto or chrome://tracing.")] = None,
 ) -> None:
-    """Run the real program as one rank of any world: no hardware, no weights, no communication.
+    """Runs the program as one rank of any world: no hardware, no weights, no communication.
 
-    Shows every collective, memory over time with its peak explained, parameters and placements, what is
-    predicted to take how long, and what is likely to be wrong. Exits with 1 if two ranks diverge.
+    Shows every collective, memory over time with its peak explained, parameters and placements, predicted
+    durations, and what is likely to be wrong. Exit code 1 if two ranks diverge.
     """
+    from parallel3d.planner import Cluster
     from parallel3d.testing.worlds import check_rank
-    from parallel3d.tools.dryrun.record import record
+    from parallel3d.tools.dryrun import as_json, record
+    from parallel3d.tools.dryrun.compare import compare
+    from parallel3d.tools.dryrun.report import write_report
+    from parallel3d.tools.dryrun.summary import print_summary
+    from parallel3d.tools.dryrun.timeline import timeline
+    from parallel3d.tools.dryrun.trace import write_trace
+    from parallel3d.tools.dryrun.warnings import all_warnings
     from parallel3d.tools.dryrun.world import script as as_program
 
-    world = _world(world_size, nodes, gpus_per_node)
+    world = _world_size(world_size, nodes, gpus_per_node)
     check_rank(rank, world)
     _check_against(against, rank, world)
-    _check_folders(html=html, trace=trace)
+    _check_files(html=html, trace=trace)
     program = as_program(script, arguments or [])
-    cluster = _cluster(gpu, world, gpus_per_node, nic, profile)
+    cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
     if sys.stderr.isatty():  # it may take a minute
-        typer.echo(f"playing rank {rank} of {world:,}: {script}", err=True)
-    with redirect_stdout(sys.stderr):  # of the script, so that ours is ours
+        typer.echo(f"running as rank {rank} of {world:,}: {script}", err=True)
+    with redirect_stdout(sys.stderr):  # stdout is for the command's own output
         run = record(
             program, world, rank, steps=steps, gpus_per_node=gpus_per_node, backend=backend
         )
-    other = None
+    other = divergence = None
     if against is not None:
         options = ["--gpus-per-node", str(gpus_per_node), "--backend", backend]
         options += ["--world-size", str(world), "--rank", str(against)]
         options += ["--steps", str(steps)] if steps is not None else []
         other = _in_another_process(options, [script, *(arguments or [])])
-    _show(run, other, cluster, json=json, html=html, trace=trace)
+        divergence = compare(run, other)
+    times = timeline(run, cluster)
+    run = replace(run, warnings=all_warnings(run, times, divergence))
+    if trace is not None:
+        write_trace(run, trace, times)
+    if html is not None:
+        write_report(run, html, times, divergence=divergence, other=other)
+    if json:
+        typer.echo(as_json.to_json(run))
+    else:
+        print_summary(run, times, divergence)
+        if other is not None and divergence is None:
+            typer.echo(f"ranks {run.rank} and {other.rank} communicate alike")
+    if divergence is not None:
+        raise typer.Exit(1)
 
 
-def _world(world_size: int | None, nodes: int | None, gpus_per_node: int) -> int:
+def _world_size(world_size: int | None, nodes: int | None, gpus_per_node: int) -> int:
     product = (nodes or 1) * gpus_per_node
     if world_size is None:
         return product
@@ -122,19 +112,17 @@ def _world(world_size: int | None, nodes: int | None, gpus_per_node: int) -> int
 
 
 def _check_against(against: int | None, rank: int, world: int) -> None:
-    """Before the program is played, which may take a minute."""
+    """Called before the program runs, which may take a minute."""
     if against is None:
         return
     if not 0 <= against < world:
         raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
     if against == rank:
-        raise DryRunError(
-            f"--against {against} is the rank that is played (--rank {rank}); give another"
-        )
+        raise DryRunError(f"--against {against} is the same rank as --rank {rank}; give another")
 
 
-def _check_folders(**files: Path | None) -> None:
-    """What can't be written is said before the program is played."""
+def _check_files(**files: Path | None) -> None:
+    """Raises an error for a file that can't be written, before the program runs."""
     for option, path in files.items():
         if path is None:
             continue
@@ -146,61 +134,14 @@ def _check_folders(**files: Path | None) -> None:
             raise DryRunError(f"--{option} {path}: there is no folder {path.parent}; make it first")
 
 
-def _cluster(
-    gpu: str, world: int, gpus_per_node: int, nic: float | None, profile: Path | None
-) -> Cluster:
-    from parallel3d.planner import Cluster
-
-    return Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
-
-
 def _in_another_process(options: Sequence[str], command: Sequence[str]) -> DryRun:
-    """What this command says of another rank: the script begins anew there."""
+    """Returns the dry run of another rank, for which this command runs the script in a new process."""
     from parallel3d.tools.dryrun.as_json import from_json
 
     with tempfile.TemporaryFile("w+") as out:
-        asked = [sys.executable, "-m", "parallel3d", "dryrun", "--json", *options, "--"]
-        done = subprocess.run([*asked, *command], stdout=out, check=False)
-        if done.returncode:
-            shown = [*options, "--", *command]
-            raise DryRunError(
-                f"the dry run of the other rank failed: parallel3d dryrun {shlex.join(shown)}"
-            )
+        dryrun = [sys.executable, "-m", "parallel3d", "dryrun", "--json", *options, "--", *command]
+        if subprocess.run(dryrun, stdout=out, check=False).returncode:
+            shown = shlex.join([*options, "--", *command])
+            raise DryRunError(f"the dry run of the other rank failed: parallel3d dryrun {shown}")
         out.seek(0)
         return from_json(out.read())
-
-
-def _show(
-    run: DryRun,
-    other: DryRun | None,
-    cluster: Cluster,
-    *,
-    json: bool,
-    html: Path | None,
-    trace: Path | None,
-) -> None:
-    from dataclasses import replace
-
-    from parallel3d.tools.dryrun.as_json import to_json
-    from parallel3d.tools.dryrun.compare import compare
-    from parallel3d.tools.dryrun.report import write_report
-    from parallel3d.tools.dryrun.summary import print_summary
-    from parallel3d.tools.dryrun.timeline import timeline
-    from parallel3d.tools.dryrun.trace import write_trace
-    from parallel3d.tools.dryrun.warnings import all_warnings
-
-    divergence = compare(run, other) if other is not None else None
-    times = timeline(run, cluster)
-    run = replace(run, warnings=all_warnings(run, times, divergence))
-    if trace is not None:
-        write_trace(run, trace, times)
-    if html is not None:
-        write_report(run, html, times, divergence=divergence, other=other)
-    if json:
-        typer.echo(to_json(run))
-    else:
-        print_summary(run, times, divergence, console=tables.output())
-        if other is not None and divergence is None:
-            typer.echo(f"ranks {run.rank} and {other.rank} communicate alike")
-    if divergence is not None:
-        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""``parallel3d launch``: the file that starts a job at torchrun, SLURM, Kubernetes, SkyPilot or Ray."""
+"""``parallel3d launch``: the file that starts a job with torchrun, SLURM, Kubernetes, SkyPilot or Ray."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from parallel3d.mesh.layout import MeshLayout
+from parallel3d.tools.cli.options import panel, plain
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
 
-_MESH, _PLACE = "Mesh", "For some targets"
+_mesh, _place = panel("Mesh"), panel("For some targets")
 
 
 def launch_command(
@@ -19,56 +20,34 @@ def launch_command(
         list[str] | None,
         typer.Argument(help="After --: the script and its arguments, or -m and a module."),
     ] = None,
-    to: Annotated[str, typer.Option("--to", help=f"{', '.join(TARGETS)}.")] = "torchrun",
-    nodes: Annotated[int, typer.Option(help="How many machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Processes on each of them.")] = 8,
-    device: Annotated[str, typer.Option(help="cuda or cpu; cpu asks for no GPUs.")] = "cuda",
-    replicate: Annotated[
-        int | None, typer.Option(rich_help_panel=_MESH, help="Copies of the sharded model.")
-    ] = None,
+    to: Annotated[str, plain(f"{', '.join(TARGETS)}.")] = "torchrun",
+    nodes: Annotated[int, plain("Number of machines.")] = 1,
+    gpus_per_node: Annotated[int, plain("Processes on each machine.")] = 8,
+    device: Annotated[str, plain("cuda or cpu; cpu requests no GPUs.")] = "cuda",
+    replicate: Annotated[int | None, _mesh("Copies of the sharded model.")] = None,
     shard: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_MESH, help="Ranks that share a copy; -1: what is left."),
+        int | None, _mesh("Ranks that share a copy; -1: all that the other axes leave.")
     ] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_MESH, help="Ranks that share each layer's computation."),
-    ] = None,
-    domain: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=_MESH, help="GPUs that fast links join, if not a node's."),
-    ] = None,
-    name: Annotated[str, typer.Option(help="Of the job and of its file.")] = "train",
+    tp: Annotated[int | None, _mesh("Ranks that share each layer's computation.")] = None,
+    domain: Annotated[int | None, _mesh("GPUs joined by fast links, if not a node's.")] = None,
+    name: Annotated[str, plain("Name of the job and of its file.")] = "train",
     max_restarts: Annotated[
-        int, typer.Option(help="How often all processes start again after a failure.")
+        int, plain("How often all processes are restarted after a failure.")
     ] = 0,
     grace: Annotated[
-        int, typer.Option(help="Seconds for a last checkpoint when the job is to stop.")
+        int, plain("Seconds for a last checkpoint when the job is to be stopped.")
     ] = 120,
-    env: Annotated[
-        list[str] | None, typer.Option("--env", help="NAME=VALUE; several by repeating it.")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(rich_help_panel=_PLACE, help="The container's image.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(rich_help_panel=_PLACE, help="The GPU's name, such as H100.")
-    ] = None,
-    partition: Annotated[
-        str | None, typer.Option(rich_help_panel=_PLACE, help="SLURM's partition.")
-    ] = None,
-    account: Annotated[
-        str | None, typer.Option(rich_help_panel=_PLACE, help="SLURM's account.")
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=_PLACE, help="Time limit: 90, 12:00:00, 2-00:00:00."),
-    ] = None,
+    env: Annotated[list[str] | None, plain("NAME=VALUE; several by repeating it.")] = None,
+    image: Annotated[str | None, _place("The container's image.")] = None,
+    gpu: Annotated[str | None, _place("The GPU's name, such as H100.")] = None,
+    partition: Annotated[str | None, _place("SLURM's partition.")] = None,
+    account: Annotated[str | None, _place("SLURM's account.")] = None,
+    time: Annotated[str | None, _place("Time limit: 90, 12:00:00, 2-00:00:00.")] = None,
     out: Annotated[
-        str | None, typer.Option(help="File or folder to write to; else it is printed.")
+        str | None, plain("File or folder to write to; it is printed if not given.")
     ] = None,
 ) -> None:
-    """Prints or writes the launch file of a training script: what is right for each place, and why."""
+    """Prints or writes the launch file of a training script, with a reason for each setting."""
     job = LaunchJob(
         command=tuple(command or ()),
         nodes=nodes,
@@ -96,15 +75,12 @@ def launch_command(
 
 
 def _layout(replicate: int | None, shard: int | None, tp: int | None) -> MeshLayout | None:
-    """The mesh of the options; where shard isn't given it is what the others leave."""
+    """The mesh of the options, if there are any; shard defaults to what the other axes leave."""
     if replicate is None and shard is None and tp is None:
         return None
-    left = 1 if -1 in (replicate, tp) else -1
-    return MeshLayout(
-        1 if replicate is None else replicate,
-        left if shard is None else shard,
-        1 if tp is None else tp,
-    )
+    if shard is None:
+        shard = 1 if -1 in (replicate, tp) else -1
+    return MeshLayout(1 if replicate is None else replicate, shard, 1 if tp is None else tp)
 
 
 def _variables(settings: list[str]) -> dict[str, str]:
@@ -121,15 +97,15 @@ def _write(out: str, name: str, text: str, *, executable: bool) -> Path:
     """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``.
 
     Raises:
-        LaunchError: there is a file already that this command didn't write.
+        LaunchError: there is already a file that this command did not write.
     """
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         path = path / name
     if path.exists() and MARK not in path.read_text(errors="replace")[:200]:
         raise LaunchError(
-            f"--out {out}: {path} is there already, and not written by this command; another name, or "
-            "remove it first"
+            f"--out {out}: {path} is there already and was not written by this command; give another "
+            "name, or remove it first"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

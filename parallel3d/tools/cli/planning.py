@@ -1,10 +1,11 @@
-"""``parallel3d plan``: every legal layout, ranked."""
+"""``parallel3d plan``, ``parallel3d predict`` and ``parallel3d calibrate``."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,45 +13,53 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.cluster import Gpu
+from parallel3d.planner.cluster import Cluster, Gpu
+from parallel3d.planner.constants import Term
 from parallel3d.planner.hf_config import spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
-from parallel3d.planner.planning import MeshPlan, plan, refusal
+from parallel3d.planner.planning import (
+    MeshPlan,
+    memory_groups,
+    plan,
+    reasons,
+    refusal,
+    setting,
+    short,
+)
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.runs import write_predictions
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 from parallel3d.tools.cli import options as o
-from parallel3d.tools.cli import tables
+from parallel3d.tools.terminal import output, titled_table
 
-# What ``--model`` may be: a name, a config.json, shapes.
+# ``--model``: a name, a config.json, or shapes.
 
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
-    """The model that ``text`` names.
+    """Returns the model that ``text`` describes.
 
     Args:
-        seq_len: rows of a table of learned positions, for shapes that don't say it.
+        seq_len: rows of a table of learned positions, for shapes without one.
 
     Raises:
-        PlanningError: no such model, or shapes that can't be.
+        PlanningError: there is no such model, or the shapes are not possible.
     """
     if not text:
         raise PlanningError(
             "which model? Give --model a name (llama-3.1-8b), a config.json or layers=32,hidden=4096,..."
         )
-    if "=" in text:
-        return _of_shapes(text, seq_len)
-    return spec_from_hf_config(text)
+    return _of_shapes(text, seq_len) if "=" in text else spec_from_hf_config(text)
 
 
 def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
     known = inspect.signature(spec_from_shapes).parameters
-    given: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, value = (p.strip() for p in part.partition("="))
         if not equals or name not in known:
@@ -58,12 +67,12 @@ def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
             raise PlanningError(
                 f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}"
             )
-        given[name] = _value(name, value, known[name].annotation)
+        shapes[name] = _value(name, value, known[name].annotation)
     needed = [n for n, p in known.items() if p.default is inspect.Parameter.empty]
-    if missing := [name for name in needed if name not in given]:
+    if missing := [name for name in needed if name not in shapes]:
         raise PlanningError(f"--model lacks {', '.join(missing)}: shapes need {', '.join(needed)}")
-    given.setdefault("seq_len", seq_len or 0)
-    return spec_from_shapes(**given)
+    shapes.setdefault("seq_len", seq_len or 0)
+    return spec_from_shapes(**shapes)
 
 
 def _value(name: str, text: str, kind: str) -> int | bool | str:
@@ -102,9 +111,9 @@ def plan_command(
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.ReshardOrBoth = None,
     sharding: o.Sharding = Workload.sharding,
-    replicate: o.ReplicateSizes = None,
-    shard: o.ShardSizes = None,
-    tp: o.TpSizes = None,
+    replicate: o.Sizes = None,
+    shard: o.Sizes = None,
+    tp: o.Sizes = None,
     memory_limit: o.MemoryLimit = None,
     top: o.Top = 10,
     explain: o.Explain = False,
@@ -125,20 +134,28 @@ def plan_command(
         memory_limit_gib=memory_limit,
     )
     if as_json:
-        typer.echo(json.dumps(_as_json(found, top, explain), indent=2, allow_nan=False))
+        _echo_json(_as_json(found, top, explain))
     else:
-        tables.show_plan(found, top, explain)
+        _show_plan(found, top, explain)
+    _write_page(found, html)
+    if not found.candidates:
+        _ = found.best  # raises an error that names the closest layout
+
+
+def _echo_json(data: dict[str, Any]) -> None:
+    typer.echo(json.dumps(data, indent=2, allow_nan=False))
+
+
+def _write_page(found: MeshPlan, html: Path | None) -> None:
     if html is not None:
         from parallel3d.planner.report import write_report
 
         write_report(found, html)
         typer.echo(f"wrote {html}", err=True)
-    if not found.candidates:
-        _ = found.best  # raises, and says what comes closest
 
 
 def _as_json(found: MeshPlan, top: int, explain: bool) -> dict[str, Any]:
-    """What ``MeshPlan.as_dict`` has, the best of each layout, the Pareto front, sensitivity."""
+    """``MeshPlan.as_dict`` with the best of each layout, the Pareto front and the sensitivity."""
     data = found.as_dict(top)
     data["layouts"] = [each.as_dict() for each in found.layouts[:top]]
     data["pareto"] = [each.as_dict() for each in found.pareto()]
@@ -152,9 +169,7 @@ def _as_json(found: MeshPlan, top: int, explain: bool) -> dict[str, Any]:
     return data
 
 
-# ``parallel3d predict``: memory and time of one layout, or of a table of runs.
-
-_RUNS = "A table of runs instead"
+_runs = o.panel("A table of runs instead")
 
 
 def predict_command(
@@ -183,15 +198,9 @@ def predict_command(
     replicate: o.Replicate = 1,
     shard: o.Shard = -1,
     tp: o.Tp = 1,
-    runs: Annotated[
-        Path | None, typer.Option(rich_help_panel=_RUNS, help="A CSV file, a run a row.")
-    ] = None,
-    models: Annotated[
-        Path | None, typer.Option(rich_help_panel=_RUNS, help="A CSV file of the models' shapes.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(rich_help_panel=_RUNS, help="The CSV file to write.")
-    ] = None,
+    runs: Annotated[Path | None, _runs("A CSV file with one run in each row.")] = None,
+    models: Annotated[Path | None, _runs("A CSV file of the models' shapes.")] = None,
+    out: Annotated[Path | None, _runs("The CSV file to write.")] = None,
     explain: o.Explain = False,
     as_json: o.Json = False,
     html: o.Html = None,
@@ -205,33 +214,18 @@ def predict_command(
     found = predict(read_model(model, seq_len), MeshLayout(replicate, shard, tp), cluster, work)
     refused = refusal(found.model, found.layout, cluster, work)
     if as_json:
-        typer.echo(
-            json.dumps(_prediction_as_json(found, refused, explain), indent=2, allow_nan=False)
-        )
+        explanation = {"explanation": found.explain().splitlines()} if explain else {}
+        _echo_json({**found.as_dict(), "refused": refused, **explanation})
     else:
-        tables.show_prediction(found, refused, explain)
-    if html is not None:
-        from parallel3d.planner.report import write_report
-
-        write_report(MeshPlan(found.model, cluster, work, (found,), ()), html)
-        typer.echo(f"wrote {html}", err=True)
-
-
-def _prediction_as_json(found: Prediction, refused: str | None, explain: bool) -> dict[str, object]:
-    data: dict[str, object] = {**found.as_dict(), "refused": refused}
-    if explain:
-        data["explanation"] = found.explain().splitlines()
-    return data
+        _show_prediction(found, refused, explain)
+    _write_page(MeshPlan(found.model, cluster, work, (found,), ()), html)
 
 
 def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_json: bool) -> None:
     if runs is None or models is None or out is None:
-        lacking = [
-            n for n, v in (("--runs", runs), ("--models", models), ("--out", out)) if v is None
-        ]
-        raise PlanningError(
-            f"--runs, --models and --out go together; not given: {', '.join(lacking)}"
-        )
+        files = {"--runs": runs, "--models": models, "--out": out}
+        missing = ", ".join(name for name, file in files.items() if file is None)
+        raise PlanningError(f"--runs, --models and --out go together; not given: {missing}")
     count = write_predictions(runs, models, out)
     if as_json:
         typer.echo(json.dumps({"rows": count, "out": str(out)}))
@@ -239,19 +233,14 @@ def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_j
         typer.echo(f"{count} predictions in {out}")
 
 
-# ``parallel3d calibrate``: measures this machine and writes a profile for ``--profile``.
-
-
 def calibrate_command(
-    out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.toml"),
+    out: Annotated[Path, o.plain("The profile to write.")] = Path("profile.toml"),
     name: Annotated[
-        str | None, typer.Option(help="Of the profile's GPU; the device's own by default.")
+        str | None, o.plain("Name of the GPU in the profile; the device's own by default.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; what there is by default.")
-    ] = None,
-    largest: Annotated[int, typer.Option(help="Rows of the largest matmul.", min=512)] = 8192,
-    seconds: Annotated[float, typer.Option(help="Stop measuring matmuls after this long.")] = 60.0,
+    device: Annotated[str | None, o.plain("cuda or cpu; the device there is by default.")] = None,
+    largest: Annotated[int, o.plain("Rows of the largest matmul.", min=512)] = 8192,
+    seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
 ) -> None:
     """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too."""
     from torch import distributed as dist
@@ -265,7 +254,7 @@ def calibrate_command(
         found = calibrate(name, device=device, largest=largest, seconds=seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_profile(found, out)
-            _show(found)
+            _show_gpu(found)
             typer.echo(
                 f"wrote {out}: parallel3d plan --gpu {found.name} --profile {out} ...", err=True
             )
@@ -274,7 +263,7 @@ def calibrate_command(
             dist.destroy_process_group()
 
 
-def _show(found: Gpu) -> None:
+def _show_gpu(found: Gpu) -> None:
     table = Table(title=f"{found.name}: {found.source}")
     table.add_column("measured")
     table.add_column("", justify="right")
@@ -285,7 +274,161 @@ def _show(found: Gpu) -> None:
     table.add_row("memory, GiB", f"{found.capacity_gib:.1f}")
     for kind, sizes in found.collectives.items():
         for ranks, (start, bandwidth, _) in sizes.items():
-            table.add_row(
-                f"{kind}, {ranks} ranks", f"{start:.0f} us + bytes / {bandwidth:.3g} GB/s"
-            )
+            seconds = f"{start:.0f} us + bytes / {bandwidth:.3g} GB/s"
+            table.add_row(f"{kind}, {ranks} ranks", seconds)
     Console().print(table)
+
+
+# What the commands print.
+
+_GIB = 2**30
+_BAR = 24
+
+
+def _show_plan(plan: MeshPlan, top: int, explain: bool) -> None:
+    """Prints the ranked layouts, the refused ones, the best in detail, and what would change it."""
+    console = output()
+    console.print(_heading(plan.model, plan.cluster, plan.workload))
+    if plan.candidates:
+        console.print(_ranked(plan, top, console.width >= 112))
+    if plan.refused:
+        console.print(_refused(plan))
+    if not plan.candidates:
+        return
+    best = plan.best
+    _details(console, best, "the fastest: ")
+    console.print(_sensitivity(plan))
+    if explain:
+        _explanation(console, best)
+        for other in plan.layouts[1:2]:
+            console.print(Text("\ncompared with the second:", style="bold"))
+            console.print(Text(plan.explain(best, other)), soft_wrap=True)
+
+
+def _show_prediction(prediction: Prediction, refused: str | None, explain: bool) -> None:
+    """Prints one layout's memory and time, and why ``plan`` would refuse it, if it would."""
+    console = output()
+    console.print(_heading(prediction.model, prediction.cluster, prediction.workload))
+    _details(console, prediction, "")
+    if refused:
+        console.print(Text(f"plan would refuse this layout: {refused}", style="bold red"))
+    if explain:
+        _explanation(console, prediction)
+
+
+def _heading(model: ModelSpec, cluster: Cluster, work: Workload) -> Text:
+    batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
+    return Text.assemble(
+        (model.name, "bold"),
+        f" ({model.numel / 1e9:,.2f} B parameters) on ",
+        (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
+        f" ({cluster.nodes:,} nodes), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
+    )
+
+
+def _ranked(plan: MeshPlan, top: int, wide: bool) -> Table:
+    """One row for each layout; where it isn't ``wide``, memory is one number."""
+    shown = plan.layouts[:top]
+    table = titled_table(
+        f"{len(shown)} of {len(plan.layouts)} layouts that fit, by speed (replicate x shard x tp; GiB)",
+        *("", "layout", "checkpointing", "batch"),
+        *(("state", "buffers", "activ.", "logits") if wide else ()),
+        *("memory", "tok/s/GPU", "MFU", "step s"),
+        left=3,
+    )
+    for place, each in enumerate(shown, 1):
+        parts = [value / _GIB for value in memory_groups(each).values()]
+        memory = each.memory
+        table.add_row(
+            str(place),
+            short(each),
+            setting(each),
+            f"{each.micro_batch}\N{MULTIPLICATION SIGN}{each.accumulation}",
+            *((f"{value:.1f}" for value in (sum(parts[:3]), *parts[3:6])) if wide else ()),
+            Text(f"{memory.needed / _GIB:.1f}", _heat(memory.needed / memory.capacity)),
+            f"{each.tokens_per_second_per_gpu:,.0f}",
+            f"{each.mfu:.1%}",
+            f"{each.step_seconds:,.2f}",
+            style="bold" if place == 1 else "",
+        )
+    return table
+
+
+def _heat(part: float) -> str:
+    return "green" if part < 0.8 else "yellow" if part <= 1 else "bold red"
+
+
+def _refused(plan: MeshPlan) -> Table:
+    title = f"{len(plan.refused)} layouts refused"
+    table = titled_table(title, "why (the mildest)", "how many", "layouts")
+    for reason in reasons(plan.refused):
+        table.add_row(Text(reason.text), str(reason.count), reason.examples)
+    return table
+
+
+def _details(console: Console, each: Prediction, lead: str) -> None:
+    memory, layout = each.memory, each.layout
+    mesh = f"\n{lead}replicate {layout.replicate}, shard {layout.shard}, tp {layout.tp}"
+    console.print(
+        Text.assemble(
+            (mesh, "bold"),
+            f"; micro-batch {each.micro_batch} x {each.accumulation}, checkpointing {setting(each)}: ",
+            (f"{each.tokens_per_second_per_gpu:,.0f} tokens/s/GPU", "bold"),
+            f", MFU {each.mfu:.1%} (HFU {each.hfu:.1%}, by 6N {each.mfu_6n:.1%})",
+            f", {each.step_seconds:,.3f} s a step",
+        )
+    )
+    beyond = {term.name: term for term in memory.beyond}
+    title = f"memory at its peak ({memory.moment})"
+    sizes = _components(title, "GiB", {**memory.terms, **beyond}, _GIB)
+    verdict = Text("fits" if each.fits else "does not fit", "green" if each.fits else "bold red")
+    sizes.add_section()
+    sizes.add_row(
+        Text.assemble("needed of ", f"{memory.capacity / _GIB:.1f}: ", verdict),
+        f"{memory.needed / _GIB:.3f}",
+        f"{memory.needed / memory.capacity:.0%}",
+        _bar(memory.needed / memory.capacity),
+    )
+    sizes.add_row("upper bound of reserved", f"{memory.upper / _GIB:.3f}", "", "")
+    console.print(sizes)
+    console.print(_components("step", "ms", each.time.terms, 1e-3))
+
+
+def _components(title: str, unit: str, terms: Mapping[str, Term], scale: float) -> Table:
+    """The terms above zero, in ``unit`` of ``scale``."""
+    table = titled_table(title, "component", unit, "share", "")
+    table.columns[-1].justify = "left"
+    whole = sum(term.value for term in terms.values()) or 1.0
+    for name, term in terms.items():
+        if term.value:
+            part, value = term.value / whole, f"{term.value / scale:,.3f}"
+            table.add_row(name.replace("_", "-"), value, f"{part:.1%}", _bar(part))
+    return table
+
+
+def _bar(part: float) -> Text:
+    full = min(part, 1.0) * _BAR
+    half = "\N{LEFT HALF BLOCK}" if full % 1 >= 0.5 else ""
+    return Text("\N{FULL BLOCK}" * int(full) + half, _heat(part) if part > 0.8 else "cyan")
+
+
+def _sensitivity(plan: MeshPlan) -> Table:
+    table = titled_table(
+        "tokens/s/GPU of the fastest, if this were", "", "half", "as it is", "twice"
+    )
+    for name, tried in plan.sensitivity().items():
+        now = tried[1][1]
+        cells = []
+        for value, speed, fits in tried:
+            change = f" ({speed / now - 1:+.1%})" if speed != now else ""
+            cell = Text(f"{value}: {speed:,.0f}{change}")
+            if not fits:
+                cell.append(" does not fit", "red")
+            cells.append(cell)
+        table.add_row(name.replace("_", " "), *cells)
+    return table
+
+
+def _explanation(console: Console, each: Prediction) -> None:
+    console.print(Text("\nhow each number is computed:", style="bold"))
+    console.print(Text(each.explain()), soft_wrap=True)

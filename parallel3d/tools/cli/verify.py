@@ -1,30 +1,35 @@
-"""``parallel3d verify``: is the parallel model the plain one, and if not, which module differs first?"""
+"""``parallel3d verify``: compares the parallel model with the plain one and names what differs first."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.axes import AXES
+from parallel3d.tools.cli.options import Json, panel
+from parallel3d.tools.terminal import output
 
 if TYPE_CHECKING:
-    from parallel3d.testing import Verification
+    from parallel3d.testing import Difference, Verification
 
-
-_WHAT, _LAYOUT, _HOW, _SHOW = "What", "Layout", "How", "Output"
+_what, _layout, _how = map(panel, ("What", "Layout", "How"))
 _NAME = "PACKAGE.MODULE:NAME"
-
-
-def _option(*names: str, panel: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, help=help, metavar=metavar)
+_function_of = partial(_what, metavar=_NAME)
+_NAMES = 4  # parameters to name, before "more"
 
 
 def verify_command(
@@ -34,92 +39,55 @@ def verify_command(
     ],
     input: Annotated[
         str,
-        _option(
-            "--input",
-            panel=_WHAT,
-            metavar=_NAME,
-            help="A function: number of a sample -> its inputs, a tensor, a tuple or a dict of tensors.",
-        ),
+        _function_of("index of a sample -> its inputs: a tensor, a tuple or a dict of tensors."),
     ],
     loss: Annotated[
         str | None,
-        _option(
-            "--loss",
-            panel=_WHAT,
-            metavar=_NAME,
-            help="loss(model, *inputs) -> scalar; by default the model's own, or the mean square of its "
-            "output.",
+        _function_of(
+            "loss(model, *inputs) -> scalar; by default the model's own, or its output's mean square."
         ),
     ] = None,
     plan: Annotated[
         str | None,
-        _option(
-            "--plan",
-            panel=_WHAT,
-            metavar=f"auto|{_NAME}",
-            help="The tensor-parallel plan; auto where --tp is above 1.",
-        ),
+        _what("The tensor-parallel plan; auto if --tp is above 1.", metavar=f"auto|{_NAME}"),
     ] = None,
     parallelize: Annotated[
         str | None,
-        _option(
-            "--parallelize",
-            panel=_WHAT,
-            metavar=_NAME,
-            help="A function (model, mesh) -> model of yours, in place of parallel3d.parallelize.",
-        ),
+        _function_of("(model, mesh) -> model, to use instead of parallel3d.parallelize."),
     ] = None,
     seed_of: Annotated[
         str | None,
-        _option(
-            "--seed-of",
-            panel=_WHAT,
-            metavar=_NAME,
-            help="seed_of(layout, rank, step): what your training seeds a rank with, for dropout; by "
-            "default what parallel3d.seed_step does.",
+        _function_of(
+            "seed_of(layout, rank, step): your training's seed of a rank, for dropout; by default that of "
+            "parallel3d.seed_step."
         ),
     ] = None,
-    replicate: Annotated[
-        int, _option("--replicate", panel=_LAYOUT, help="Copies of the sharded model.")
-    ] = 1,
-    shard: Annotated[int, _option("--shard", panel=_LAYOUT, help="Ranks that share a copy.")] = 1,
-    tp: Annotated[
-        int, _option("--tp", panel=_LAYOUT, help="Ranks that share each layer's computation.")
-    ] = 1,
-    steps: Annotated[int, _option("--steps", panel=_HOW, help="Optimizer steps (AdamW).")] = 2,
-    micro_batches: Annotated[
-        int, _option("--micro-batches", panel=_HOW, help="Micro-batches of each step.")
-    ] = 1,
+    replicate: Annotated[int, _layout("Copies of the sharded model.")] = 1,
+    shard: Annotated[int, _layout("Ranks that share a copy.")] = 1,
+    tp: Annotated[int, _layout("Ranks that share each layer's computation.")] = 1,
+    steps: Annotated[int, _how("Optimizer steps (AdamW).")] = 2,
+    micro_batches: Annotated[int, _how("Micro-batches of each step.")] = 1,
     tolerance: Annotated[
-        float,
-        _option("--tolerance", panel=_HOW, help="Relative, in float64; of weights ten times that."),
+        float, _how("Relative tolerance in float64; ten times that for weights.")
     ] = 1e-9,
-    fp32: Annotated[
-        bool, _option("--fp32/--no-fp32", panel=_HOW, help="Compare in float32 too, with SGD.")
-    ] = False,
+    fp32: Annotated[bool, _how("Compare in float32 too, with SGD.")] = False,
     loss_parallel: Annotated[
-        bool, _option("--loss-parallel", panel=_HOW, help="parallelize(loss_parallel=True).")
+        bool, _how("parallelize(loss_parallel=True).", "--loss-parallel")
     ] = False,
     activation_checkpointing: Annotated[
-        bool,
-        _option("--activation-checkpointing", panel=_HOW, help="Recompute blocks in backward."),
+        bool, _how("Recompute blocks in backward.", "--activation-checkpointing")
     ] = False,
-    seed: Annotated[int, _option("--seed", panel=_HOW, help="Of the initial weights.")] = 0,
-    as_json: Annotated[bool, _option("--json", panel=_SHOW, help="JSON alone on stdout.")] = False,
+    seed: Annotated[int, _how("Seed of the initial weights.")] = 0,
+    as_json: Json = False,
 ) -> None:
     """Trains the plain and the parallel model side by side on simulated ranks and compares them.
 
-    Exit code 0: equal. 1: they differ, and the first module that does is named. 2: it can't be tried.
+    Exit code 0: equal. 1: they differ; the first module that differs is named. 2: they can't be compared.
     Started by torchrun, each process is a rank, and none is simulated.
     """
     if "" not in sys.path:
-        sys.path.insert(0, "")  # what lies in the current directory, as with python -m
-    given: dict[str, Any] = {"tp_plan": _plan(plan, tp)}
-    given |= {"loss_parallel": loss_parallel, "activation_checkpointing": activation_checkpointing}
-    if parallelize is not None:
-        _check_alone(plan, loss_parallel, activation_checkpointing)
-        given = {"apply": _function("--parallelize", parallelize)}
-    options = {
+        sys.path.insert(0, "")  # modules of the current directory, as with python -m
+    options: dict[str, Any] = {
         "loss": None if loss is None else _function("--loss", loss),
         "seed_of": None if seed_of is None else _function("--seed-of", seed_of),
         "steps": steps,
@@ -128,15 +96,18 @@ def verify_command(
         "fp32": fp32,
         "seed": seed,
     }
+    if parallelize is None:
+        options |= {"tp_plan": _plan(plan, tp), "loss_parallel": loss_parallel}
+        options |= {"activation_checkpointing": activation_checkpointing}
+    else:
+        _check_alone(plan, loss_parallel, activation_checkpointing)
+        options |= {"apply": _function("--parallelize", parallelize)}
     build, batch = _function("the model", model), _function("--input", input)
-    found, first = _run(build, batch, (replicate, shard, tp), {**options, **given})
-    if first:
-        if as_json:
-            typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
-        else:
-            from parallel3d.tools.cli.verify_report import show
-
-            show(found, model, parallelize or "parallel3d.parallelize")
+    found, is_first = _run(build, batch, (replicate, shard, tp), options)
+    if is_first and as_json:
+        typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
+    elif is_first:
+        _show(found, model, parallelize or "parallel3d.parallelize")
     if found.difference is not None:
         raise typer.Exit(1)
 
@@ -144,7 +115,7 @@ def verify_command(
 def _run(
     build: Any, batch: Any, sizes: tuple[int, int, int], options: dict[str, Any]
 ) -> tuple[Verification, bool]:
-    """What was found, and whether this process is the one that says so."""
+    """Returns the verification, and whether this process is the one that prints it."""
     for name, size in zip(AXES, sizes, strict=True):
         if size < 1:
             raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
@@ -183,14 +154,14 @@ def _plan(text: str | None, tp: int) -> Any:
 
 
 def _check_alone(plan: str | None, loss_parallel: bool, checkpointing: bool) -> None:
-    """What only parallel3d.parallelize would read."""
-    idle = (
-        ("--plan", plan is not None),
-        ("--loss-parallel", loss_parallel),
-        ("--activation-checkpointing", checkpointing),
-    )
-    for name, used in idle:
-        if used:
+    """Raises an error for options that only parallel3d.parallelize uses."""
+    options = {
+        "--plan": plan is not None,
+        "--loss-parallel": loss_parallel,
+        "--activation-checkpointing": checkpointing,
+    }
+    for name, is_set in options.items():
+        if is_set:
             raise Parallel3dError(
                 f"{name} is for parallel3d.parallelize: leave it out with --parallelize"
             )
@@ -204,7 +175,7 @@ def _function(what: str, text: str) -> Any:
 
 
 def _object(what: str, text: str) -> Any:
-    """What ``package.module:name`` names."""
+    """Returns the object ``package.module:name``; ``what`` names the option in errors."""
     module_name, colon, path = text.partition(":")
     if not colon or not module_name or not path:
         raise Parallel3dError(f"{what}: {text!r} must be package.module:name")
@@ -217,8 +188,8 @@ def _object(what: str, text: str) -> Any:
     for part in path.split("."):
         if not hasattr(value, part):
             near = get_close_matches(part, dir(value), n=3, cutoff=0.5)
-            meant = f"; the nearest: {', '.join(near)}" if near else ""
-            raise Parallel3dError(f"{what}: {module_name!r} has no {part!r}{meant}")
+            hint = f"; the nearest: {', '.join(near)}" if near else ""
+            raise Parallel3dError(f"{what}: {module_name!r} has no {part!r}{hint}")
         value = getattr(value, part)
     return value
 
@@ -233,3 +204,57 @@ def _as_json(found: Verification) -> dict[str, Any]:
         "dropouts": found.dropouts,
         "without_gradient": list(found.without_gradient),
     }
+
+
+def _show(found: Verification, model: str, parallelize: str) -> None:
+    """Prints the first module that differs, or the largest differences if the models are equal."""
+    console, layout, parity = output(width=100), found.layout, found.parity
+    console.print(
+        Text.assemble(
+            (model, "bold"),
+            f" on replicate {layout.replicate}, shard {layout.shard}, tp {layout.tp} "
+            f"({layout.world_size} ranks), made parallel by {parallelize}",
+        )
+    )
+    if found.difference is not None:
+        console.print(_difference(found.difference))
+        return
+    console.print(Text("equal to the plain model", style="bold green"))
+    for dtype, loss in parity.loss.items():
+        console.print(
+            f"largest relative differences in {dtype}: loss {loss:.1e}, gradients "
+            f"{parity.grads[dtype]:.1e}, weights {parity.weights[dtype]:.1e}"
+        )
+    if found.dropouts == 1:
+        console.print("1 call of dropout draws as it must")
+    elif found.dropouts:
+        console.print(f"{found.dropouts} calls of dropout draw as they must")
+    if names := found.without_gradient:
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        text = (
+            f"not compared: gradients of {', '.join(names[:_NAMES])}{more}, which the loss doesn't reach, "
+            "and outputs that it doesn't read (--loss)"
+        )
+        console.print(Text(text, style="yellow"))
+
+
+def _difference(found: Difference) -> Panel:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim")
+    rows.add_column(overflow="fold")
+    kind = f" ({found.module_type})" if found.module_type else ""
+    rows.add_row("module", Text(f"{found.module or '(the model itself)'}{kind}", style="bold red"))
+    rows.add_row("what", Text(found.what))
+    if math.isfinite(found.difference):
+        rows.add_row("differs by", f"{found.difference:.3g} (relative; {found.bound:g} is allowed)")
+    if found.hint:
+        rows.add_row("looks like", Text(found.hint))
+    rows.add_row("where", f"step {found.step}, rank {found.rank}")
+    return Panel(
+        rows,
+        title=Text("first difference from the plain model", style="bold red"),
+        title_align="left",
+        box=box.ROUNDED,
+        border_style="red",
+        expand=False,
+    )

@@ -1,4 +1,4 @@
-"""collect: the Facts of this process."""
+"""collect: reads the Facts of this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pathlib import Path
 from parallel3d._util.version import __version__
 from parallel3d.tools.doctor.facts import Device, Disk, Facts, Interface, Limits, place_of
 
-# Accelerators: as torch sees them, as the machine has them, and what nvidia-smi says of their health.
+# Accelerators: the devices that torch sees, those of the machine, and their health by nvidia-smi.
 
 _QUERY = (
     "uuid,persistence_mode,ecc.errors.uncorrected.volatile.total,memory.total,memory.used,"
@@ -31,27 +32,28 @@ _SLOWED = ("hardware thermal", "software thermal", "power brake")
 def read_devices(
     environment: Mapping[str, str],
 ) -> tuple[tuple[Device, ...], int, str, dict[str, str]]:
-    """(devices that torch sees, how many the machine has, why torch sees none, versions)."""
+    """Returns torch's devices, the number of the machine's, why torch sees none, and versions."""
     import torch
 
     on_machine = len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
     on_machine = on_machine or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("[1-9]*")))
-    versions = {"cuda": str(torch.version.cuda or torch.version.hip or "none")}
-    if driver := _driver():
-        versions["driver"] = driver
-    with warnings.catch_warnings():  # torch says why it sees none: so do we
+    versions = {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "parallel3d": __version__,
+        "cuda": str(torch.version.cuda or torch.version.hip or "none"),
+    }
+    if driver := _words(Path("/sys/module/nvidia/version")):
+        versions["driver"] = driver[0]
+    with warnings.catch_warnings():  # torch warns why it sees none, which a finding says too
         warnings.simplefilter("ignore")
-        there = torch.cuda.is_available()
-    if not there:
+        available = torch.cuda.is_available()
+    if not available:
         return (), on_machine, _why_none(environment) if on_machine else "", versions
     versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     health = parse_health(_nvidia_smi())
-    return (
-        tuple(_device(i, health) for i in range(torch.cuda.device_count())),
-        on_machine,
-        "",
-        versions,
-    )
+    devices = tuple(_device(i, health) for i in range(torch.cuda.device_count()))
+    return devices, on_machine, "", versions
 
 
 def _device(index: int, health: Mapping[str, Device]) -> Device:
@@ -60,7 +62,7 @@ def _device(index: int, health: Mapping[str, Device]) -> Device:
     properties = torch.cuda.get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     known = health.get(uuid.removeprefix("GPU-"), Device(""))
-    # Not torch.cuda.mem_get_info: on every device it would leave a context of every rank.
+    # torch.cuda.mem_get_info would leave a context of every rank on every device.
     total = properties.total_memory
     free = total - (known.total - known.free)
     is_mig = "MIG" in properties.name or uuid.startswith("MIG")
@@ -68,7 +70,7 @@ def _device(index: int, health: Mapping[str, Device]) -> Device:
 
 
 def _why_none(environment: Mapping[str, str]) -> str:
-    """Why torch sees no device although there are; "" where they are hidden on purpose."""
+    """Why torch sees no device although there are some; "" if they are hidden on purpose."""
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
@@ -82,15 +84,6 @@ def _why_none(environment: Mapping[str, str]) -> str:
     return "torch.cuda.is_available() is False"
 
 
-def _driver() -> str:
-    """Version of the kernel's NVIDIA driver."""
-    try:
-        words = Path("/sys/module/nvidia/version").read_text().split()
-    except OSError:
-        return ""
-    return words[0] if words else ""
-
-
 def _nvidia_smi() -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
@@ -102,7 +95,7 @@ def _nvidia_smi() -> str:
 
 
 def parse_health(text: str) -> dict[str, Device]:
-    """UUID (without ``GPU-``) -> what nvidia-smi says of it; a query it does not know gives nothing."""
+    """Returns UUID (without ``GPU-``) -> device of nvidia-smi's output; empty if it is an error message."""
     found = {}
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -125,25 +118,24 @@ def _mib(word: str) -> int:
     return int(word) * 2**20 if word.isdigit() else 0
 
 
-# Limits of this process and its container, memory, and the disk that checkpoints go to.
+# Limits of this process and its container, memory, and the disk for checkpoints.
 
-_HUGE = 1 << 60  # what version 1 of cgroups says for "no limit", and more
+_HUGE = 1 << 60  # cgroup version 1 writes "no limit" as a number larger than this
 
 
 def read_limits() -> Limits:
-    """Of this process."""
+    """Returns the limits of this process."""
     nofile, nofile_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memory, available = _memory()
     quota, memory_limit = read_cgroup()
     shm, shm_free = _space(Path("/dev/shm"))
+    affinity = getattr(os, "sched_getaffinity", None)
     return Limits(
         nofile=_HUGE if nofile == resource.RLIM_INFINITY else nofile,
         nofile_hard=_HUGE if nofile_hard == resource.RLIM_INFINITY else nofile_hard,
         memlock=-1 if memlock == resource.RLIM_INFINITY else memlock,
-        cpus=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
         quota=quota,
         memory=memory,
         available=available,
@@ -154,10 +146,9 @@ def read_limits() -> Limits:
 
 
 def _memory() -> tuple[int, int]:
-    """(bytes of the machine, bytes available)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    """Returns the machine's memory and the available part in bytes."""
+    lines = _lines(Path("/proc/meminfo"))
+    if not lines:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total
     found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
@@ -167,29 +158,27 @@ def _memory() -> tuple[int, int]:
 def read_cgroup(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> tuple[float, int]:
-    """(CPUs, bytes of memory) of the tightest limit of this process's cgroup and those above it; 0: none."""
-    quotas, limits = [0.0], [_HUGE]
-    for folder in _folders(root, own):
-        quota, period = [*_words(folder / "cpu.max"), "", ""][:2]
-        if quota.isdigit() and period.isdigit():
-            quotas.append(int(quota) / int(period))
-        old = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
-        if old[0] and old[1] and int(old[0][0]) > 0:
-            quotas.append(int(old[0][0]) / int(old[1][0]))
+    """Returns the tightest limits of this process's cgroup and its parents: CPUs, bytes; 0 for none."""
+    quotas, limits = [], [_HUGE]
+    for folder in _cgroups(root, own):
+        v1 = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+        for words in (_words(folder / "cpu.max"), v1):
+            if len(words) == 2 and all(word.isdigit() for word in words):
+                quotas.append(int(words[0]) / int(words[1]))
         for name in ("memory.max", "memory.limit_in_bytes"):
             limits += [int(word) for word in _words(folder / name) if word.isdigit()]
     least = min(limits)
-    return min((q for q in quotas if q), default=0.0), 0 if least >= _HUGE else least
+    return min(filter(None, quotas), default=0.0), 0 if least >= _HUGE else least
 
 
-def _folders(root: Path, own: Path) -> list[Path]:
-    """Those of this process in each hierarchy, and all above them."""
+def _cgroups(root: Path, own: Path) -> list[Path]:
+    """The folders of this process's cgroup in each hierarchy, and of their parents."""
     found = []
     for line in _lines(own):
         _, controllers, path = line.split(":", 2)
         base = root / controllers if controllers else root
-        here = base / path.lstrip("/")
-        found += [here, *(p for p in here.parents if p.is_relative_to(base))]
+        folder = base / path.lstrip("/")
+        found += [folder, *(p for p in folder.parents if p.is_relative_to(base))]
     return found or [root]
 
 
@@ -205,7 +194,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _space(path: Path) -> tuple[int, int]:
-    """(bytes, free bytes) of the file system; (-1, -1) if it isn't there."""
+    """Returns size and free bytes of the file system; (-1, -1) if there is no ``path``."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -214,9 +203,10 @@ def _space(path: Path) -> tuple[int, int]:
 
 
 def read_disk(folder: Path) -> Disk:
-    """Makes a file in it, which is removed again; if it is not there yet, in the nearest folder above it.
+    """Writes a file to ``folder``, or to its nearest parent that exists, and removes it again.
 
-    It is not made: a share that isn't mounted would leave a folder of this node's own, and seem to be well.
+    The folder is not created: where a share isn't mounted, that would make a folder on this node alone, which
+    would look correct.
     """
     path = str(folder)
     try:
@@ -229,69 +219,57 @@ def read_disk(folder: Path) -> Disk:
         usage = shutil.disk_usage(folder)
     except OSError as error:
         return Disk(path, error=f"{path}: {error.strerror or error}")
-    return Disk(str(folder), usage.free, usage.total, kind=_kind(folder))
+    return Disk(str(folder), usage.free, usage.total, kind=_file_system(folder))
 
 
-def _kind(folder: Path) -> str:
-    """Of the file system, by the longest mount point above it."""
-    whole = folder.resolve()
+def _file_system(folder: Path) -> str:
+    """The kind of the file system with the longest mount point that is a parent of ``folder``."""
+    resolved = folder.resolve()
     best, kind = Path("/"), ""
     for line in _lines(Path("/proc/self/mounts")):
         _, point, name, *_ = line.split()
         at = Path(point.replace("\\040", " "))
-        if whole.is_relative_to(at) and len(at.parts) >= len(best.parts):
+        if resolved.is_relative_to(at) and len(at.parts) >= len(best.parts):
             best, kind = at, name
     return kind
 
 
-# Interfaces and their addresses, names and what they resolve to, InfiniBand's ports.
+# Interfaces and their addresses, names and the addresses they resolve to, InfiniBand's ports.
 
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS of linux/sockios.h
 _UP_AND_RUNNING = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """Those of this network namespace, in the kernel's order; a bond's and bridge's members too."""
+    """Returns the interfaces of this network namespace in the kernel's order, with members of bonds."""
     try:
         names = [name for _, name in socket.if_nameindex()]
     except OSError:
         return ()
-    six = _addresses_of_version_6()
-    return tuple(
-        Interface(name, _is_up(name), (*_address(name), *six.get(name, [])), _speed(name))
-        for name in names
-    )
+    interfaces, six = [], _addresses_of_version_6()
+    for name in names:
+        flags = int.from_bytes(_ioctl(name, _GET_FLAGS)[16:18], sys.byteorder)
+        is_up = flags & _UP_AND_RUNNING == _UP_AND_RUNNING
+        four = _ioctl(name, _GET_ADDRESS)[20:24]
+        addresses = (*([socket.inet_ntoa(four)] if four else ()), *six.get(name, ()))
+        speed = _words(Path(f"/sys/class/net/{name}/speed"))
+        interfaces.append(Interface(name, is_up, addresses, max(int(speed[0]), 0) if speed else 0))
+    return tuple(interfaces)
 
 
-def _ask(name: str, what: int) -> bytes:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        return fcntl.ioctl(any_socket, what, struct.pack("256s", name[:15].encode()))
-
-
-def _is_up(name: str) -> bool:
+def _ioctl(name: str, request: int) -> bytes:
+    """Returns the kernel's answer about an interface; empty if there is none."""
     try:
-        (flags,) = struct.unpack("H", _ask(name, _GET_FLAGS)[16:18])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            return fcntl.ioctl(any_socket, request, struct.pack("256s", name[:15].encode()))
     except OSError:
-        return False
-    return flags & _UP_AND_RUNNING == _UP_AND_RUNNING
-
-
-def _address(name: str) -> list[str]:
-    """Its first address of version 4."""
-    try:
-        return [socket.inet_ntoa(_ask(name, _GET_ADDRESS)[20:24])]
-    except OSError:
-        return []
+        return b""
 
 
 def _addresses_of_version_6() -> dict[str, list[str]]:
-    """Interface -> addresses of version 6, without those that hold on one link only."""
+    """Returns interface -> IPv6 addresses, without link-local ones."""
     found: dict[str, list[str]] = {}
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
+    for line in _lines(Path("/proc/net/if_inet6")):
         raw, _, _, scope, _, name = line.split()
         if scope != "20":
             address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(raw))
@@ -299,27 +277,18 @@ def _addresses_of_version_6() -> dict[str, list[str]]:
     return found
 
 
-def _speed(name: str) -> int:
-    try:
-        return max(int(Path(f"/sys/class/net/{name}/speed").read_text()), 0)
-    except (OSError, ValueError):
-        return 0
-
-
 def read_infiniband(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
-    """Port -> its state, of InfiniBand and RoCE: ``mlx5_0/1`` -> ``ACTIVE``."""
+    """Returns port of InfiniBand or RoCE -> state: ``mlx5_0/1`` -> ``ACTIVE``."""
     found = {}
     for state in sorted(root.glob("*/ports/*/state")):
+        text = " ".join(_lines(state))
         port = f"{state.parents[2].name}/{state.parent.name}"
-        try:
-            found[port] = state.read_text().partition(":")[2].strip()
-        except OSError:
-            found[port] = "unknown"
+        found[port] = text.partition(":")[2].strip() if text else "unknown"
     return found
 
 
 def addresses_of(name: str) -> tuple[tuple[str, ...], str]:
-    """(the addresses a name resolves to, "") or ((), why it doesn't)."""
+    """Returns the addresses that ``name`` resolves to and "", or () and why it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -328,7 +297,7 @@ def addresses_of(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def try_store(address: str, port: int, seconds: float) -> str:
-    """Connects to the store as a rank would; why it can't, "" if it can."""
+    """Connects to the store as a rank would; returns why that fails, "" if it succeeds."""
     try:
         with socket.create_connection((address, port), seconds):
             return ""
@@ -342,21 +311,21 @@ _NAMES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def collect(folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Facts:
-    """Reads everything that needs no other rank. Takes a second; changes nothing.
+    """Reads everything that needs no other rank. It takes a second and changes nothing.
 
     Args:
-        folder: where checkpoints are to go.
-        environment: that of this process by default.
+        folder: where checkpoints are to be written.
+        environment: environment variables; those of this process by default.
     """
-    given = os.environ if environment is None else environment
-    devices, on_machine, device_error, versions = read_devices(given)
-    master = given.get("MASTER_ADDR", "")
+    variables = os.environ if environment is None else environment
+    devices, on_machine, device_error, versions = read_devices(variables)
+    master = variables.get("MASTER_ADDR", "")
     host_addresses, host_error = addresses_of(socket.gethostname())
     master_addresses, master_error = addresses_of(master) if master else ((), "")
     return Facts(
-        place=place_of(given),
-        environment=steering(given),
-        versions=_versions() | versions,
+        place=place_of(variables),
+        environment=steering(variables),
+        versions=versions,
         interfaces=read_interfaces(),
         host_addresses=host_addresses,
         host_error=host_error,
@@ -372,16 +341,9 @@ def collect(folder: Path | None = None, environment: Mapping[str, str] | None = 
 
 
 def steering(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that steer communication and memory."""
+    """Returns the variables that affect communication and memory, sorted by name."""
     return {
         name: value
         for name, value in sorted(environment.items())
         if name.startswith(_PREFIXES) or name in _NAMES
     }
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"python": python, "torch": str(torch.__version__), "parallel3d": __version__}

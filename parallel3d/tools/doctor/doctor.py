@@ -1,4 +1,4 @@
-"""doctor: collects, meets the other ranks, measures, and says what is wrong."""
+"""doctor: collects facts on every rank, gathers them, measures collectives and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from parallel3d.tools.doctor.finding import (
     sort,
 )
 from parallel3d.tools.doctor.measuring import Line, Measurement, lines_of
-from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet, profile_of
+from parallel3d.tools.doctor.meeting import Meeting, clock_offset, measure, meet, profile_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ``doctor`` is asked.
+    """The options of ``doctor``.
 
     Attributes:
-        layout: of the mesh whose collectives are measured, resolved against the world size; None: one axis
-            of all ranks.
-        checkpoint: the folder that checkpoints are to go to.
+        layout: the mesh whose collectives are measured, resolved for the world size; None for one axis of all
+            ranks.
+        checkpoint: the folder that checkpoints are to be written to.
         gpu, profile, nic: what to compare with, as in ``parallel3d plan``; by default the profile of this
             machine's device, and none on the CPU.
-        collectives: whether to measure.
-        megabytes: of the tensors; see ``measure``.
+        collectives: whether to measure collectives.
+        megabytes: size of the measured tensors; see ``measure``.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -58,13 +58,12 @@ class Diagnosis:
     """What ``doctor`` has found.
 
     Attributes:
-        facts: rank -> what it has seen.
-        findings: the worst first.
-        lines: what collectives took.
-        speaks: whether this rank is to print it.
-        failed: whether there is an error on any rank; the same on all.
-        passed: names of the checks that had nothing to say.
-        not_measured: why collectives were not; "" if they were.
+        facts: rank -> its facts.
+        findings: sorted by severity, errors first.
+        lines: the measured collectives.
+        speaks: whether this rank is to print the result.
+        failed: whether any rank has an error; equal on all ranks.
+        not_measured: why collectives were not measured; "" if they were.
     """
 
     facts: dict[int, Facts]
@@ -76,161 +75,139 @@ class Diagnosis:
 
     @property
     def passed(self) -> list[str]:
-        found = {each.name for each in self.findings}
-        return [each.name for each in all_checks() if each.name not in found]
+        """Names of the checks without a finding."""
+        found = {finding.name for finding in self.findings}
+        return [check.name for check in all_checks() if check.name not in found]
 
     def hosts(self) -> dict[int, str]:
+        """Returns rank -> host name."""
         return {rank: own.place.host for rank, own in self.facts.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Of plain values."""
+        """Returns the result as plain values."""
         return {
             "failed": self.failed,
-            "findings": [asdict(each) for each in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
             "not_measured": self.not_measured,
-            "collectives": [_line_to_json(each) for each in self.lines],
+            "collectives": [line.to_json() for line in self.lines],
             "facts": {str(rank): own.to_json() for rank, own in self.facts.items()},
         }
 
 
 def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) -> Diagnosis:
-    """Looks at this process, or, in one that torchrun or srun has started, at the whole job with all ranks.
+    """Examines this process, or, in a process that torchrun or srun has started, the whole job.
 
-    Nothing is changed but a file that is written to the checkpoint folder and removed again. It takes a
-    few seconds, and no longer than ``options.timeout`` for each time that ranks wait for each other.
+    Nothing is changed but a file that is written to the checkpoint folder and removed again. It takes a few
+    seconds, and at most ``options.timeout`` each time that ranks wait for each other.
 
     Args:
-        show: what shows it, called on the rank that speaks before any other rank returns: one that ended
-            with an exit code of 1 would have torchrun end the rest.
+        show: shows the result. It is called on the rank that reports, before any other rank returns: torchrun
+            would end all ranks as soon as one of them exits with 1.
 
     Returns:
-        On rank 0 everything; on other ranks ``speaks`` is False, unless rank 0 could not be reached.
+        Everything on rank 0; on other ranks ``speaks`` is False, unless rank 0 could not be reached.
 
     Raises:
-        PlanningError: no such GPU or profile.
+        PlanningError: there is no such GPU or profile.
     """
     adopt_slurm(os.environ)
-    cluster_of(options, 1, 1)  # an error of the options' own comes first
+    cluster_of(options, 1, 1)  # raises for wrong options before anything else
     place = place_of(os.environ)
     facts = collect(options.checkpoint)
     if place.world_size == 1:
         found = Diagnosis({0: facts}, examine({0: facts}), not_measured="one process has no axes")
-        found.failed = _has_error(found.findings)
-        return _shown(found, show)
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    try:
-        if not address or not port.isdigit():
-            raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}")
-        meeting = meet(place, address, int(port), options.timeout)
-        return _together(options, facts, meeting, show)
-    except MeshError as error:
-        return _shown(_alone(facts, str(error)), show)
-
-
-def _shown(found: Diagnosis, show: Callable[[Diagnosis], None] | None) -> Diagnosis:
+        found.failed = _has_error(found)
+    else:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        try:
+            if not address or not port.isdigit():
+                raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}")
+            return _together(options, facts, meet(place, address, int(port), options.timeout), show)
+        except MeshError as error:  # the first rank of each node reports its own findings
+            own = {place.rank: replace(facts, store_error="" if facts.master_error else str(error))}
+            found = Diagnosis(own, examine(own), failed=True, not_measured=str(error))
+            found.speaks = place.local_rank == 0
     if show is not None and found.speaks:
         show(found)
     return found
-
-
-def _alone(facts: Facts, why: str) -> Diagnosis:
-    """The store can't be reached: the first rank of each node says what it sees itself."""
-    own = facts if facts.master_error else replace(facts, store_error=why)
-    rank = facts.place.rank
-    speaks = facts.place.local_rank == 0
-    found = examine({rank: own})
-    return Diagnosis({rank: own}, found, speaks=speaks, failed=True, not_measured=why)
 
 
 def _together(
     options: Options, facts: Facts, meeting: Meeting, show: Callable[[Diagnosis], None] | None
 ) -> Diagnosis:
     facts = _share_disk(facts, meeting)
-    leads = facts.place.local_rank == 0
-    leaders = meeting.gather("leads", leads)
-    nodes = meeting.tell("nodes", [rank for rank, lead in leaders.items() if rank and lead])
-    clock, sure = clock_offset(meeting, nodes)
-    facts = replace(facts, clock=clock, clock_error=sure)
-    gathered = {
-        rank: Facts.from_json(data)
-        for rank, data in meeting.gather("facts", facts.to_json()).items()
-    }
+    leaders = meeting.gather("leads", facts.place.local_rank == 0)
+    nodes = meeting.tell("nodes", [rank for rank, leads in leaders.items() if rank and leads])
+    clock, clock_error = clock_offset(meeting, nodes)
+    facts = replace(facts, clock=clock, clock_error=clock_error)
+    by_rank = meeting.gather("facts", facts.to_json())
+    gathered = {rank: Facts.from_json(data) for rank, data in by_rank.items()}
     found = Diagnosis(gathered or {facts.place.rank: facts}, speaks=meeting.rank == 0)
     if meeting.rank == 0:
-        found.findings = sort([*_missing(gathered, meeting.world_size), *examine(gathered)])
-        found.not_measured = _why_not(options, found, meeting)
+        found.findings = examine(gathered)
+        if absent := tuple(rank for rank in range(meeting.world_size) if rank not in gathered):
+            text = f"{len(absent)} of {meeting.world_size}"
+            found.findings = sort([CHECKS["ranks-missing"].finding(text, absent), *found.findings])
+        found.not_measured = _why_not_measured(options, found, meeting)
     found.not_measured = meeting.tell("measure", found.not_measured)
     if not found.not_measured:
         _measure(options, found, meeting)
-    found.failed = _has_error(found.findings)
-    _shown(found, show)
+    found.failed = _has_error(found)
+    if show is not None and found.speaks:
+        show(found)
     found.failed = meeting.tell("failed", found.failed)
     meeting.part()
     return found
 
 
 def _share_disk(facts: Facts, meeting: Meeting) -> Facts:
-    """Whether a file that rank 0 writes is seen by this rank."""
-    disk = facts.disk
+    """Tests whether this rank sees a file that rank 0 writes to the checkpoint folder."""
+    disk = facts.writable_disk
     token = f".doctor-{secrets.token_hex(8)}"
-    if meeting.rank == 0 and disk is not None and not disk.error:
+    if meeting.rank == 0 and disk is not None:
         (Path(disk.path) / token).write_text("")
     token = meeting.tell("token", token)
-    if disk is not None and not disk.error:
-        seen = (Path(disk.path) / token).exists()
-        facts = replace(facts, disk=replace(disk, shared=seen))
-    looked = meeting.gather("looked", True)
-    if looked and disk is not None and not disk.error:
+    if disk is not None:
+        facts = replace(facts, disk=replace(disk, shared=(Path(disk.path) / token).exists()))
+    all_looked = meeting.gather("looked", True)
+    if all_looked and disk is not None:
         (Path(disk.path) / token).unlink(missing_ok=True)
     return facts
 
 
-def _missing(gathered: dict[int, Facts], world_size: int) -> list[Finding]:
-    absent = tuple(rank for rank in range(world_size) if rank not in gathered)
-    return (
-        [CHECKS["ranks-missing"].finding(f"{len(absent)} of {world_size}", absent)]
-        if absent
-        else []
-    )
-
-
-def _why_not(options: Options, found: Diagnosis, meeting: Meeting) -> str:
-    """On rank 0: why collectives are not to be measured; "" if they are."""
+def _why_not_measured(options: Options, found: Diagnosis, meeting: Meeting) -> str:
+    """On rank 0: returns why collectives are not to be measured; "" if they are."""
     if not options.collectives:
         return "not asked for"
     errors = [each.name for each in found.findings if each.severity == Severity.error]
     if errors:
-        return f"first mend {', '.join(dict.fromkeys(errors))}"
+        return f"first correct {', '.join(dict.fromkeys(errors))}"
     try:
         _layout(options, meeting.world_size)
     except MeshError as error:
-        found.findings = sort(
-            [*found.findings, CHECKS["mesh-does-not-fit"].finding(str(error), ())]
-        )
+        misfit = CHECKS["mesh-does-not-fit"].finding(str(error), ())
+        found.findings = sort([*found.findings, misfit])
         return "the mesh does not fit"
     return ""
 
 
 def _layout(options: Options, world_size: int) -> MeshLayout:
-    wanted = options.layout or MeshLayout(1, -1, 1)
-    return wanted.resolve(world_size)
+    return (options.layout or MeshLayout(1, -1, 1)).resolve(world_size)
 
 
 def _measure(options: Options, found: Diagnosis, meeting: Meeting) -> None:
-    from parallel3d.tools.doctor.meeting import measure
-
     layout = _layout(options, meeting.world_size)
     gathered = meeting.gather("times", measure(layout, meeting, options.megabytes))
     if meeting.rank:
         return
     seconds = {
-        rank: {(axis, name, count): taken for axis, name, count, taken in each["seconds"]}
-        for rank, each in gathered.items()
+        rank: {(axis, name, nbytes): taken for axis, name, nbytes, taken in own["seconds"]}
+        for rank, own in gathered.items()
     }
-    errors = {rank: each["error"] for rank, each in gathered.items() if each["error"]}
+    errors = {rank: own["error"] for rank, own in gathered.items() if own["error"]}
     silent = set(range(meeting.world_size)) - set(gathered)
-    errors |= dict.fromkeys(silent, f"nothing heard within {meeting.seconds:.0f} s")
+    errors |= dict.fromkeys(silent, f"no answer within {meeting.seconds:.0f} s")
     local = max(own.place.local_world_size for own in found.facts.values())
     cluster = cluster_of(options, -(-meeting.world_size // local), local)
     measurement = Measurement(layout, found.hosts(), seconds, errors, cluster)
@@ -239,29 +216,24 @@ def _measure(options: Options, found: Diagnosis, meeting: Meeting) -> None:
 
 
 def cluster_of(options: Options, nodes: int, per_node: int) -> Cluster | None:
-    """What to compare with.
+    """Returns the cluster whose profile is compared with; None if there is no profile.
 
     Raises:
-        PlanningError: there is no such GPU, or no such profile.
+        PlanningError: there is no such GPU or profile.
     """
     name = options.gpu
+    if name is None and options.profile is not None:
+        raise PlanningError("which GPU of the profile? Give its name with --gpu")
     if name is None:
-        if options.profile is not None:
-            raise PlanningError("which GPU of the profile? Give --gpu its name")
         import torch
 
         if torch.cuda.is_available():
-            known = torch.cuda.get_device_properties(0)
-            name = profile_of(known.name, known.total_memory / GIB)
+            properties = torch.cuda.get_device_properties(0)
+            name = profile_of(properties.name, properties.total_memory / GIB)
     if name is None:
         return None
     return Cluster.of(name, nodes, per_node, options.nic, options.profile)
 
 
-def _has_error(findings: list[Finding]) -> bool:
-    return any(each.severity == Severity.error for each in findings)
-
-
-def _line_to_json(line: Line) -> dict[str, Any]:
-    groups = [{"ranks": list(g), "bytes_per_second": b} for g, b in line.groups.items()]
-    return {**asdict(line), "groups": groups, "bandwidth": line.bandwidth, "slowest": line.slowest}
+def _has_error(found: Diagnosis) -> bool:
+    return any(finding.severity == Severity.error for finding in found.findings)

@@ -1,4 +1,4 @@
-"""Facts: what one process sees of its machine and settings: values only, so that checks are pure."""
+"""Facts: what one process reads of its machine and settings, as plain values, so that checks are pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parallel3d.errors import MeshError
+from parallel3d.tools.dryrun.as_json import decoded
 
 GIB = 2**30
+_OFF = ("", "0", "no", "off", "false", "n", "f")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its job.
+    """The ranks of a process in its job.
 
     Attributes:
-        node: number of its node, by the launcher; -1 if it does not say.
+        node: the launcher's number of the node; -1 if it sets none.
     """
 
     rank: int = 0
@@ -32,7 +34,7 @@ class Place:
 
     @property
     def nodes(self) -> int:
-        """How many there are, if all are like this one."""
+        """Number of nodes, if all have as many ranks as this one."""
         return -(-self.world_size // max(self.local_world_size, 1))
 
 
@@ -41,7 +43,7 @@ class Interface:
     """A network interface.
 
     Attributes:
-        speed: Mb/s; 0 if it does not say.
+        speed: Mb/s; 0 if not known.
     """
 
     name: str
@@ -55,20 +57,22 @@ class Interface:
 
     @property
     def is_of_containers(self) -> bool:
-        """Whether it joins containers of one machine: its address means another machine elsewhere."""
+        """Whether it connects the containers of one machine, so that other nodes can't be reached by it."""
         return self.name.startswith(("docker", "virbr", "cni", "flannel", "cali", "br-", "veth"))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this process, and of its container (cgroup).
+    """Limits and memory of this process and of its container (cgroup). Sizes are in bytes.
 
     Attributes:
-        nofile, nofile_hard: open files, soft and hard.
-        memlock: bytes that may be locked; -1: any number.
-        cpus: it may run on; quota: of the container, in CPUs, 0: none.
-        memory: bytes the machine has, available: of them now, memory_limit: the container's, 0: none.
-        shm, shm_free: bytes of /dev/shm; -1 if there is none.
+        nofile, nofile_hard: limits of open files, soft and hard.
+        memlock: memory that may be locked; -1 if unlimited.
+        cpus: CPUs that the process may run on.
+        quota: limit of the container in CPUs; 0 for none.
+        memory, available: memory of the machine, and the part that is available now.
+        memory_limit: limit of the container; 0 for none.
+        shm, shm_free: size of /dev/shm and its free part; -1 if there is none.
     """
 
     nofile: int = 1 << 20
@@ -82,15 +86,19 @@ class Limits:
     shm: int = 256 * GIB
     shm_free: int = 256 * GIB
 
+    @property
+    def usable_cpus(self) -> float:
+        return min(self.cpus, self.quota or self.cpus)
+
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator that this process sees.
+    """An accelerator that this process sees.
 
     Attributes:
-        total, free: bytes of its memory.
+        total, free: its memory in bytes.
         errors: uncorrected memory errors since the driver was loaded.
-        slowed: why its clocks are held down: "thermal", "power brake", "hardware"; "" if they are not.
+        slowed: why its clocks are throttled, such as "power brake"; "" if they are not.
     """
 
     name: str
@@ -105,12 +113,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Disk:
-    """Where checkpoints are to go.
+    """The file system that checkpoints are to be written to.
 
     Attributes:
-        error: why it can't be written to; "".
-        kind: of the file system, as the kernel calls it.
-        shared: whether a file that rank 0 has written is seen here; None: nobody has looked.
+        free, total: bytes.
+        error: why it can't be written to; "" if it can.
+        kind: the kernel's name of the file system.
+        shared: whether this process sees a file that rank 0 has written; None if not tested.
     """
 
     path: str
@@ -123,19 +132,20 @@ class Disk:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it.
+    """Everything that one process reads.
 
     Attributes:
-        environment: variables that steer communication and memory, by name.
-        versions: of python, torch, cuda, nccl, parallel3d, driver; those there are.
-        host_addresses: what this machine's own name resolves to; host_error: why not.
-        master_addresses, master_error: the same of MASTER_ADDR.
-        store_error: why the store there can't be reached, or its port not be taken; "".
+        environment: the variables that affect communication and memory.
+        versions: versions of python, torch, cuda, nccl, parallel3d and driver, as far as they exist.
+        host_addresses, host_error: what this machine's name resolves to, or why it does not.
+        master_addresses, master_error: the same for MASTER_ADDR.
+        store_error: why the store can't be reached, or its port not be used; "" if it can.
         infiniband: port -> state, such as ``mlx5_0/1`` -> ``ACTIVE``.
-        devices: as torch sees them; device_error: why it sees none though there are; on_machine: how many
-            there are, as the device files say.
-        clock, clock_error: seconds that this machine is ahead of rank 0's, and how sure that is; None: not
-            measured.
+        devices: the devices that torch sees.
+        device_error: why torch sees none although there are some; "".
+        on_machine: number of devices of the machine.
+        clock: seconds that this machine's clock is ahead of rank 0's; None if not measured.
+        clock_error: largest error of ``clock`` in seconds.
     """
 
     place: Place = Place()
@@ -161,39 +171,26 @@ class Facts:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Facts:
-        """The reverse of ``to_json``."""
-        made = dict(data)
-        made["place"] = Place(**data["place"])
-        made["limits"] = Limits(**data["limits"])
-        made["interfaces"] = tuple(
-            Interface(**{**each, "addresses": tuple(each["addresses"])})
-            for each in data["interfaces"]
-        )
-        made["devices"] = tuple(Device(**each) for each in data["devices"])
-        made["disk"] = None if data["disk"] is None else Disk(**data["disk"])
-        for name in ("host_addresses", "master_addresses"):
-            made[name] = tuple(data[name])
-        return cls(**made)
+        """Reads what ``to_json`` returned."""
+        facts: Facts = decoded(cls, data)
+        return facts
+
+    @property
+    def writable_disk(self) -> Disk | None:
+        """The disk for checkpoints, if there is one that can be written to."""
+        return self.disk if self.disk is not None and not self.disk.error else None
 
     @property
     def several_nodes(self) -> bool:
         return self.place.nodes > 1
 
     def is_set(self, name: str) -> bool:
-        """Whether a switch is on: set to something that isn't empty, 0, no, off or false."""
-        return self.environment.get(name, "").lower() not in (
-            "",
-            "0",
-            "no",
-            "off",
-            "false",
-            "n",
-            "f",
-        )
+        """Whether the variable is set to something other than an empty string, 0, no, off or false."""
+        return self.environment.get(name, "").lower() not in _OFF
 
     @property
     def usable(self) -> tuple[Interface, ...]:
-        """Interfaces over which another machine can be reached."""
+        """Interfaces by which another machine can be reached."""
         return tuple(
             each
             for each in self.interfaces
@@ -201,64 +198,67 @@ class Facts:
         )
 
 
-# Where this process stands in its job: by torchrun's variables, or SLURM's, which are made torchrun's.
+# The place of this process in its job, from torchrun's variables, or from SLURM's under srun.
 
-_PORTS = 29500, 1000  # from, how many: each SLURM job one of its own
-_ONE = ("MASTER_ADDR", "MASTER_PORT")
+_FIRST_PORT, _PORTS = 29500, 1000  # each SLURM job uses one of these ports
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
-    """By the variables that torchrun sets; alone where they are not.
+    """Reads torchrun's variables; without them the process is the only one of its job.
 
     Raises:
-        MeshError: one of them is no number.
+        MeshError: one of the variables is not a number.
     """
 
-    def number(name: str, otherwise: int) -> int:
-        value = environment.get(name) or str(otherwise)
+    def number(name: str, default: int) -> int:
+        value = environment.get(name) or str(default)
         if not value.lstrip("-").isdigit():
             raise MeshError(f"{name} is {value!r}; it must be an int, as torchrun sets it")
         return int(value)
 
-    world = number("WORLD_SIZE", 1)
+    world_size = number("WORLD_SIZE", 1)
     return Place(
         number("RANK", 0),
-        world,
+        world_size,
         number("LOCAL_RANK", 0),
-        number("LOCAL_WORLD_SIZE", world),
+        number("LOCAL_WORLD_SIZE", world_size),
         number("GROUP_RANK", -1),
         socket.gethostname(),
     )
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> bool:
-    """Under ``srun`` without torchrun: sets torchrun's variables from SLURM's. Whether it has."""
+    """Sets torchrun's variables from SLURM's under ``srun`` without torchrun; returns whether it has."""
     tasks = environment.get("SLURM_NTASKS", "1")
     if "RANK" in environment or "SLURM_PROCID" not in environment or tasks in ("", "1"):
         return False
-    environment["RANK"] = environment["SLURM_PROCID"]
-    environment["WORLD_SIZE"] = tasks
-    environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
-    environment["GROUP_RANK"] = environment.get("SLURM_NODEID", "0")
-    on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
-        "SLURM_TASKS_PER_NODE", tasks
+
+    def first_set(*names: str, default: str) -> str:
+        return next((environment[name] for name in names if environment.get(name)), default)
+
+    on_nodes = first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=tasks)
+    on_this_node = re.match(r"\d+", on_nodes)
+    environment.update(
+        RANK=environment["SLURM_PROCID"],
+        WORLD_SIZE=tasks,
+        LOCAL_RANK=environment.get("SLURM_LOCALID", "0"),
+        GROUP_RANK=environment.get("SLURM_NODEID", "0"),
+        LOCAL_WORLD_SIZE=on_this_node.group() if on_this_node else tasks,
     )
-    found = re.match(r"\d+", on_nodes)
-    environment["LOCAL_WORLD_SIZE"] = found.group() if found else tasks
     if not environment.get("MASTER_ADDR"):
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        nodes = first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", default="")
         environment["MASTER_ADDR"] = first_host(nodes)
-    job = environment.get("SLURM_JOB_ID", "0")
-    environment.setdefault("MASTER_PORT", str(_PORTS[0] + int(job) % _PORTS[1]))
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    environment.setdefault("MASTER_PORT", str(_FIRST_PORT + job % _PORTS))
     return True
 
 
 def first_host(nodes: str) -> str:
-    """Of a SLURM list of nodes such as ``gpu[03-05,09],login1``: ``gpu03``."""
+    """Returns the first of a SLURM list of nodes: ``gpu03`` of ``gpu[03-05,09],login1``."""
     if shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", nodes]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
-        if said:
-            return said[0]
-    found = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in found.groups()) if found else nodes
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
+        if output:
+            return output[0]
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in match.groups()) if match else nodes

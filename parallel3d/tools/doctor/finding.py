@@ -1,10 +1,11 @@
-"""Findings, and the checks that make them: pure functions of facts, each with why, and what to do."""
+"""The checks of doctor and the findings they report. A check is a pure function of facts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partialmethod
 
 from parallel3d.tools.doctor.facts import Facts
 from parallel3d.tools.doctor.measuring import Measurement
@@ -13,7 +14,7 @@ Ranks = tuple[int, ...]
 
 
 class Severity(StrEnum):
-    """An error keeps a job from running, or from running right; a warning costs speed, or may do so."""
+    """An error prevents a job from running or from running correctly; a warning may cost speed."""
 
     ok = "ok"
     note = "note"
@@ -23,12 +24,12 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one check has seen.
+    """What a check reports.
 
     Attributes:
-        text: in words.
-        do: what to do, where it is more special than what the check says.
-        ranks: whom it is about, where that is not whose facts they are.
+        text: the observation, as a sentence or a list.
+        do: advice that is more specific than the check's own; ``""`` for the check's own.
+        ranks: the ranks concerned, where they are not the ranks whose facts were checked.
     """
 
     text: str
@@ -37,6 +38,9 @@ class Seen:
 
 
 Result = Seen | str | None
+"""What a check returns; None or ``""`` if nothing is wrong."""
+
+Look = Callable[..., Result]
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,11 @@ class Check:
     """One thing that may be wrong.
 
     Attributes:
-        name: of the finding.
-        area: of the report.
-        why: it matters.
-        do: a command or a setting.
-        look: facts -> what was seen; None if all is well. Of ``ACROSS``: the facts of all ranks.
+        name: name of the finding, such as ``nccl-debug``.
+        area: section of the report.
+        why: why it matters.
+        do: a command to run or a setting to change.
+        look: the function that checks.
     """
 
     name: str
@@ -56,19 +60,19 @@ class Check:
     severity: Severity
     why: str
     do: str
-    look: Callable[..., Result]
+    look: Look
 
     def finding(self, seen: Seen | str, ranks: Ranks) -> Finding:
-        found = Seen(seen) if isinstance(seen, str) else seen
-        do = found.do or self.do
-        return Finding(
-            self.name, self.area, self.severity, found.text, self.why, do, found.ranks or ranks
-        )
+        """Returns the finding for ``seen``, which concerns ``ranks`` unless it names others."""
+        if isinstance(seen, str):
+            seen = Seen(seen)
+        do, ranks = seen.do or self.do, seen.ranks or ranks
+        return Finding(self.name, self.area, self.severity, seen.text, self.why, do, ranks)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found, on which ranks."""
+    """What a check has found, and on which ranks."""
 
     name: str
     area: str
@@ -80,84 +84,68 @@ class Finding:
 
 
 CHECKS: dict[str, Check] = {}
-"""By name: those of one process."""
+"""Name -> check of the Facts of one process."""
 ACROSS: dict[str, Check] = {}
-"""By name: those that compare processes."""
-
+"""Name -> check that compares processes: its argument maps rank to Facts."""
 ON_AXES: dict[str, Check] = {}
-"""By name: those of what collectives took."""
-
-_Look = Callable[[Facts], Result]
-_LookAcross = Callable[[Mapping[int, Facts]], Result]
-_LookAxes = Callable[[Measurement], Result]
+"""Name -> check of the Measurement of collectives."""
 
 
-def check(
-    name: str, area: str, severity: Severity, *, why: str, do: str
-) -> Callable[[_Look], _Look]:
-    """Makes a function of one process's facts a check."""
+@dataclass(frozen=True)
+class Area:
+    """A section of the report.
 
-    def add(look: _Look) -> _Look:
-        CHECKS[name] = Check(name, area, severity, why, do, look)
-        return look
+    Its methods ``error``, ``warning`` and ``note`` are decorators, with keywords ``why`` and ``do``, that
+    make a function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``.
 
-    return add
+    Attributes:
+        name: title of the section.
+        checks: ``CHECKS``, ``ACROSS`` or ``ON_AXES``, which determines the argument of its checks.
+    """
 
+    name: str
+    checks: dict[str, Check]
 
-def across(
-    name: str, area: str, severity: Severity, *, why: str, do: str
-) -> Callable[[_LookAcross], _LookAcross]:
-    """Makes a function of rank -> facts a check."""
+    def _check(self, severity: Severity, *, why: str, do: str) -> Callable[[Look], Look]:
+        def register(look: Look) -> Look:
+            name = look.__name__.replace("_", "-")
+            self.checks[name] = Check(name, self.name, severity, why, do, look)
+            return look
 
-    def add(look: _LookAcross) -> _LookAcross:
-        ACROSS[name] = Check(name, area, severity, why, do, look)
-        return look
+        return register
 
-    return add
-
-
-def on_axes(
-    name: str, area: str, severity: Severity, *, why: str, do: str
-) -> Callable[[_LookAxes], _LookAxes]:
-    """Makes a function of a Measurement a check."""
-
-    def add(look: _LookAxes) -> _LookAxes:
-        ON_AXES[name] = Check(name, area, severity, why, do, look)
-        return look
-
-    return add
+    error = partialmethod(_check, Severity.error)
+    warning = partialmethod(_check, Severity.warning)
+    note = partialmethod(_check, Severity.note)
 
 
 def examine_axes(measurement: Measurement) -> list[Finding]:
-    """All checks of what was measured."""
-    seen = ((each, each.look(measurement)) for each in ON_AXES.values())
-    return [each.finding(found, ()) for each, found in seen if found is not None]
+    """Runs all checks of the measured collectives."""
+    results = ((check, check.look(measurement)) for check in ON_AXES.values())
+    return [check.finding(seen, ()) for check, seen in results if seen]
 
 
 def examine(facts: Mapping[int, Facts]) -> list[Finding]:
-    """All checks on all ranks' facts: the worst first, ranks that have the same joined."""
-    found: list[Finding] = []
-    for each in CHECKS.values():
+    """Runs all checks on all ranks' facts. A finding that several ranks share is reported once."""
+    findings: list[Finding] = []
+    for check in CHECKS.values():
         by_text: dict[Seen | str, list[int]] = {}
         for rank, own in sorted(facts.items()):
-            seen = each.look(own)
-            if seen is not None:
+            if seen := check.look(own):
                 by_text.setdefault(seen, []).append(rank)
-        found += [each.finding(seen, tuple(ranks)) for seen, ranks in by_text.items()]
-    for each in ACROSS.values():
-        if len(facts) > 1 and (seen := each.look(facts)) is not None:
-            found.append(each.finding(seen, ()))
-    return sort(found)
+        findings += [check.finding(seen, tuple(ranks)) for seen, ranks in by_text.items()]
+    if len(facts) > 1:
+        results = ((check, check.look(facts)) for check in ACROSS.values())
+        findings += [check.finding(seen, ()) for check, seen in results if seen]
+    return sort(findings)
 
 
 def sort(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first; else as they came."""
+    """Sorts by severity, errors first; the order is otherwise kept."""
     order = list(Severity)
-    return sorted(findings, key=lambda f: -order.index(f.severity))
+    return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
-def all_checks() -> Iterator[Check]:
-    """Those of one process, those that compare, those of collectives."""
-    yield from CHECKS.values()
-    yield from ACROSS.values()
-    yield from ON_AXES.values()
+def all_checks() -> list[Check]:
+    """Returns the checks of one process, those that compare processes and those of collectives."""
+    return [*CHECKS.values(), *ACROSS.values(), *ON_AXES.values()]

@@ -1,26 +1,28 @@
-"""Measurement: what collectives took on each axis of a mesh; values only."""
+"""Measurement: the time that collectives took on each axis of a mesh, as plain values."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import AxisLink, Cluster, collective_time
 
-SMALL = 4096  # bytes that show the latency
+SMALL = 4096
+"""Bytes of the message that measures latency."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of all ranks.
+    """The times of all ranks.
 
     Attributes:
-        layout: resolved.
-        hosts: rank -> name of its machine.
-        seconds: rank -> (axis, operation, bytes of the whole tensor) -> what it took there.
-        errors: rank -> why it has nothing to say.
-        cluster: what to expect; None: no profile fits.
+        layout: the resolved mesh layout.
+        hosts: rank -> host name.
+        seconds: rank -> (axis, operation, bytes of the whole tensor) -> seconds.
+        errors: rank -> why it has no times.
+        cluster: what is expected; None if no profile fits.
     """
 
     layout: MeshLayout
@@ -29,24 +31,16 @@ class Measurement:
     errors: dict[int, str] = field(default_factory=dict)
     cluster: Cluster | None = None
 
-    @property
-    def measured(self) -> list[tuple[str, str, int]]:
-        """(axis, operation, bytes) that every rank has a time of."""
-        if not self.seconds or self.errors:
-            return []
-        return list(next(iter(self.seconds.values())))
-
-    def of_groups(self, what: tuple[str, str, int]) -> dict[tuple[int, ...], float]:
-        """Each group of the axis -> its slowest rank's seconds."""
-        groups = self.layout.groups(what[0])
-        return {g: max(self.seconds[rank][what] for rank in g) for g in groups}
+    def group_seconds(self, axis: str, operation: str, nbytes: int) -> dict[tuple[int, ...], float]:
+        """Returns group of the axis -> seconds of its slowest rank."""
+        key = axis, operation, nbytes
+        groups = self.layout.groups(axis)
+        return {g: max(self.seconds[rank][key] for rank in g) for g in groups}
 
     def link(self, axis: str) -> AxisLink:
-        """How the axis's groups lie on the machines that there are: of the worst group."""
-        worst = max(
-            (len({self.hosts[r] for r in group}), group) for group in self.layout.groups(axis)
-        )
-        nodes, group = worst
+        """How the ranks of the axis's most distributed group lie on nodes."""
+        groups = self.layout.groups(axis)
+        nodes, group = max((len({self.hosts[rank] for rank in g}), g) for g in groups)
         return AxisLink(len(group), -(-len(group) // nodes))
 
 
@@ -55,9 +49,9 @@ class Line:
     """One operation on one axis.
 
     Attributes:
-        groups: each with its bandwidth: bytes of the whole tensor over the slowest rank's seconds.
-        latency: seconds of ``SMALL`` bytes, of the slowest group.
-        expected, expected_latency: by the profile; None without one.
+        groups: group -> bandwidth: bytes of the whole tensor per second of the slowest rank.
+        latency: seconds for ``SMALL`` bytes in the slowest group.
+        expected, expected_latency: the profile's values; None without a profile.
     """
 
     axis: str
@@ -71,35 +65,42 @@ class Line:
 
     @property
     def slowest(self) -> tuple[int, ...]:
+        """The slowest group."""
         return min(self.groups, key=self.groups.__getitem__)
 
     @property
     def bandwidth(self) -> float:
-        """Of the slowest group, bytes a second."""
+        """Bytes per second of the slowest group."""
         return self.groups[self.slowest]
 
     @property
     def median(self) -> float:
         return statistics.median(self.groups.values())
 
+    def to_json(self) -> dict[str, Any]:
+        groups = [{"ranks": list(g), "bytes_per_second": b} for g, b in self.groups.items()]
+        more = {"groups": groups, "bandwidth": self.bandwidth, "slowest": self.slowest}
+        return {**asdict(self), **more}
+
 
 def lines_of(measurement: Measurement) -> list[Line]:
-    """By axis and operation."""
+    """Returns the measured operations by axis; none if a rank has failed."""
+    if not measurement.seconds or measurement.errors:
+        return []
     lines = []
-    for axis, operation, nbytes in measurement.measured:
+    for axis, operation, nbytes in next(iter(measurement.seconds.values())):
         if nbytes == SMALL:
             continue
-        link = measurement.link(axis)
-        times = measurement.of_groups((axis, operation, nbytes))
-        latency = max(measurement.of_groups((axis, operation, SMALL)).values())
+        link, cluster = measurement.link(axis), measurement.cluster
+        seconds = measurement.group_seconds(axis, operation, nbytes)
+        latency = max(measurement.group_seconds(axis, operation, SMALL).values())
         expected = expected_latency = None
-        if measurement.cluster is not None:
-            expected = nbytes / collective_time(operation, nbytes, link, measurement.cluster)
-            expected_latency = collective_time(operation, SMALL, link, measurement.cluster)
-        bandwidths = {group: nbytes / seconds for group, seconds in times.items()}
-        lines.append(
-            Line(
-                axis, operation, nbytes, link.nodes, bandwidths, latency, expected, expected_latency
-            )
+        if cluster is not None:
+            expected = nbytes / collective_time(operation, nbytes, link, cluster)
+            expected_latency = collective_time(operation, SMALL, link, cluster)
+        groups = {group: nbytes / taken for group, taken in seconds.items()}
+        line = Line(
+            axis, operation, nbytes, link.nodes, groups, latency, expected, expected_latency
         )
+        lines.append(line)
     return lines

@@ -1,6 +1,6 @@
-"""Meeting: the ranks of a job exchange what they have found, through the store, without a process group.
+"""Meeting: the ranks of a job exchange values through the store, without a process group.
 
-Nothing in here waits for ever: who does not come in time is named.
+Every wait has a limit, after which the missing ranks are named.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _ROUNDS = 5
 
 
 class Meeting:
-    """One rank's part of it. All ranks call the same methods in the same order.
+    """Exchanges values between ranks. All ranks call the same methods in the same order.
 
     Args:
-        store: nobody else uses.
-        seconds: how long others are waited for.
+        store: a store that nothing else uses.
+        seconds: how long other ranks are waited for.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.seconds = seconds
-        self._waited_for = set(range(world_size))  # on rank 0: who has always come so far
+        self._expected = set(range(world_size))  # on rank 0: ranks that have not been late
 
     def put(self, key: str, text: str = "") -> None:
         """Sets a key.
 
         Raises:
-            MeshError: the store has gone.
+            MeshError: the store is gone.
         """
         try:
             self.store.set(key, text)
@@ -55,88 +55,95 @@ class Meeting:
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
     def gather(self, topic: str, value: Any) -> dict[int, Any]:
-        """On rank 0: rank -> its value (JSON), of those that came in time; elsewhere empty."""
+        """Returns on rank 0: rank -> value (JSON) of the ranks that came in time; elsewhere ``{}``."""
         self.put(f"{topic}/{self.rank}", json.dumps(value))
         found: dict[int, Any] = {}
         if self.rank:
             return found
-        end = time.monotonic() + self.seconds
-        while late := self._waited_for - set(found):
-            for rank in late:
+
+        def all_here() -> bool:
+            for rank in self._expected - set(found):
                 if self.store.check([f"{topic}/{rank}"]):
                     found[rank] = json.loads(self.store.get(f"{topic}/{rank}"))
-            if time.monotonic() > end:
-                self._waited_for = set(found)  # once is enough
-                break
-            time.sleep(_PAUSE)
+            return set(found) == self._expected
+
+        if not _until(all_here, self.seconds):
+            self._expected = set(found)  # a late rank is waited for only once
         return dict(sorted(found.items()))
 
     def tell(self, topic: str, value: Any = None) -> Any:
-        """Rank 0's value, on all ranks.
+        """Returns rank 0's value on all ranks.
 
         Raises:
-            MeshError: rank 0 has not told it in time.
+            MeshError: rank 0 has not set it in time.
         """
         if self.rank == 0:
             self.put(topic, json.dumps(value))
             return value
-        end = time.monotonic() + 3 * self.seconds  # rank 0 waits for others, more than once
+        limit = 3 * self.seconds  # rank 0 waits for others more than once
         try:
-            while not self.store.check([topic]):
-                if time.monotonic() > end:
-                    raise MeshError(
-                        f"rank 0 has not said {topic!r} within {3 * self.seconds:.0f} s"
-                    )
-                time.sleep(_PAUSE)
+            if not _until(lambda: self.store.check([topic]), limit):
+                raise MeshError(f"rank 0 has not said {topic!r} within {limit:.0f} s")
             return json.loads(self.store.get(topic))
         except RuntimeError as error:  # the store's host has gone
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
     def part(self) -> None:
-        """The end: rank 0, which may host the store, stays until the others have read what they need."""
+        """Ends the meeting: rank 0, which may host the store, waits until the others have read all."""
         self.put(f"gone/{self.rank}")
-        end = time.monotonic() + 5
-        others = [f"gone/{rank}" for rank in self._waited_for]
-        while self.rank == 0 and not self.store.check(others) and time.monotonic() < end:
-            time.sleep(_PAUSE)
+        if self.rank == 0:
+            _until(lambda: self.store.check([f"gone/{rank}" for rank in self._expected]), 5)
+
+    def wait(self, key: str) -> bool:
+        """Returns whether ``key`` was set in time. It blocks in the store, without polling."""
+        try:
+            self.store.wait([key], timedelta(seconds=self.seconds))
+        except RuntimeError:
+            return False
+        return True
+
+
+def _until(done: Callable[[], bool], seconds: float) -> bool:
+    """Calls ``done`` until it returns True; returns whether that was within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_PAUSE)
+    return True
 
 
 def meet(place: Place, address: str, port: int, seconds: float) -> Meeting:
-    """Joins the other ranks of the job.
+    """Connects to the other ranks of the job.
 
     Raises:
-        MeshError: the store can't be reached within ``seconds``, or its port is taken.
+        MeshError: the store can't be reached within ``seconds``, or its port is in use.
     """
-    hosted = outlives_ranks()
-    hosts_it = place.rank == 0 and not hosted
-    if hosts_it:
+    timeout, hosted = timedelta(seconds=seconds), outlives_ranks()
+    is_host = place.rank == 0 and not hosted
+    if is_host:
         _check_port(port)
     else:
         _wait_for_store(address, port, seconds)
     try:
         store: dist.Store = dist.TCPStore(
-            address,
-            port,
-            None,
-            is_master=hosts_it,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
+            address, port, None, is_master=is_host, timeout=timeout, wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:
         raise MeshError(f"{address}:{port}: {str(error).splitlines()[0]}") from error
     if hosted:
-        store = fresh_store(store, place.rank, place.world_size, timedelta(seconds=seconds))
+        store = fresh_store(store, place.rank, place.world_size, timeout)
     return Meeting(dist.PrefixStore("doctor", store), place.rank, place.world_size, seconds)
 
 
 def _check_port(port: int) -> None:
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            free.bind(("", port))
+            listener.bind(("", port))
         except OSError as error:
             raise MeshError(
-                f"port {port} (MASTER_PORT), where rank 0 is to host the store: {error.strerror}"
+                f"port {port} (MASTER_PORT), on which rank 0 is to host the store: {error.strerror}"
             ) from error
 
 
@@ -151,61 +158,56 @@ def _wait_for_store(address: str, port: int, seconds: float) -> None:
 def clock_offset(
     meeting: Meeting, nodes: Sequence[int], now: Callable[[], float] = time.time
 ) -> tuple[float | None, float]:
-    """(seconds this rank's clock is ahead of rank 0's, how sure that is); rank 0 is asked several times, and
-    the quickest answer counts. (None, 0) on ranks that are not in ``nodes``.
+    """Measures the seconds that this rank's clock is ahead of rank 0's.
+
+    The rank asks rank 0 for the time several times; the fastest answer counts.
 
     Args:
-        nodes: one rank of each node, without rank 0's; the same on all ranks.
+        nodes: one rank of each node except rank 0's; equal on all ranks.
         now: the clock.
+
+    Returns:
+        The seconds and their largest error; (None, 0) on ranks that are not in ``nodes``.
     """
     if meeting.rank == 0:
         for rank in nodes:
             for turn in range(_ROUNDS):
-                if not _wait(meeting, f"ask/{rank}/{turn}"):
+                if not meeting.wait(f"ask/{rank}/{turn}"):
                     break
                 meeting.put(f"time/{rank}/{turn}", repr(now()))
         return 0.0, 0.0
     if meeting.rank not in nodes:
         return None, 0.0
-    best: tuple[float, float] | None = None
+    answers: list[tuple[float, float]] = []  # (largest error, offset)
     for turn in range(_ROUNDS):
         meeting.put(f"ask/{meeting.rank}/{turn}")
         begin = now()
-        if not _wait(meeting, f"time/{meeting.rank}/{turn}"):
+        if not meeting.wait(f"time/{meeting.rank}/{turn}"):
             break
         end = now()
-        there = float(meeting.store.get(f"time/{meeting.rank}/{turn}"))
-        sure = (end - begin) / 2
-        if turn and (
-            best is None or sure < best[1]
-        ):  # rank 0 may have been busy with others before
-            best = (begin + end) / 2 - there, sure
-    return (None, 0.0) if best is None else best
+        theirs = float(meeting.store.get(f"time/{meeting.rank}/{turn}"))
+        if turn:  # in the first turn rank 0 may have been busy with other ranks
+            answers.append(((end - begin) / 2, (begin + end) / 2 - theirs))
+    if not answers:
+        return None, 0.0
+    error, offset = min(answers)
+    return offset, error
 
 
-def _wait(meeting: Meeting, key: str) -> bool:
-    """Whether it came in time; it blocks at the store, so that it is told at once."""
-    try:
-        meeting.store.wait([key], timedelta(seconds=meeting.seconds))
-    except RuntimeError:
-        return False
-    return True
-
-
-# What collectives take on every axis, on this rank; each rank's part of a Measurement.
+# The time that collectives take on every axis, on this rank.
 
 _BYTES = {"cuda": 2**28, "cpu": 2**22}
 
 
 def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> dict[str, Any]:
-    """Makes a process group and the mesh, and measures. All ranks call it.
+    """Makes a process group and the mesh, and times collectives. All ranks call it.
 
     Args:
-        megabytes: of the whole tensor; 256 on CUDA, 4 on the CPU by default.
+        megabytes: size of the whole tensor; 256 on CUDA, 4 on the CPU by default.
 
     Returns:
         ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone: nothing
-        is raised, so that the ranks go on to tell each other.
+        is raised, so that the ranks can still exchange it.
     """
     device = default_device_type()
     try:
@@ -219,7 +221,7 @@ def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> di
         )
         nbytes = _BYTES.get(device, 2**28) if megabytes is None else int(megabytes * 1e6)
         return {"seconds": _on_axes(layout, device, max(nbytes, 2 * SMALL)), "error": ""}
-    except (Parallel3dError, RuntimeError) as error:  # whatever a backend says
+    except (Parallel3dError, RuntimeError) as error:  # backends raise RuntimeError
         return {"seconds": [], "error": " ".join(str(error).split())[:500]}
     finally:
         if dist.is_initialized():
@@ -230,37 +232,33 @@ def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> di
 def _on_axes(layout: MeshLayout, device: str, nbytes: int) -> list[list[Any]]:
     mesh = build_mesh(layout, device_type=device)
     torch.set_num_threads(1)
-    found: list[list[Any]] = []
-    for axis in mesh.mesh_dim_names or ():
-        group = mesh.get_group(axis)
-        size = group.size()
-        if size == 1:
-            continue
-        for name in COLLECTIVES:
-            for count in (SMALL, nbytes):
-                seconds = collective_seconds(name, count, size, group, device)
-                found.append([axis, name, count, seconds])
-    return found
+    groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+    return [
+        [axis, name, size, collective_seconds(name, size, group.size(), group, device)]
+        for axis, group in groups.items()
+        if group.size() > 1
+        for name in COLLECTIVES
+        for size in (SMALL, nbytes)
+    ]
 
-
-# Which of the planner's profiles is of a device that torch names; none rather than a similar one.
 
 _FORMS = ("pcie", "nvl", "sxm")
 
 
 def profile_of(device: str, gib: float) -> str | None:
-    """The profile's name.
+    """Returns the name of the planner's profile of a device; None if no profile is of that very device.
 
     Args:
-        device: as torch names it: ``NVIDIA A100-SXM4-80GB``, ``NVIDIA H100 PCIe``.
-        gib: of its memory: there are several with one name.
+        device: the device's name in torch: ``NVIDIA A100-SXM4-80GB``, ``NVIDIA H100 PCIe``.
+        gib: its memory, which differs between devices with one name.
     """
     words = device.lower().replace("-", " ").split()
     form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")
-    fitting = [
-        each
-        for each in {gpu.name: gpu for gpu in gpus().values()}.values()
-        if each.family in words and (form in each.name or not any(f in each.name for f in _FORMS))
+    near = [
+        gpu
+        for gpu in gpus().values()
+        if gpu.family in words
+        and (form in gpu.name or not any(f in gpu.name for f in _FORMS))
+        and abs(gpu.capacity_gib - gib) < 0.1 * gib
     ]
-    near = [each for each in fitting if abs(each.capacity_gib - gib) < 0.1 * gib]
-    return min(near, key=lambda each: abs(each.capacity_gib - gib)).name if near else None
+    return min(near, key=lambda gpu: abs(gpu.capacity_gib - gib)).name if near else None

@@ -1,6 +1,6 @@
-"""The real program as one rank of any world, in one process, without its hardware.
+"""Runs the real program as one rank of any world, in one process, without its hardware.
 
-``record(fn, world_size, rank)`` runs ``fn`` on fake tensors and says what that rank would do: every
+``record(fn, world_size, rank)`` runs ``fn`` on fake tensors and returns what that rank would do: every
 collective, memory over time, parameters with their placements, and what is likely to be wrong.
 """
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d._util.dry_run import active
+    from parallel3d._util.dry_run import active, real
     from parallel3d.tools.dryrun.as_json import from_json, to_json
     from parallel3d.tools.dryrun.compare import Divergence, compare
-    from parallel3d.tools.dryrun.record import real, record
+    from parallel3d.tools.dryrun.record import record
     from parallel3d.tools.dryrun.report import write_report
     from parallel3d.tools.dryrun.result import DryRun
     from parallel3d.tools.dryrun.summary import print_summary
@@ -45,10 +45,10 @@ __all__ = [
 export_lazily(
     __name__,
     {
-        "_util.dry_run": "active",
+        "_util.dry_run": "active real",
         "tools.dryrun.as_json": "from_json to_json",
         "tools.dryrun.compare": "Divergence compare",
-        "tools.dryrun.record": "real record",
+        "tools.dryrun.record": "record",
         "tools.dryrun.report": "write_report",
         "tools.dryrun.result": "DryRun",
         "tools.dryrun.summary": "print_summary",

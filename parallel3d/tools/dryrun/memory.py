@@ -1,10 +1,10 @@
-"""What each piece of memory was for, told when the run is over, and the memory over time by kind."""
+"""The memory of a dry run: who holds it, what it is for, and how much there is over time."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,28 +18,26 @@ from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.tools.dryrun.result import KINDS, LiveTensor, MemorySample, Operation, Peak
 
-# Who holds how much memory, from the making of each storage to its end.
-
 
 @dataclass(eq=False)
 class Held:
     """One storage.
 
     Attributes:
-        shape, dtype: of the first tensor in it. module, phase, made_by: where that was made.
-        roles: what it has been used for, such as "gather" (output of an all-gather).
+        shape, dtype: those of the first tensor in it.
+        module, phase, made_by: where that tensor was made, and by which operation.
+        communicated: whether a collective has read or written it.
         lived_through_forward: whether it was alive when a backward began.
         recomputed: whether a module made it within a backward (activation checkpointing).
-        kind, name: of what belongs to a model or its optimizer.
+        kind, name: set if it belongs to a model or its optimizer.
     """
 
     shape: tuple[int, ...]
     dtype: str
     module: str
     phase: str
-    step: int
     made_by: str
-    roles: set[str] = field(default_factory=set)
+    communicated: bool = False
     lived_through_forward: bool = False
     recomputed: bool = False
     kind: str = ""
@@ -48,57 +46,53 @@ class Held:
 
 @dataclass(frozen=True)
 class Change:
-    """At operation number ``operation`` the storage ``held`` got ``size`` bytes in place of what it had."""
+    """From the operation with index ``operation`` on, the storage ``held`` has ``size`` bytes."""
 
     operation: int
     held: Held
     size: int
 
 
+@dataclass
 class Ledger:
     """Follows storages by identity.
 
     Attributes:
-        changes: in order. alive: storage's key -> what is known of it.
+        changes: all changes, in order.
+        alive: ``id`` of a storage -> its record.
+        operation: index of the operation that runs.
+        closed: whether changes are no longer noted.
     """
 
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.alive: dict[int, Held] = {}
-        self.operation = 0
-        self.closed = False
-        self._watched: dict[int, weakref.ref] = {}
+    changes: list[Change] = field(default_factory=list)
+    alive: dict[int, Held] = field(default_factory=dict)
+    operation: int = 0
+    closed: bool = False
+    _watched: dict[int, weakref.ref] = field(default_factory=dict)
 
     def add(self, tensor: torch.Tensor, held: Held) -> Held:
-        """``tensor``'s storage is new unless it is known; returns what is known of it."""
+        """Adds the storage of ``tensor``, which is not known."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        known = self.alive.get(key)
-        if known is not None:
-            return known
         self.alive[key] = held
         self._watched[key] = weakref.ref(storage, partial(self._end, key))
         self.changes.append(Change(self.operation, held, storage.nbytes()))
         return held
 
     def find(self, tensor: torch.Tensor) -> Held | None:
-        """What is known of ``tensor``'s storage."""
+        """Returns the record of ``tensor``'s storage."""
         return self.alive.get(id(tensor.untyped_storage()))
 
     def begin_backward(self) -> None:
-        """What is alive now is there for the backward."""
+        """Notes that all storages that are alive have lived through forward."""
         for held in self.alive.values():
             held.lived_through_forward = True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` may have another size now."""
+        """Notes that ``storage`` may have another size."""
         held = self.alive.get(id(storage))
         if held is not None and not self.closed:
             self.changes.append(Change(self.operation, held, storage.nbytes()))
-
-    def close(self) -> None:
-        """What happens from now on is not noted."""
-        self.closed = True
 
     def _end(self, key: int, _: object) -> None:
         held = self.alive.pop(key)
@@ -108,11 +102,11 @@ class Ledger:
 
 
 LARGEST = 30
-"""Tensors that ``Peak`` lists."""
+"""Number of tensors that ``Peak`` lists."""
 
 
 def note_gradients(roots: Iterable[nn.Module], ledger: Ledger) -> None:
-    """What is in ``.grad`` now is a gradient, and was from its beginning."""
+    """Marks the storages that are ``.grad`` now as gradients."""
     for root in roots:
         for name, param in root.named_parameters():
             if param.grad is not None:
@@ -120,7 +114,7 @@ def note_gradients(roots: Iterable[nn.Module], ledger: Ledger) -> None:
 
 
 def name_kinds(roots: list[nn.Module], optimizers: list[Any], ledger: Ledger) -> None:
-    """Gives what belongs to the models and their optimizers its kind; others have one by their life."""
+    """Marks what belongs to the models and their optimizers; ``kind_of`` tells the others."""
     for root in roots:
         for unit in units_of(root, recurse=True):
             for bucket in unit.group.buckets:
@@ -145,53 +139,46 @@ def _mark(ledger: Ledger, tensor: Tensor, kind: str, name: str) -> None:
 
 
 def kind_of(held: Held) -> str:
-    """Of what belongs to no model: by what it was used for, and how long it lived."""
+    """Returns what a storage is for: without a mark, by its use and how long it lived."""
     if held.kind:
         return held.kind
-    if any(held.roles):
+    if held.communicated:
         return "communication"
-    if held.phase in ("forward", "other"):
-        return "activations" if held.lived_through_forward else "temporaries"
-    return "activations" if held.recomputed else "temporaries"
+    in_forward = held.phase in ("forward", "other")
+    kept = held.lived_through_forward if in_forward else held.recomputed
+    return "activations" if kept else "temporaries"
 
 
 def memory_over_time(
     ledger: Ledger, operations: list[Operation]
 ) -> tuple[tuple[MemorySample, ...], Peak, Peak | None]:
-    """A sample for each operation at which memory changed, the most that was alive at it; the peak; and that
-    from the first forward on."""
+    """Returns memory over time, the peak, and the peak from the first forward on.
+
+    There is a sample for each operation at which memory changed, with the most that was alive at it.
+    """
     now: Counter[str] = Counter()
+    sizes: dict[Held, int] = {}
     samples: list[MemorySample] = []
     begin = next((i for i, each in enumerate(operations) if each.phase == "forward"), None)
-    top = most = at = 0
-    step_most, step_at = 0, None
-    for position, total in _replay(ledger, now):
-        operation = ledger.changes[position].operation
-        if not samples or samples[-1].operation != operation:
-            samples.append(MemorySample(operation, _known(now)))
-            top = total
-        elif total > top:
-            samples[-1] = MemorySample(operation, _known(now))
-            top = total
-        if total > most:
-            most, at = total, position
-        if begin is not None and operation >= begin and total > step_most:
-            step_most, step_at = total, position
-    peak = _peak(ledger, operations, at)
-    step_peak = None if step_at is None else _peak(ledger, operations, step_at)
-    return tuple(samples), peak, step_peak
-
-
-def _replay(ledger: Ledger, now: Counter[str]) -> Iterator[tuple[int, int]]:
-    """(position of each change, bytes alive after it), while ``now`` has them by kind."""
-    sizes: dict[Held, int] = {}
-    total = 0
+    total = top = most = step_most = at = 0
+    step_at = None
     for position, change in enumerate(ledger.changes):
         difference = change.size - sizes.get(change.held, 0)
         sizes[change.held] = change.size
         now[kind_of(change.held)] += difference
         total += difference
-        yield position, total
+        is_new = not samples or samples[-1].operation != change.operation
+        if is_new or total > top:
+            if not is_new:
+                samples.pop()
+            samples.append(MemorySample(change.operation, _known(now)))
+            top = total
+        if total > most:
+            most, at = total, position
+        if begin is not None and change.operation >= begin and total > step_most:
+            step_most, step_at = total, position
+    step_peak = None if step_at is None else _peak(ledger, operations, step_at)
+    return tuple(samples), _peak(ledger, operations, at), step_peak
 
 
 def _known(now: Counter[str]) -> dict[str, int]:
@@ -199,10 +186,8 @@ def _known(now: Counter[str]) -> dict[str, int]:
 
 
 def _peak(ledger: Ledger, operations: list[Operation], position: int) -> Peak:
-    alive: dict[Held, int] = {}
+    alive = {change.held: change.size for change in ledger.changes[: position + 1]}
     now: Counter[str] = Counter()
-    for change in ledger.changes[: position + 1]:
-        alive[change.held] = change.size
     for held, size in alive.items():
         now[kind_of(held)] += size
     largest = sorted(alive.items(), key=lambda item: -item[1])[:LARGEST]

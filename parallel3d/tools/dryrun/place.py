@@ -1,4 +1,4 @@
-"""Where the program is: the module that runs, the phase of the step, the steps done."""
+"""Place: which module runs, in which phase of the step, and how many steps are done."""
 
 from __future__ import annotations
 
@@ -9,32 +9,27 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 
 from parallel3d._torch.autograd import in_backward_pass
 from parallel3d._util.trace import issuing
 
 
 class Place:
-    """Follows the program by torch's global hooks on modules and optimizers.
+    """Follows the program with torch's global hooks on modules and optimizers.
 
     Attributes:
-        roots: the modules that were called from outside any module.
-        optimizers: those that have stepped.
-        steps: optimizer steps done.
-        on_step: called after each.
-        paused: what happens meanwhile does not count.
+        roots: the modules that were called outside any module.
+        optimizers: the optimizers that have stepped.
+        steps: number of optimizer steps done.
+        on_step: called with ``steps`` after each step.
+        on_backward: called when a backward begins.
+        paused: whether hooks do nothing.
     """
 
-    def __init__(self, on_step: Callable[[int], None] | None = None) -> None:
+    def __init__(self, on_step: Callable[[int], None]) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.steps = 0
@@ -52,21 +47,20 @@ class Place:
         """Path of the innermost module that runs; in backward the engine's unit."""
         if self._stack:
             return self._names.get(self._stack[-1], type(self._stack[-1]).__name__)
-        return issuing.unit if in_backward_pass() else ""  # a forward leaves its last unit's
+        return (
+            issuing.unit if in_backward_pass() else ""
+        )  # after a forward it is still the last unit
 
     @property
     def phase(self) -> str:
-        """``forward``, ``backward`` (recomputation too), ``optimizer`` or ``other``."""
+        """``forward``, ``backward`` (with recomputation), ``optimizer`` or ``other``."""
         backward = in_backward_pass()
-        if backward and not self._was_backward and self.on_backward is not None:
-            self._was_backward = True
+        begins, self._was_backward = backward and not self._was_backward, backward
+        if begins and self.on_backward is not None:
             self.on_backward()
-        self._was_backward = backward
         if backward:
             return "backward"
-        if self._stack:
-            return "forward"
-        return "optimizer" if self._stepping else "other"
+        return "forward" if self._stack else "optimizer" if self._stepping else "other"
 
     @property
     def recomputing(self) -> bool:
@@ -75,13 +69,13 @@ class Place:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """The hooks are there in the body."""
+        """Registers the hooks for the body."""
         with ExitStack() as stack:
             for handle in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-                register_optimizer_step_pre_hook(self._begin_step),
-                register_optimizer_step_post_hook(self._end_step),
+                modules.register_module_forward_pre_hook(self._enter),
+                modules.register_module_forward_hook(self._leave, always_call=True),
+                optimizers.register_optimizer_step_pre_hook(self._begin_step),
+                optimizers.register_optimizer_step_post_hook(self._end_step),
             ):
                 stack.callback(handle.remove)
             yield
@@ -91,21 +85,19 @@ class Place:
             return
         if not self._stack and module not in self._names:
             self.roots.append(module)
-            for name, each in module.named_modules():
-                self._names[each] = name
+            self._names.update({submodule: name for name, submodule in module.named_modules()})
         self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.paused:
-            return
-        while self._stack and self._stack.pop() is not module:
-            pass
+        if not self.paused:
+            while self._stack and self._stack.pop() is not module:
+                pass
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.paused:
             return
         self._stepping += 1
-        if not any(optimizer is each for each in self.optimizers):
+        if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -113,8 +105,7 @@ class Place:
             return
         self._stepping -= 1
         self._done[id(optimizer)] += 1
-        most = max(self._done.values())  # several optimizers take turns
+        most = max(self._done.values())  # several optimizers step in turn
         if most > self.steps and not self._stepping:
             self.steps = most
-            if self.on_step is not None:
-                self.on_step(most)
+            self.on_step(most)

@@ -1,4 +1,4 @@
-"""record: runs a program as one rank of any world, on fake tensors, and says what the rank did."""
+"""record: runs a program as one rank of any world, on fake tensors, and returns what the rank did."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from parallel3d._util import dry_run
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
 from parallel3d.tools.dryrun.memory import memory_over_time, name_kinds, note_gradients
-from parallel3d.tools.dryrun.modes import DryMode
+from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.tools.dryrun.unknown import raised_at, why_not
 from parallel3d.tools.dryrun.warnings import not_played
-from parallel3d.tools.dryrun.world import DEVICE_TYPE, ReadMode, played_rank
+from parallel3d.tools.dryrun.world import ReadMode, played_rank
 
 
 class _Enough(BaseException):
-    """As many optimizer steps as were asked for are done."""
+    """Ends the program after the requested number of optimizer steps."""
 
 
 def record(
@@ -43,20 +43,20 @@ def record(
     """Calls ``fn`` as rank ``rank`` of ``world_size`` ranks, in this process, without their hardware.
 
     ``fn`` is the program: it makes its mesh, its model and its data itself. Within it floating-point tensors
-    have no memory and no values, collectives return at once, and all is on the CPU. Integers stay real until
-    they meet such tensors; what a DataLoader reads is real. ``tensor.item()`` gives NaN
-    (``dryrun.Unknown``), which can be printed and calculated with, but not decided by: see ``dryrun.assume``.
-    Checkpoints are not written, nor read. ``torch.compile`` compiles nothing.
+    have no memory and no values, collectives return at once, and everything is on the CPU. Integers are real
+    until they are combined with such tensors; data from a DataLoader is real. ``tensor.item()`` returns NaN
+    (``dryrun.Unknown``), which can be printed and used in arithmetic, but not to decide: see
+    ``dryrun.assume``. Checkpoints are neither written nor read. ``torch.compile`` compiles nothing.
 
     Args:
-        steps: end ``fn`` after so many optimizer steps; by default it runs to its own end.
-        gpus_per_node: for ``LOCAL_RANK``, and for what crosses nodes.
+        steps: number of optimizer steps after which ``fn`` is ended; by default it runs to its own end.
+        gpus_per_node: ranks of a node, for ``LOCAL_RANK`` and for links between nodes.
         backend: ``nccl``: the engine does what it does on GPUs, with its streams; ``gloo``: on CPUs.
 
     Raises:
-        DryRunError: ``fn`` decides by a value that nobody knows, or names a device; names the line.
-        MeshError: ``rank`` or ``world_size`` out of range.
-        StateError: this process has a process group already, or is in a dry run.
+        DryRunError: ``fn`` decides by an unknown value or names a device; the message has the line.
+        MeshError: ``rank`` or ``world_size`` is out of range.
+        StateError: this process already has a process group, or is in a dry run.
     """
     check_rank(rank, world_size)
     if dry_run.active():
@@ -66,57 +66,31 @@ def record(
     if backend not in ("nccl", "gloo"):
         raise DryRunError(f"backend={backend!r}: it must be 'nccl' (GPUs) or 'gloo' (CPUs)")
     check_no_group("record")
-    run = _Run(steps, backend)
+    run = _Run(steps)
     start = time.perf_counter()
     world = played_rank(
         rank,
         world_size,
         gpus_per_node,
         backend,
-        on_mesh=run.learn_mesh,
+        on_mesh=run.add_mesh,
         on_resize=run.mode.ledger.resized,
         for_real=run.paused,
     )
-    with world, _as_active(run):
+    accelerator = run.mode.streams if backend == "nccl" else None
+    with world, dry_run.running(accelerator, run.paused):
         run.call(fn)
         return run.result(rank, world_size, gpus_per_node, start)
-
-
-_current: list[_Run] = []
-
-
-@contextmanager
-def real() -> Iterator[None]:
-    """In a dry run: what is done in the body is done for real, and not recorded. Elsewhere it does nothing.
-
-    For reading data, whose values decide how the program goes on.
-    """
-    if not _current:
-        yield
-        return
-    with _current[-1].paused():
-        yield
-
-
-@contextmanager
-def _as_active(run: _Run) -> Iterator[None]:
-    _current.append(run)
-    try:
-        with dry_run.running(run.accelerator, real):
-            yield
-    finally:
-        _current.pop()
 
 
 class _Run:
     """One call of ``record``."""
 
-    def __init__(self, steps: int | None, backend: str) -> None:
+    def __init__(self, steps: int | None) -> None:
         self.place = Place(self._after_step)
         self.meshes: list[DeviceMesh] = []
         self.mode = DryMode(self.place, self.meshes)
-        self.accelerator = self.mode.streams if backend == "nccl" else None
-        self.reading = ReadMode(self.mode.is_unknown, DEVICE_TYPE)
+        self.reading = ReadMode(self.mode.is_unknown)
         self.steps = steps
 
     def _after_step(self, done: int) -> None:
@@ -124,23 +98,20 @@ class _Run:
         if self.steps is not None and done >= self.steps:
             raise _Enough
 
-    def learn_mesh(self, mesh: DeviceMesh) -> None:
+    def add_mesh(self, mesh: DeviceMesh) -> None:
         """Called for each mesh that is made."""
         if mesh.mesh_dim_names:
             self.meshes.append(mesh)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Neither fake nor recorded."""
+        """The body runs on real tensors and is not recorded."""
         before = self.mode.paused
-        self._pause(True)
+        self.mode.paused = self.reading.paused = self.place.paused = True
         try:
             yield
         finally:
-            self._pause(before)
-
-    def _pause(self, paused: bool) -> None:
-        self.mode.paused = self.reading.paused = self.place.paused = paused
+            self.mode.paused = self.reading.paused = self.place.paused = before
 
     def call(self, fn: Callable[[], Any]) -> None:
         """Runs the program."""
@@ -156,21 +127,22 @@ class _Run:
             raise DryRunError(f"{raised_at(error)}: {reason}") from error
 
     def result(self, rank: int, world_size: int, gpus_per_node: int, start: float) -> DryRun:
-        """What was found."""
+        """Returns what the program did."""
         mode, place = self.mode, self.place
         name_kinds(place.roots, place.optimizers, mode.ledger)
-        mode.ledger.close()
+        mode.ledger.closed = True
         memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
-        mesh = max(self.meshes, key=lambda each: (each.ndim, each.size()), default=None)
-        names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+        mesh = max(self.meshes, key=lambda mesh: (mesh.ndim, mesh.size()), default=None)
+        sizes, ranks = {}, {}
+        if mesh is not None:
+            for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+                sizes[axis] = size
+                ranks[axis] = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
         return DryRun(
             rank=rank,
             world_size=world_size,
-            mesh=dict(zip(names, mesh.shape, strict=True)) if mesh is not None else {},
-            axis_ranks={
-                axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis)))  # type: ignore[union-attr]
-                for axis in names
-            },
+            mesh=sizes,
+            axis_ranks=ranks,
             gpus_per_node=gpus_per_node,
             steps=place.steps,
             collectives=tuple(mode.recorder.calls),
@@ -186,10 +158,10 @@ class _Run:
 
 
 def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
-    """Of the model with the most of them, the last such: others are parts of it, trial copies, or metrics."""
+    """The parameters of the last of the largest models: others are parts of it, copies, or metrics."""
     if not roots:
         return ()
-    model = max(reversed(roots), key=lambda each: sum(p.numel() for p in each.parameters()))
+    model = max(reversed(roots), key=lambda root: sum(p.numel() for p in root.parameters()))
     return tuple(_placement(name, param) for name, param in model.named_parameters())
 
 
@@ -203,7 +175,7 @@ def _placement(name: str, param: torch.Tensor) -> ParameterPlacement:
         name=name,
         shape=tuple(param.shape),
         local_shape=tuple(local.shape),
-        dtype=str(param.dtype).removeprefix("torch."),
+        dtype=dtype_name(param),
         placements=placements,
         bytes=local.numel() * local.element_size(),
         requires_grad=param.requires_grad,

@@ -1,46 +1,37 @@
-"""What a dry run has found, as plain values: they compare, and go to JSON and back."""
+"""The result of a dry run, as plain values that can be compared and written as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parallel3d._util.recorder import Collective
 
 KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "buffers",
-    "unsharded parameters",
-    "communication",
-    "activations",
-    "inputs",
-    "temporaries",
+    *("parameters", "gradients", "optimizer state", "buffers", "unsharded parameters"),
+    *("communication", "activations", "inputs", "temporaries"),
 )
 """What memory is for, in the order in which it is drawn, from the bottom."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that the rank does, in the order of the program.
+    """One operation of the rank, in the order of the program.
 
     Attributes:
         kind: ``matmul``, ``attention``, ``elementwise``, ``collective`` (it is issued) or ``wait`` (the
             computation waits for it).
-        name: of the torch operation; of a collective ``all_gather`` and so on.
+        name: name of the torch operation, or ``all_gather`` and so on.
         module: path of the innermost module that runs, ``""`` outside all.
         phase: ``forward``, ``backward``, ``optimizer`` or ``other``.
         step: optimizer steps done before it.
-        flops: of a matmul or attention.
+        flops: FLOPs of a matmul or attention.
         moved: bytes read and written.
-        sizes: (m, n, k) of a matmul, m with the batch; (heads of all sequences, their length, head dim) of an
-            attention.
-        dtype: of what it writes, such as ``bfloat16``.
-        collective: position among ``DryRun.collectives``, of a collective and of its wait.
-        stream: on which it runs; 0 is the one that computes. A collective is put on it by the program, and
-            runs on the backend's own.
-        after: positions of operations on other streams that are to be over before. What is not on stream 0
-            comes after all that was put on that one before.
+        sizes: (m, n, k) of a matmul, with the batch in m; (batch * heads, sequence, head dim) of attention.
+        dtype: dtype of its output, such as ``bfloat16``.
+        collective: index among ``DryRun.collectives``, of a collective and of its wait.
+        stream: the stream that the program puts it on; 0 is the computation's.
+        after: indices of operations on other streams that come before. What is not on stream 0 also comes
+            after everything put on stream 0 before.
     """
 
     kind: str
@@ -59,7 +50,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes alive by kind (those of ``KINDS`` that aren't 0) from the operation at this position on."""
+    """Bytes alive by kind (without zeros) from the operation with index ``operation`` on."""
 
     operation: int
     by_kind: dict[str, int]
@@ -71,7 +62,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor's memory at the peak.
+    """A tensor that is alive at the peak.
 
     Attributes:
         module: path of the module in which it was made; a parameter's name.
@@ -91,9 +82,8 @@ class Peak:
     """When most memory was alive, and what it was.
 
     Attributes:
-        operation: position among ``DryRun.operations``.
-        bytes: all of it. by_kind: its parts.
-        phase, module, name: of that operation.
+        operation: index among ``DryRun.operations``.
+        phase, module, name: those of that operation.
         largest: the largest tensors, largest first.
     """
 
@@ -111,9 +101,10 @@ class ParameterPlacement:
     """One parameter of the model.
 
     Attributes:
-        shape: of the plain model's. local_shape: of what this rank holds.
-        placements: by mesh axis, such as ``{"replicate": "R", "shard": "S(0)"}``; empty for a plain tensor.
-        bytes: that this rank holds.
+        shape, local_shape: the plain model's shape, and the shape of this rank's shard.
+        placements: mesh axis -> placement, such as ``{"replicate": "R", "shard": "S(0)"}``; empty for a plain
+            tensor.
+        bytes: size of this rank's shard.
     """
 
     name: str
@@ -127,7 +118,7 @@ class ParameterPlacement:
 
 @dataclass(frozen=True)
 class UnknownRead:
-    """A place where the program asked for a tensor's value, and got NaN.
+    """A place where the program has read a tensor's value, which was NaN.
 
     Attributes:
         where: ``file:line, in function``.
@@ -146,7 +137,7 @@ class DryRunWarning:
 
     Attributes:
         kind: ``exposed gather``, ``tp across nodes``, ``tiny messages``, ``rank-dependent order``, ...
-        text: what it is, with its numbers, and what to do.
+        text: a description with numbers, and what to do.
     """
 
     kind: str
@@ -155,18 +146,18 @@ class DryRunWarning:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank of a world would do; ``record`` returns it.
+    """What one rank of a world would do; returned by ``record``.
 
     Attributes:
-        rank, world_size: whose run it is.
         mesh: axis -> size, of the largest mesh with names; empty if none was made.
         axis_ranks: axis -> ranks of this rank's group.
-        gpus_per_node: ranks of a node, for what crosses nodes.
+        gpus_per_node: ranks of a node.
         steps: optimizer steps done.
-        collectives: in order. operations: all, in order. memory: over time; samples where it changes.
-        peak: of the whole run. step_peak: from the first forward on, without what initialisation takes; None
-            if there was no forward.
-        seconds: that the dry run took.
+        collectives, operations: all, in order.
+        memory: memory over time, with samples where it changes.
+        peak: the peak of the whole run.
+        step_peak: the peak from the first forward on, without initialization; None without a forward.
+        seconds: duration of the dry run.
     """
 
     rank: int
@@ -181,6 +172,6 @@ class DryRun:
     peak: Peak
     parameters: tuple[ParameterPlacement, ...]
     unknown: tuple[UnknownRead, ...] = ()
-    warnings: tuple[DryRunWarning, ...] = field(default=())
+    warnings: tuple[DryRunWarning, ...] = ()
     seconds: float = 0.0
     step_peak: Peak | None = None

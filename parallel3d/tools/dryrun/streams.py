@@ -1,4 +1,4 @@
-"""The streams of a GPU that isn't there: what is put on them comes after what they have waited for."""
+"""The streams of a GPU in a dry run: they note which operations come after which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Event:
-    """A point in a stream; see ``PlayedStream`` for the attributes."""
+    """A point in a stream; its attributes are those of ``PlayedStream``."""
 
     def __init__(self, stream: PlayedStream) -> None:
         self._streams = stream.streams
@@ -20,19 +20,19 @@ class Event:
         self._streams.compute.wait_event(self)
 
     def wait(self, stream: PlayedStream | None = None) -> None:
-        """``stream`` waits, or else the current one."""
+        """``stream``, by default the current one, waits."""
         (stream or self._streams.current_stream()).wait_event(self)
 
 
 class PlayedStream:
-    """One stream, with CUDA's interface as far as the engine uses it.
+    """A stream with the part of CUDA's interface that the engine uses.
 
     Attributes:
-        number: 0 for the one that computes.
-        after: positions of the operations, on other streams than the one that computes, that are to be over
-            before what is put on it next.
-        collectives: positions of the collectives that are over then and that the computation has not
-            waited for.
+        number: 0 for the stream of the computation.
+        after: indices of the operations on other streams, except the computation's, that come before the
+            next operation on this one.
+        collectives: indices of the collectives that have ended then and that the computation has not waited
+            for.
     """
 
     def __init__(self, streams: Streams, number: int) -> None:
@@ -41,11 +41,11 @@ class PlayedStream:
         self.collectives: set[int] = set()
 
     def record_event(self) -> Event:
-        """The end of what it has been given so far."""
+        """Returns the end of what was put on the stream so far."""
         return Event(self)
 
     def wait_event(self, event: Event) -> None:
-        """What is put on it from now on comes after ``event``; one of a real GPU has nothing of these."""
+        """What is put on the stream from now on comes after ``event``; one of a real GPU is ignored."""
         if not isinstance(event, Event):
             return
         if self.number == 0:
@@ -55,75 +55,74 @@ class PlayedStream:
         self.collectives |= event.collectives
 
     def wait_stream(self, other: PlayedStream) -> None:
-        """What is put on it from now on comes after what ``other`` has been given so far."""
+        """What is put on the stream from now on comes after what was put on ``other`` so far."""
         self.wait_event(other.record_event())
 
 
 class Streams:
-    """What ``torch.cuda`` is to the engine: makes streams and says which is the current one.
+    """Replaces ``torch.cuda`` for the engine: makes streams and has the current one.
 
-    What is put on a stream comes after all that the computation was given before: the engine's streams wait
-    for it first.
-
-    Attributes:
-        over: positions of the collectives that the computation has waited for.
+    What is put on a stream comes after everything that was put on the computation's before, because the
+    engine's streams wait for it first.
 
     Args:
-        on_wait: called when the computation begins to wait for a collective, with its position among them
-            and with the operations that are to be over.
+        on_wait: called when the computation begins to wait for a collective, with its index among the
+            collectives and the indices of the operations that come before.
+
+    Attributes:
+        over: indices of the collectives that the computation has waited for.
     """
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
         self._on_wait = on_wait
         self._made = 0
         self.compute = PlayedStream(self, 0)
-        self._now = self.compute
+        self._current = self.compute
         self.over: set[int] = set()
 
     def Stream(self, priority: int = 0) -> PlayedStream:
-        """A new one."""
+        """Returns a new stream."""
         self._made += 1
         return PlayedStream(self, self._made)
 
     def current_stream(self) -> PlayedStream:
-        """On which operations are put."""
-        return self._now
+        return self._current
 
     @contextmanager
     def stream(self, stream: PlayedStream) -> Iterator[None]:
-        """Operations are put on ``stream`` in the body."""
-        before, self._now = self._now, stream
+        """Makes ``stream`` the current one in the body."""
+        before, self._current = self._current, stream
         try:
             yield
         finally:
-            self._now = before
+            self._current = before
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
         """Puts the operation at ``position`` on the current stream.
 
         Returns:
-            The stream's number, and after which operations it comes.
+            The stream's number, and the operations that come before.
         """
-        stream = self._now
+        stream = self._current
         if stream is self.compute:
             return 0, ()
         after, stream.after = tuple(sorted(stream.after)), {position}
         return stream.number, after
 
     def arrived(self, index: int) -> bool:
-        """What is put on the current stream comes after the collective at ``index``.
+        """What is put on the current stream from now on comes after the collective at ``index``.
 
         Returns:
-            Whether it is the computation that waits for it.
+            Whether the current stream is the computation's.
         """
-        if self._now is self.compute:
+        if self._current is self.compute:
             self.over.add(index)
             return True
-        self._now.collectives.add(index)
+        self._current.collectives.add(index)
         return False
 
     def wait(self, event: Event) -> None:
-        """The computation waits for what ``event`` comes after, unless it has done so."""
+        """The computation waits for ``event``, unless it has done so."""
         found = sorted(event.collectives - self.over)
         self.over.update(found)
         for index in found:

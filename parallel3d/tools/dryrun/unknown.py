@@ -1,4 +1,4 @@
-"""A value that a dry run can't know: NaN that does not let a program decide by it."""
+"""A value that a dry run can't know: a NaN by which a program can't decide."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from parallel3d.errors import DryRunError
 
 _T = TypeVar("_T")
 
-_BITS = 0x7FF8_0000_0D12_70AD  # no processor makes this NaN by itself; arithmetic hands it on
+_BITS = 0x7FF8_0000_0D12_70AD  # no processor produces this NaN by itself; arithmetic propagates it
 _SIGN = 1 << 63
 NOT_KNOWN: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
-"""The plain NaN that ``float(tensor)`` gives: ``float()`` makes a plain number of an ``Unknown``."""
+"""The plain NaN that ``float(tensor)`` returns, as ``float()`` can't return an ``Unknown``."""
 
 
 class Unknown(float):
-    """NaN that stands for a number nobody has computed; what is calculated from it is unknown too.
+    """NaN for a number that is not computed; what is calculated from it is unknown too.
 
-    It prints and is logged as ``nan``. To compare it, to test it or to make an int of it raises
-    ``DryRunError``, which names the line: the real run would go one way there, a dry run can't know which.
+    It is printed and logged as ``nan``. Comparing it, testing it or converting it to an int raises
+    ``DryRunError`` with the line: a dry run can't know which way the real run would go there.
     """
 
     def __new__(cls) -> Unknown:
@@ -36,7 +36,7 @@ class Unknown(float):
 
 
 def assume(value: _T, default: Any) -> _T:
-    """``value``, or ``default`` where a dry run does not know it.
+    """Returns ``value``, or ``default`` if a dry run does not know it.
 
     For the places where a program decides by a number: ``if assume(stopping, 0.0) > 0: break``. Outside a dry
     run it returns ``value``.
@@ -45,7 +45,7 @@ def assume(value: _T, default: Any) -> _T:
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether it is an ``Unknown``, or was made of one by ``float()``."""
+    """Whether ``value`` is an ``Unknown``, or was made from one by ``float()``."""
     if not isinstance(value, float):
         return False
     return bool(struct.unpack("<Q", struct.pack("<d", value))[0] & ~_SIGN == _BITS)
@@ -66,7 +66,7 @@ def _decided(name: str, what: str) -> Any:
     def method(self: Unknown, *others: Any) -> NoReturn:
         raise DryRunError(
             f"{caller()}: {what} of a number that a dry run does not know (it comes from a tensor); "
-            "say what to take for it: parallel3d.tools.dryrun.assume(value, default)"
+            "give a value to use instead: parallel3d.tools.dryrun.assume(value, default)"
         )
 
     method.__name__ = name
@@ -74,7 +74,7 @@ def _decided(name: str, what: str) -> Any:
 
 
 def asking(name: str) -> Any:
-    """``math.isnan`` and the like, which would answer for NaN what is not so of the number."""
+    """Replaces ``math.isnan`` and the like, which would answer for NaN instead of the real number."""
     exact = getattr(math, name)
     decided = _decided(name, f"the program asks math.{name}")
 
@@ -86,7 +86,7 @@ def asking(name: str) -> Any:
 
 
 def caller() -> str:
-    """``file:line, in function`` of the user's code that is running."""
+    """Returns ``file:line, in function`` of the user's code that is running."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -94,7 +94,7 @@ def caller() -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line, in function`` of the user's innermost line that ``error`` went through."""
+    """Returns ``file:line, in function`` of the user's innermost line in the traceback of ``error``."""
     where = "?"
     traceback = error.__traceback__
     while traceback is not None:
@@ -106,7 +106,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    """Also Python's own library, to which the user's code may have given a number."""
+    """Whether it is parallel3d, torch, or Python's own library, which the user's code may have called."""
     package = module.partition(".")[0]
     return package in ("parallel3d", "torch") or package in sys.stdlib_module_names
 
@@ -118,67 +118,64 @@ for _name in (
     setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides by the value"))
+for _name in ("int", "index", "trunc", "floor", "ceil"):
+    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
 Unknown.__round__ = lambda self, digits=None: (  # type: ignore[method-assign, assignment]
     self.__int__() if digits is None else Unknown()
 )
-for _name in ("int", "index", "trunc", "floor", "ceil"):
-    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
 Unknown.__hash__ = float.__hash__  # type: ignore[method-assign]
 
 
-# What torch raises where a dry run can't go on, in words of the program.
+# Errors that torch raises where a dry run can't continue.
 
-_NO_GPU = (
-    "Torch not compiled with CUDA enabled",
-    "Found no NVIDIA driver",
-    "No CUDA GPUs are available",
-    "CUDA driver version is insufficient",  # of a build for CUDA, without a driver
-    "no CUDA-capable device is detected",
-    "Cannot access accelerator device when none is available",
-    "torch.cuda.Stream requires CUDA support",
-    "Tried to instantiate dummy base class",
-    "Cannot get CUDA generator without ATen_cuda library",
-)
-
-_LIMITS = {
-    "UninitializedParameter": "lazy modules, which learn their shapes from data, have no place in a dry run; "
-    "give the layer its sizes",
-    "FlexAttention does not support backward on CPU": "FlexAttention has no backward on the CPU, where dry "
-    "runs are; use scaled_dot_product_attention where parallel3d.tools.dryrun.active()",
+_SKIP = "skip the lines with parallel3d.tools.dryrun.active()"
+_ASSUME = "give a value to use instead: parallel3d.tools.dryrun.assume"
+_REASONS = {
+    f"the program needs a GPU here, and a dry run has none; use the mesh's device, "
+    f"torch.device(mesh.device_type), or {_SKIP}": (
+        "Torch not compiled with CUDA enabled",
+        "Found no NVIDIA driver",
+        "No CUDA GPUs are available",
+        "CUDA driver version is insufficient",  # from a build for CUDA, without a driver
+        "no CUDA-capable device is detected",
+        "Cannot access accelerator device when none is available",
+        "torch.cuda.Stream requires CUDA support",
+        "Tried to instantiate dummy base class",
+        "Cannot get CUDA generator without ATen_cuda library",
+    ),
+    f"an operation outside torch reads tensors' memory, which a dry run does not have; {_SKIP}": (
+        "its data is not allocated yet",
+        "Cannot access data pointer",
+    ),
+    "lazy modules, which take their shapes from data, are not possible in a dry run; give the layer its "
+    "sizes": ("UninitializedParameter",),
+    "FlexAttention has no backward on the CPU, where dry runs are; use scaled_dot_product_attention if "
+    "parallel3d.tools.dryrun.active()": ("FlexAttention does not support backward on CPU",),
 }
+"""Reason -> parts of torch's messages."""
 
 
 def why_not(error: BaseException) -> str | None:
-    """Why a dry run can't do what raised ``error``; None if it is the program's own fault."""
+    """Returns why a dry run can't do what raised ``error``; None if it is the program's own error."""
     if isinstance(error, DryRunError):
         return None
     text = str(error)
     if isinstance(error, VALUE_ERRORS):
         return (
             "an operation depends on tensors' values, which a dry run does not know "
-            f"({type(error).__name__}: {text}); skip the lines with parallel3d.tools.dryrun.active()"
+            f"({type(error).__name__}: {text}); {_SKIP}"
         )
     if isinstance(error, ValueError) and text == "cannot convert float NaN to integer":
         return (
-            "an int is made of NaN: float(tensor), which a dry run does not know; say what to take for it: "
-            "parallel3d.tools.dryrun.assume(float(tensor), default)"
+            "an int is made of NaN: float(tensor), which a dry run does not know; "
+            f"{_ASSUME}(float(tensor), default)"
         )
     if isinstance(error, TypeError) and Unknown.__name__ in text:
         return (
             "an argument of an operation is a number that a dry run does not know, as it comes from a tensor "
-            f"({text}); say what to take for it: parallel3d.tools.dryrun.assume(value, default)"
+            f"({text}); {_ASSUME}(value, default)"
         )
-    if any(each in text for each in _NO_GPU):
-        return (
-            f"the program needs a GPU here, and a dry run has none ({text.splitlines()[0]}); take the mesh's "
-            "device, torch.device(mesh.device_type), or skip the lines with parallel3d.tools.dryrun.active()"
-        )
-    if "its data is not allocated yet" in text or "Cannot access data pointer" in text:
-        return (
-            "an operation outside torch reads tensors' memory, which a dry run does not have "
-            f"({text.splitlines()[0]}); skip the lines with parallel3d.tools.dryrun.active()"
-        )
-    for part, reason in _LIMITS.items():
-        if part in text:
+    for reason, parts in _REASONS.items():
+        if any(part in text for part in parts):
             return f"{reason} ({text.splitlines()[0]})"
     return None

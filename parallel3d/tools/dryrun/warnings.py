@@ -1,9 +1,10 @@
-"""What is likely to be wrong, slow or dangerous in a dry run, each with its numbers and what to do."""
+"""Warnings of what is likely to be wrong, slow or dangerous, each with its numbers and what to do."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from statistics import median
 
 from torch import nn
@@ -11,86 +12,87 @@ from torch import nn
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.mesh.axes import Role, axis_named
 from parallel3d.planner.constants import constant
-from parallel3d.tools.dryrun.calls import Call, calls_of
 from parallel3d.tools.dryrun.compare import Divergence
 from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, ParameterPlacement
-from parallel3d.tools.dryrun.timeline import Timeline, timeline
-from parallel3d.tools.dryrun.wording import counted, in_bytes, in_seconds, pattern_of, some
+from parallel3d.tools.dryrun.timeline import Call, Timeline, calls_of, timeline
+from parallel3d.tools.dryrun.wording import (
+    counted,
+    grouped,
+    in_bytes,
+    in_seconds,
+    pattern_of,
+    share,
+    some,
+    total_bytes,
+)
 
-# Warnings on where groups lie and what travels on them.
+Warnings = Iterator[DryRunWarning]
+
+
+def _seconds(calls: Iterable[Call]) -> float:
+    return sum(call.seconds for call in calls)
+
+
+def _exposed(calls: Iterable[Call]) -> float:
+    return sum(call.exposed for call in calls)
+
+
+# Mesh axes: how groups lie on nodes, and what is communicated on them.
 
 _LOW_PRECISION = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
-"""Relative rounding of one addition."""
+"""Relative rounding error of one addition."""
 _MANY_RANKS = 16
 _FEW_CALLS, _LITTLE_TIME = 4, 0.01
 
 
-def axis_warnings(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    """On tensor parallelism across nodes, groups of no axis, tiny messages, sums of low precision."""
-    mine = [call for call in calls if call.step == times.step]
-    yield from _tp_across_nodes(run, times, mine)
-    yield from _no_axis(run, calls)
-    yield from _tiny_messages(times, mine)
-    yield from _low_precision(mine)
-
-
-def _tp_across_nodes(
-    run: DryRun, times: Timeline, calls: Sequence[Call]
-) -> Iterator[DryRunWarning]:
+def _tp_across_nodes(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Warnings:
     ranks, near = run.axis_ranks.get("tp", ()), times.cluster.domain
     nodes = {rank // near for rank in ranks}
     if len(nodes) < 2:
         return
-    mine = [call for call in calls if call.collective.axis == "tp"]
-    seconds, size = sum(c.seconds for c in mine), sum(c.collective.bytes for c in mine)
-    share = seconds / times.step_seconds if times.step_seconds else 0.0
-    # The largest part of tp whose groups end with nodes.
+    tp_calls = [call for call in calls if call.axis == "tp"]
+    seconds = _seconds(tp_calls)
     fits = max(n for n in range(1, near + 1) if near % n == 0 and len(ranks) % n == 0)
     yield DryRunWarning(
         "tp across nodes",
         f"the tp group of rank {run.rank} ({len(ranks)} ranks) lies on {len(nodes)} nodes of {near} GPUs: "
-        f"its {len(mine):,} collectives ({in_bytes(size)} a step) go over the network at "
+        f"its {len(tp_calls):,} collectives ({total_bytes(tp_calls)} a step) use the network at "
         f"{times.cluster.nic:g} GB/s a GPU, and nothing hides them: {in_seconds(seconds)} a step, "
-        f"{share:.0%}. Make tp {fits} or a divisor of it, so that groups stay within nodes; give the ranks "
-        "to shard.",
+        f"{share(seconds, times.step_seconds)}. Make tp {fits} or a divisor of it, so that groups stay "
+        "within nodes; give the ranks to shard.",
     )
 
 
-def _no_axis(run: DryRun, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    """A sum of a few numbers over all ranks is usual: a loss, a norm."""
+def _no_axis(run: DryRun, calls: Sequence[Call]) -> Warnings:
     odd = [
         call
         for call in calls
-        if call.collective.axis is None
-        and call.collective.group_size > 1
-        and call.collective.op not in ("barrier", "send", "recv")
-        and not (call.collective.group_size == run.world_size and call.collective.bytes < 2**20)
+        if call.axis is None
+        and call.group_size > 1
+        and call.op not in ("barrier", "send", "recv")
+        # A sum of a few numbers over all ranks is usual: a loss, a norm.
+        and not (call.group_size == run.world_size and call.bytes < 2**20)
     ]
     if not odd:
         return
-    kinds = Counter(f"{c.collective.op} of {c.collective.group_size} ranks" for c in odd)
+    kinds = Counter(f"{call.op} of {call.group_size} ranks" for call in odd)
     named = some(f"{count} {kind}" for kind, count in kinds.most_common())
-    where = some(c.module or c.collective.unit or c.phase for c in odd)
+    where = some(call.module or call.unit or call.phase for call in odd)
     yield DryRunWarning(
         "no known axis",
-        f"{len(odd)} collectives ({in_bytes(sum(c.collective.bytes for c in odd))}) run on groups that are "
-        f"no axis of the mesh {run.mesh}: {named}; in {where}. Use a mesh axis's group "
-        "(mesh.get_group(name)), so that ranks can be checked against each other; other groups must be made "
-        "on all ranks in one order.",
+        f"{len(odd)} collectives ({total_bytes(odd)}) run on groups that are no axis of the mesh {run.mesh}: "
+        f"{named}; in {where}. Use a mesh axis's group (mesh.get_group(name)), so that ranks can be "
+        "compared; other groups must be made on all ranks in the same order.",
     )
 
 
-def _tiny_messages(times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    by_axis: dict[tuple[str, bool], list[Call]] = defaultdict(list)
-    for call in calls:
-        if call.collective.bytes and call.latency > 0.5 * call.seconds:
-            by_axis[call.collective.axis or "no axis", call.on_data_axis].append(call)
-    for (axis, data), each in by_axis.items():
-        lost = sum(call.latency for call in each)
-        if len(each) < _FEW_CALLS or lost < _LITTLE_TIME * times.step_seconds:
+def _tiny_messages(times: Timeline, calls: Sequence[Call]) -> Warnings:
+    tiny = [call for call in calls if call.bytes and call.latency > 0.5 * call.seconds]
+    for axis, group in grouped(tiny, lambda call: call.axis).items():
+        lost = sum(call.latency for call in group)
+        if len(group) < _FEW_CALLS or lost < _LITTLE_TIME * times.step_seconds:
             continue
-        sizes = median(call.collective.bytes for call in each)
-        if data:
+        if group[0].on_data_axis:
             todo = "Make larger units: several layers in one fully_shard."
         elif axis == "tp":
             todo = "Give tp fewer ranks, or each rank more tokens (a larger micro-batch or longer sequences)."
@@ -98,68 +100,62 @@ def _tiny_messages(times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunWar
             todo = "Join them: one collective of a list of tensors, or fewer of them."
         yield DryRunWarning(
             "tiny messages",
-            f"{len(each):,} collectives a step on {axis} carry so little (median {in_bytes(sizes)}, "
-            f"{in_bytes(sum(c.collective.bytes for c in each))} in all) that most of their time is latency: "
-            f"{in_seconds(lost)} of {in_seconds(sum(c.seconds for c in each))}, in a step of "
-            f"{in_seconds(times.step_seconds)}; {some(c.collective.unit or c.module for c in each)}. {todo}",
+            f"{len(group):,} collectives a step on {axis or 'no axis'} carry so little (median "
+            f"{in_bytes(median(call.bytes for call in group))}, {total_bytes(group)} in all) that most of "
+            f"their time is latency: {in_seconds(lost)} of {in_seconds(_seconds(group))}, in a step of "
+            f"{in_seconds(times.step_seconds)}; {some(call.where for call in group)}. {todo}",
         )
 
 
-def _low_precision(calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    by_kind: dict[tuple[str, str, int], list[Call]] = defaultdict(list)
-    for call in calls:
-        sums = call.collective.op in ("reduce_scatter", "all_reduce", "reduce")
-        wide = call.collective.group_size >= _MANY_RANKS
-        if sums and wide and call.on_data_axis and call.dtype in _LOW_PRECISION:
-            axis = call.collective.axis or ""
-            by_kind[call.dtype, axis, call.collective.group_size].append(call)
-    for (dtype, axis, ranks), each in by_kind.items():
+def _low_precision(calls: Sequence[Call]) -> Warnings:
+    sums = [
+        call
+        for call in calls
+        if call.op in ("reduce_scatter", "all_reduce", "reduce")
+        and call.group_size >= _MANY_RANKS
+        and call.on_data_axis
+        and call.dtype in _LOW_PRECISION
+    ]
+    groups = grouped(sums, lambda call: (call.dtype, call.axis, call.group_size))
+    for (dtype, axis, ranks), group in groups.items():
         error = _LOW_PRECISION[dtype] * ranks**0.5
-        more = in_bytes(sum(call.collective.bytes for call in each))
-        beyond = " and may overflow" if dtype == "float16" else ""
+        overflow = " and may overflow" if dtype == "float16" else ""
         yield DryRunWarning(
             "reduction of low precision",
-            f"{len(each):,} gradients' sums over {ranks} ranks of {axis} are made in {dtype}: their rounding "
-            f"adds up to about {error:.1%} of a gradient{beyond}. Set "
-            f"MixedPrecisionPolicy(reduce_dtype=torch.float32): {more} a step more on the network.",
+            f"{len(group):,} gradients' sums over {ranks} ranks of {axis} are computed in {dtype}: "
+            f"rounding adds up to about {error:.1%} of a gradient{overflow}. Set "
+            f"MixedPrecisionPolicy(reduce_dtype=torch.float32): {total_bytes(group)} a step more on the "
+            "network.",
         )
 
 
-# Warnings on memory: what doesn't fit, what is held whole, what checkpointing would save.
+# Memory: what doesn't fit, what is not sharded, what checkpointing would save.
 
 _LARGE = 16 * 2**20
-_AGAIN = 2.3  # matmul FLOPs of backward over those of forward, from which on some of it is computed again
+_AGAIN = 2.3  # ratio of backward's matmul FLOPs to forward's above which some are recomputed
 _CHANGES = {
-    "activations": "checkpoint activations, take a smaller micro-batch, or divide them by tp",
-    "inputs": "take a smaller micro-batch",
+    "activations": "checkpoint activations, use a smaller micro-batch, or shard them over tp",
+    "inputs": "use a smaller micro-batch",
     "parameters": "shard over more ranks, or over tp",
     "gradients": "shard over more ranks, or over tp",
     "optimizer state": "shard over more ranks, or keep its state in bfloat16",
     "unsharded parameters": "make smaller units, or reshard after forward",
-    "communication": "make smaller units, or limit what is gathered ahead",
+    "communication": "make smaller units, or limit prefetching",
     "buffers": "don't register large tables as buffers",
-    "temporaries": "divide the largest tensors (the logits: loss parallel), or compute them in pieces",
+    "temporaries": "shard the largest tensors (the logits: loss parallel), or compute them in pieces",
 }
 
 
 def needed_bytes(run: DryRun) -> float:
-    """The peak with what a dry run doesn't see: gaps of the allocator, workspaces, context."""
+    """Returns the peak with what a dry run doesn't see: the allocator's gaps, workspaces, context."""
     beside = constant("workspace").value + constant("context").value
     return run.peak.bytes * (1 + constant("gaps").value) + beside
 
 
-def memory_warnings(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
-    """On the peak, checkpointing, parameters that are not divided."""
-    yield from _capacity(run, times)
-    yield from _checkpointing(run, times)
-    yield from _whole(run)
-
-
-def not_played(models: Iterable[nn.Module]) -> Iterator[DryRunWarning]:
-    """On what the models ask for and a dry run does not do, seen when the program is over."""
+def not_played(models: Iterable[nn.Module]) -> Warnings:
+    """Warns of what the models do and a dry run does not simulate."""
     units = [unit for model in models for unit in units_of(model, recurse=True)]
-    buckets = [bucket for unit in units for bucket in unit.group.buckets]
-    if any(bucket.offload is not None for bucket in buckets):
+    if any(bucket.offload is not None for unit in units for bucket in unit.group.buckets):
         yield DryRunWarning(
             "offload not played",
             "the model offloads to the CPU, and a dry run has only one memory: the shards, their gradients "
@@ -168,7 +164,7 @@ def not_played(models: Iterable[nn.Module]) -> Iterator[DryRunWarning]:
         )
 
 
-def _capacity(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
+def _above_capacity(run: DryRun, times: Timeline) -> Warnings:
     gpu, peak = times.cluster.gpu, run.peak
     capacity, needed = gpu.capacity_gib * 2**30, needed_bytes(run)
     if needed <= capacity:
@@ -185,193 +181,157 @@ def _capacity(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
     )
 
 
-def _checkpointing(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
-    """Only where memory is scarce: else it would be slower for nothing."""
-    at = run.step_peak or run.peak
-    kept, peak = at.by_kind.get("activations", 0), at.bytes
-    capacity = times.cluster.gpu.capacity_gib * 2**30
-    flops = {
-        phase: sum(o.flops for o in run.operations if o.kind == "matmul" and o.phase == phase)
-        for phase in ("forward", "backward")
-    }
-    again = flops["backward"] > _AGAIN * flops["forward"]
-    if kept <= peak / 2 or peak < capacity / 2 or again or not flops["backward"]:
-        return
-    yield DryRunWarning(
-        "no checkpointing",
-        f"{in_bytes(kept)} of the peak's {in_bytes(peak)} ({kept / peak:.0%}) are activations, and nothing "
-        "is computed again in backward. parallelize(..., activation_checkpointing=True) keeps a block's "
-        "inputs only, for about a third more computation; or take a smaller micro-batch.",
-    )
+def _no_checkpointing(run: DryRun, times: Timeline) -> Warnings:
+    """Only where memory is scarce: checkpointing costs time."""
+    peak = run.step_peak or run.peak
+    kept, capacity = peak.by_kind.get("activations", 0), times.cluster.gpu.capacity_gib * 2**30
+    flops: dict[str, float] = defaultdict(float)
+    for operation in run.operations:
+        if operation.kind == "matmul":
+            flops[operation.phase] += operation.flops
+    recomputed = flops["backward"] > _AGAIN * flops["forward"]
+    scarce = peak.bytes >= capacity / 2 and kept > peak.bytes / 2
+    if scarce and flops["backward"] and not recomputed:
+        yield DryRunWarning(
+            "no checkpointing",
+            f"{in_bytes(kept)} of the peak's {in_bytes(peak.bytes)} ({share(kept, peak.bytes)}) are "
+            "activations, and nothing is recomputed in backward. "
+            "parallelize(..., activation_checkpointing=True) keeps only a block's inputs, for about a third "
+            "more computation; or use a smaller micro-batch.",
+        )
 
 
-def _whole(run: DryRun) -> Iterator[DryRunWarning]:
+def _not_sharded(run: DryRun) -> Warnings:
     for axis, size in run.mesh.items():
         known = axis_named(axis)
         if size < 2 or known is None or known.role is Role.REPLICATED:
             continue
-        each = [p for p in run.parameters if p.bytes >= _LARGE and not _divided(p, axis)]
-        if not each:
+        large = [p for p in run.parameters if p.bytes >= _LARGE and not _is_sharded(p, axis)]
+        if not large:
             continue
-        held = sum(p.bytes for p in each)
-        named = some(f"{p.name} {tuple(p.shape)}" for p in sorted(each, key=lambda p: -p.bytes))
-        todo = (
-            "give their modules to fully_shard, or to parallelize, which takes all"
-            if axis != "tp"
-            else "add rules for their modules to the tp plan (colwise, rowwise, embedding)"
-        )
+        more = sum(p.bytes for p in large) * (size - 1) / size
+        named = some(f"{p.name} {tuple(p.shape)}" for p in sorted(large, key=lambda p: -p.bytes))
+        todo = "give their modules to fully_shard, or to parallelize, which takes all"
+        if axis == "tp":
+            todo = "add rules for their modules to the tp plan (colwise, rowwise, embedding)"
         yield DryRunWarning(
             f"whole on {axis}",
-            f"{len(each)} large parameters are not divided over {axis} ({size} ranks): every rank holds "
-            f"{in_bytes(held)} of them, {in_bytes(held * (size - 1) / size)} more than its part, and as much "
-            f"of gradients and optimizer state: {named}. To divide them, {todo}.",
+            f"{len(large)} large parameters are not sharded over {axis} ({size} ranks): every rank holds "
+            f"{total_bytes(large)} of them, {in_bytes(more)} more than its part, and as much of gradients "
+            f"and optimizer state: {named}. To shard them, {todo}.",
         )
 
 
-def _divided(parameter: ParameterPlacement, axis: str) -> bool:
-    return "S" in parameter.placements.get(axis, "") or "Shard" in parameter.placements.get(
+def _is_sharded(parameter: ParameterPlacement, axis: str) -> bool:
+    return "S" in parameter.placements.get(
         axis, ""
-    )
+    )  # S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0)
 
 
-# Warnings on communication that computation doesn't hide.
+# Overlap: communication that computation doesn't hide.
 
 _NOTHING, _LITTLE, _MUCH = 0.05, 0.01, 0.10
 _SMALL = 64 * 2**10
 
 
-def overlap_warnings(
-    run: DryRun, times: Timeline, calls: Sequence[Call]
-) -> Iterator[DryRunWarning]:
-    """On gathers that nothing hides, blocking ones, parameters gathered or reduced twice, slow networks."""
-    mine = [call for call in calls if call.step == times.step and call.on_data_axis]
-    bare = _cannot_overlap(mine)
-    yield from _exposed_gathers(times, bare)
-    yield from _blocking(times, mine)
-    yield from _gathered_twice(run, mine)
-    yield from _reduced_twice(mine)
-    yield from _too_slow(times, mine, bare)
-
-
-def _cannot_overlap(calls: Sequence[Call]) -> list[Call]:
-    """Gathers that are waited for with next to no computation since they were issued, but a step's first."""
-    gathers = [c for c in calls if c.collective.op == "all_gather" and not c.waits_at_once]
-    return [
+def _overlap(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Warnings:
+    on_data = [call for call in calls if call.on_data_axis]
+    gathers = [call for call in on_data if call.op == "all_gather" and call.asynchronous]
+    bare = [  # waited for with almost no computation since they were issued; the first can't be hidden
         call
         for call in gathers[1:]
         if call.waited is not None
         and call.beside < _NOTHING * call.seconds
         and call.exposed > 0.5 * call.seconds
     ]
+    yield from _exposed_gathers(times, bare)
+    yield from _blocking(times, on_data)
+    yield from _gathered_twice(run, on_data)
+    yield from _reduced_twice(on_data)
+    yield from _too_slow(times, on_data, bare)
 
 
-def _exposed_gathers(times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    lost = sum(call.exposed for call in calls)
+def _exposed_gathers(times: Timeline, calls: Sequence[Call]) -> Warnings:
+    lost = _exposed(calls)
     if lost < _LITTLE * times.step_seconds or not calls:
         return
     phases = Counter(call.phase for call in calls)
     where = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
     yield DryRunWarning(
         "exposed gather",
-        f"{counted(len(calls), 'gather')} a step ({where}; "
-        f"{some(pattern_of(c.collective.unit) for c in calls)}) are waited for at once, with nothing "
-        f"computed since: {in_seconds(lost)} of a step of {in_seconds(times.step_seconds)} "
-        f"({_share(lost, times)}). Let units be gathered ahead (set_modules_to_forward_prefetch, "
-        "set_modules_to_backward_prefetch), or keep small ones whole (reshard_after_forward=False).",
+        f"{counted(len(calls), 'gather')} a step ({where}; {some(pattern_of(c.unit) for c in calls)}) are "
+        f"waited for at once, with no computation in between: {in_seconds(lost)} of a step of "
+        f"{in_seconds(times.step_seconds)} ({share(lost, times.step_seconds)}). Prefetch units "
+        "(set_modules_to_forward_prefetch, set_modules_to_backward_prefetch), or keep small ones unsharded "
+        "(reshard_after_forward=False).",
     )
 
 
-def _blocking(times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
+def _blocking(times: Timeline, calls: Sequence[Call]) -> Warnings:
     slow = [
         call
         for call in calls
-        if call.waits_at_once
-        and call.collective.bytes >= _SMALL
-        and call.phase in ("forward", "backward")
+        if not call.asynchronous and call.bytes >= _SMALL and call.phase in ("forward", "backward")
     ]
     if not slow:
         return
-    ops = Counter(f"{c.collective.op} on {c.collective.axis}" for c in slow)
-    lost = sum(call.exposed for call in slow)
+    kinds = Counter(f"{call.op} on {call.axis}" for call in slow)
+    lost = _exposed(slow)
     yield DryRunWarning(
         "blocking collective",
-        f"{counted(len(slow), 'collective')} a step hold the computation until they end "
-        f"({some(f'{n} {op}' for op, n in ops.items())}, {in_bytes(sum(c.collective.bytes for c in slow))}; "
-        f"{some(c.module or c.collective.unit for c in slow)}): {in_seconds(lost)} a step "
-        f"({_share(lost, times)}). Issue them with async_op=True and wait where the result is used.",
+        f"{counted(len(slow), 'collective')} a step block the computation until they end "
+        f"({some(f'{n} {kind}' for kind, n in kinds.items())}, {total_bytes(slow)}; "
+        f"{some(call.module or call.unit for call in slow)}): {in_seconds(lost)} a step "
+        f"({share(lost, times.step_seconds)}). Issue them with async_op=True and wait where the result is "
+        "used.",
     )
 
 
-def _gathered_twice(run: DryRun, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
+def _gathered_twice(run: DryRun, calls: Sequence[Call]) -> Warnings:
     again: list[Call] = []
     seen: set[tuple[str, int]] = set()
-    backward = _positions(run, "backward")
+    backward = list(accumulate(operation.phase == "backward" for operation in run.operations))
     last = 0
     for call in calls:
-        begun = backward[call.issued] > backward[last]
-        if begun:  # the backward between two micro-batches
+        if backward[call.issued] > backward[last]:  # the backward between two micro-batches
             seen.clear()
         last = call.issued
-        if (
-            call.collective.op != "all_gather"
-            or call.phase != "forward"
-            or not call.collective.unit
-        ):
-            continue
-        key = call.collective.unit, call.collective.bytes  # a unit may have buckets of other sizes
-        if key in seen:
-            again.append(call)
-        seen.add(key)
+        if call.op == "all_gather" and call.phase == "forward" and call.unit:
+            key = call.unit, call.bytes  # a unit may have buckets of other sizes
+            again += [call] if key in seen else []
+            seen.add(key)
     if again:
-        size = in_bytes(sum(call.collective.bytes for call in again))
         yield DryRunWarning(
             "gathered twice",
-            f"{counted(len(again), 'gather')} a step ({size}) bring parameters that the same forward has "
-            f"gathered before ({some(c.collective.unit for c in again)}): these units run several times in "
-            "it. Use reshard_after_forward=False for them, or make the module that calls them the unit.",
+            f"{counted(len(again), 'gather')} a step ({total_bytes(again)}) gather parameters that the same "
+            f"forward has gathered before ({some(call.unit for call in again)}): these units run several "
+            "times in it. Use reshard_after_forward=False for them, or make the module that calls them the "
+            "unit.",
         )
 
 
-def _positions(run: DryRun, phase: str) -> list[int]:
-    """How many operations of ``phase`` there are up to each one."""
-    found, count = [], 0
-    for operation in run.operations:
-        count += operation.phase == phase
-        found.append(count)
-    return found
+def _reduced_twice(calls: Sequence[Call]) -> Warnings:
+    sums = [call for call in calls if call.op == "all_reduce" and call.phase == "backward"]
+    counts = Counter((call.unit, call.bytes) for call in sums if call.unit)
+    more = {key: count - 1 for key, count in counts.items() if count > 1}
+    if more:
+        size = sum(nbytes * count for (_, nbytes), count in more.items())
+        yield DryRunWarning(
+            "reduced in every micro-batch",
+            f"gradients of the same unit are summed over replicate up to {max(more.values()) + 1} times a "
+            f"step ({some(unit for unit, _ in more)}): {counted(sum(more.values()), 'collective')} and "
+            f"{in_bytes(size)} a step too many. Call set_requires_all_reduce(False) for all micro-batches "
+            "but the last.",
+        )
 
 
-def _reduced_twice(calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    sums = [c for c in calls if c.collective.op == "all_reduce" and c.phase == "backward"]
-    seen = Counter((c.collective.unit, c.collective.bytes) for c in sums if c.collective.unit)
-    more = {key: count - 1 for key, count in seen.items() if count > 1}
-    if not more:
-        return
-    size = sum(size * count for (_, size), count in more.items())
-    yield DryRunWarning(
-        "reduced in every micro-batch",
-        f"gradients are summed over replicate up to {max(more.values()) + 1} times a step in the same unit "
-        f"({some(unit for unit, _ in more)}): {counted(sum(more.values()), 'collective')} and "
-        f"{in_bytes(size)} a step too many. Call set_requires_all_reduce(False) for all micro-batches but "
-        "the last.",
-    )
-
-
-def _too_slow(
-    times: Timeline, calls: Sequence[Call], bare: Sequence[Call]
-) -> Iterator[DryRunWarning]:
-    """Communication that is overlapped, and longer than what it is overlapped with."""
+def _too_slow(times: Timeline, calls: Sequence[Call], bare: Sequence[Call]) -> Warnings:
+    """Communication that is overlapped, and longer than the computation beside it."""
     known = {id(call) for call in bare}
-    by_axis: dict[str, float] = {}
-    for call in calls:
-        if id(call) not in known and not call.waits_at_once:
-            axis = call.collective.axis or ""
-            by_axis[axis] = by_axis.get(axis, 0.0) + call.exposed
-    for axis, lost in by_axis.items():
-        if lost < _MUCH * times.step_seconds:
+    for axis, group in grouped(calls, lambda call: call.axis or "").items():
+        lost = _exposed(c for c in group if c.asynchronous and id(c) not in known)
+        if lost < _MUCH * times.step_seconds or not lost:
             continue
-        mine = [call for call in calls if call.collective.axis == axis]
-        whole = sum(call.seconds for call in mine)
         todo = (
             "Give each rank more to compute (a larger micro-batch), accumulate gradients without gathering "
             "(reshard_after_forward=False), or shard over fewer ranks and replicate over the rest (HSDP)."
@@ -380,113 +340,97 @@ def _too_slow(
             todo = "Accumulate more micro-batches for each sum, or replicate over fewer ranks."
         yield DryRunWarning(
             "communication longer than computation",
-            f"on {axis} {in_seconds(whole)} of collectives a step run beside computation that is shorter: "
-            f"{in_seconds(lost)} is waited for ({_share(lost, times)} of {in_seconds(times.step_seconds)}). "
-            f"{todo}",
+            f"on {axis} {in_seconds(_seconds(group))} of collectives a step run beside computation that is "
+            f"shorter: {in_seconds(lost)} is waited for ({share(lost, times.step_seconds)} of "
+            f"{in_seconds(times.step_seconds)}). {todo}",
         )
 
 
-def _share(lost: float, times: Timeline) -> str:
-    return f"{lost / times.step_seconds:.0%}" if times.step_seconds else "0%"
-
-
-# Warnings on the program: values that it reads, kernels that the host is too slow for.
+# The program: values that it reads, kernels that the host is too slow for, barriers.
 
 _MANY_READS = 0.2
 
 
-def program_warnings(
-    run: DryRun, times: Timeline, calls: Sequence[Call]
-) -> Iterator[DryRunWarning]:
-    """On values that are read each step, a host that is too slow, barriers."""
-    yield from _reads(run)
-    yield from _host(run, times)
-    yield from _barriers(run, times, calls)
-
-
-def _reads(run: DryRun) -> Iterator[DryRunWarning]:
+def _reads(run: DryRun) -> Warnings:
     often = [read for read in run.unknown if run.steps and read.count >= run.steps]
-    if not often:
-        return
-    total = sum(read.count for read in often) / run.steps
-    named = some(f"{read.what} in {read.where}" for read in sorted(often, key=lambda r: -r.count))
-    yield DryRunWarning(
-        "values read every step",
-        f"the host asks for {total:.3g} values of tensors a step, and for each waits until all is done that "
-        f"the GPU has been given: {named}. Read them only where they are logged, or log the step before's.",
-    )
+    if often:
+        total = sum(read.count for read in often) / run.steps
+        ordered = sorted(often, key=lambda read: -read.count)
+        yield DryRunWarning(
+            "values read every step",
+            f"the host asks for {total:.3g} values of tensors a step, and for each waits until the GPU has "
+            f"finished everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read "
+            "them only where they are logged, or log the previous step's.",
+        )
 
 
-def _host(run: DryRun, times: Timeline) -> Iterator[DryRunWarning]:
+def _host(times: Timeline) -> Warnings:
     late, step = times.host[times.step], times.step_seconds
-    if late < _MANY_READS * step or not step:
-        return
-    kernels = sum(1 for s in times.of_step() if s.collective is None)
-    yield DryRunWarning(
-        "host too slow",
-        f"the GPU waits {in_seconds(late)} of a step of {in_seconds(step)} ({late / step:.0%}) for the host, "
-        f"which starts {kernels:,} kernels. Compile the blocks (parallelize(..., compile=True)), or give "
-        "each kernel more: a larger micro-batch, less tp.",
-    )
+    if step and late >= _MANY_READS * step:
+        kernels = sum(1 for span in times.of_step() if span.collective is None)
+        yield DryRunWarning(
+            "host too slow",
+            f"the GPU waits {in_seconds(late)} of a step of {in_seconds(step)} ({share(late, step)}) for the "
+            f"host, which launches {kernels:,} kernels. Compile the blocks (parallelize(..., compile=True)), "
+            "or make kernels larger: a larger micro-batch, less tp.",
+        )
 
 
-def _barriers(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Iterator[DryRunWarning]:
-    each = [
-        call
-        for call in calls
-        if call.collective.op == "barrier"
-        and call.step == times.step
-        and call.phase in ("forward", "backward")
-    ]
-    if each:
+def _barriers(calls: Sequence[Call]) -> Warnings:
+    in_passes = [c for c in calls if c.op == "barrier" and c.phase in ("forward", "backward")]
+    if in_passes:
         yield DryRunWarning(
             "barrier in a step",
-            f"{len(each)} barriers a step in {some(c.module or c.phase for c in each)}: all ranks wait for "
-            "the slowest. Collectives keep ranks together already; leave it out.",
+            f"{len(in_passes)} barriers a step in {some(c.module or c.phase for c in in_passes)}: all ranks "
+            "wait for the slowest. Collectives already synchronize ranks; leave it out.",
         )
 
 
 def warnings_of(
     run: DryRun, predicted: Timeline | None = None, divergence: Divergence | None = None
 ) -> tuple[DryRunWarning, ...]:
-    """The warnings of ``run``, the gravest kinds first.
+    """Returns the warnings of ``run``, the most serious kinds first.
 
     Args:
-        predicted: ``timeline(run)``, or one with other machines.
-        divergence: what ``compare`` with another rank has found.
+        predicted: ``timeline(run)``, or one for another cluster.
+        divergence: the result of ``compare`` with another rank.
     """
     times = predicted or timeline(run)
     calls = calls_of(run, times)
-    found = []
-    if divergence is not None:
-        found.append(_diverged(divergence))
-    found += memory_warnings(run, times)
-    found += axis_warnings(run, times, calls)
-    found += overlap_warnings(run, times, calls)
-    found += program_warnings(run, times, calls)
-    return tuple(found)
+    of_step = [call for call in calls if call.step == times.step]
+    return (
+        *(() if divergence is None else (_diverged(divergence),)),
+        *_above_capacity(run, times),
+        *_no_checkpointing(run, times),
+        *_not_sharded(run),
+        *_tp_across_nodes(run, times, of_step),
+        *_no_axis(run, calls),
+        *_tiny_messages(times, of_step),
+        *_low_precision(of_step),
+        *_overlap(run, times, of_step),
+        *_reads(run),
+        *_host(times),
+        *_barriers(of_step),
+    )
 
 
 def all_warnings(
     run: DryRun, predicted: Timeline | None = None, divergence: Divergence | None = None
 ) -> tuple[DryRunWarning, ...]:
-    """Those of ``warnings_of``, and what ``run`` has of other kinds."""
+    """Returns ``warnings_of`` and the warnings of other kinds that ``run`` already has."""
     found = warnings_of(run, predicted, divergence)
-    kinds = {each.kind for each in found}
-    return (*found, *(each for each in run.warnings if each.kind not in kinds))
+    kinds = {warning.kind for warning in found}
+    return (*found, *(warning for warning in run.warnings if warning.kind not in kinds))
 
 
 def _diverged(found: Divergence) -> DryRunWarning:
-    calls = [
-        each.short if each is not None else "nothing more" for each in (found.first, found.second)
-    ]
-    where = [
-        each.module for each in (found.first, found.second) if each is not None and each.module
-    ]
+    both = (found.first, found.second)
+    first, second = (issued.short if issued is not None else "nothing more" for issued in both)
+    modules = some(issued.module for issued in both if issued is not None and issued.module)
     return DryRunWarning(
         "rank-dependent order",
         f"ranks {found.ranks[0]} and {found.ranks[1]} communicate differently from collective "
-        f"{found.position} on ({found.kind}): {calls[0]} and {calls[1]}. Consequence: {found.consequence}. "
-        f"{found.detail}. Look for a branch on the rank or on data{f' in {some(where)}' if where else ''}; "
+        f"{found.position} on ({found.kind}): {first} and {second}. Consequence: {found.consequence}. "
+        f"{found.detail}. Look for a branch on the rank or on data{f' in {modules}' if modules else ''}; "
         "every rank of a group must issue the same collectives in the same order.",
     )

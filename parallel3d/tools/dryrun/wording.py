@@ -1,14 +1,17 @@
-"""Numbers and names in words, for warnings, the summary and the report."""
+"""Numbers and names as text, for warnings, the summary and the report."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import prod
+from typing import TypeVar
 
-from parallel3d.tools.dryrun.result import DryRun, Peak
-from parallel3d.tools.dryrun.timeline import Timeline
+from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, Peak
+from parallel3d.tools.dryrun.timeline import Call, Timeline
+
+_T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
 
 
 def counted(number: int, noun: str) -> str:
@@ -17,10 +20,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def in_bytes(size: float) -> str:
-    """``3.2 GiB``, ``41 MiB``, ``12 bytes``: three figures."""
+    """``3.2 GiB``, ``41 MiB``, ``12 bytes``: three digits."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= 0.9995 * factor:
-            return f"{_figures(size / factor)} {unit}"
+            return f"{_digits(size / factor)} {unit}"
     return f"{size:.0f} bytes" if size != 1 else "1 byte"
 
 
@@ -30,13 +33,23 @@ def in_seconds(seconds: float) -> str:
         return "0 s"
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= 0.9995 * factor:
-            return f"{_figures(seconds / factor)} {unit}"
-    return f"{_figures(seconds * 1e6)} us"
+            return f"{_digits(seconds / factor)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
 
 
-def _figures(value: float) -> str:
+def _digits(value: float) -> str:
     size = abs(value)
     return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:,.0f}"
+
+
+def share(part: float, whole: float) -> str:
+    """``12%``; ``0%`` of nothing."""
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def total_bytes(items: Iterable[Call | ParameterPlacement]) -> str:
+    """The bytes of all ``items`` together."""
+    return in_bytes(sum(item.bytes for item in items))
 
 
 def pattern_of(name: str) -> str:
@@ -45,89 +58,94 @@ def pattern_of(name: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 3) -> str:
-    """The first few different ones, and how many more there are."""
-    each = [name or "(no unit)" for name in dict.fromkeys(names)]
-    left = len(each) - most
-    return ", ".join(each[:most]) + (f" and {left} more" if left > 0 else "")
+    """The first ``most`` different names, and how many more there are."""
+    different = [name or "(no unit)" for name in dict.fromkeys(names)]
+    left = len(different) - most
+    return ", ".join(different[:most]) + (f" and {left} more" if left > 0 else "")
 
 
-# The head figures of a dry run, for the summary and the page.
+def placements_of(parameter: ParameterPlacement) -> str:
+    """``replicate R, shard S(0)``."""
+    return ", ".join(f"{axis} {p}" for axis, p in parameter.placements.items()) or "plain tensor"
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Of the shown step, and of the whole run.
-
-    Attributes:
-        numel: elements of the whole model's parameters. state: bytes of parameters on this rank.
-        peak, capacity: bytes. step_peak: from the first forward on.
-        step, exposed: predicted seconds; exposed: in which the computation waits for collectives.
-        flops: of matmuls and attention in the step. used: part of the GPU's peak rate that they are.
-        calls, traffic: collectives of the step, and their bytes.
-    """
-
-    numel: int
-    state: int
-    peak: int
-    step_peak: int
-    capacity: float
-    step: float
-    exposed: float
-    flops: float
-    used: float
-    calls: int
-    traffic: int
-
-    def shown(self) -> list[tuple[str, str]]:
-        """(name, value) in words."""
-        beside = f", {in_bytes(self.step_peak)} in steps" if self.step_peak != self.peak else ""
-        waits = f" ({self.exposed / self.step:.0%})" if self.step else ""
-        return [
-            ("parameters of the model", _count(self.numel)),
-            ("parameters on this rank", in_bytes(self.state)),
-            ("peak memory", f"{in_bytes(self.peak)} of {in_bytes(self.capacity)}{beside}"),
-            ("a step, predicted", in_seconds(self.step)),
-            ("waits for collectives", f"{in_seconds(self.exposed)}{waits}"),
-            ("FLOPs of a step", f"{self.flops / 1e12:,.3g} T ({self.used:.0%} of peak)"),
-            ("collectives of a step", f"{self.calls:,} ({in_bytes(self.traffic)})"),
-        ]
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """Key -> the items with that key, in the order of the first."""
+    groups: dict[_K, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
-def figures_of(run: DryRun, times: Timeline) -> Figures:
-    """Of ``run`` with these times."""
+# What both the summary and the report show.
+
+
+def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
+    """Returns names and values of the most important numbers of ``run``."""
     gpu, step = times.cluster.gpu, times.step_seconds
-    mine = [operation for operation in run.operations if operation.step == times.step]
-    flops = sum(operation.flops for operation in mine)
-    calls = [
-        run.collectives[o.collective]
-        for o in mine
-        if o.kind == "collective" and o.collective is not None
+    operations = [operation for operation in run.operations if operation.step == times.step]
+    flops = sum(operation.flops for operation in operations)
+    issued = (o.collective for o in operations if o.kind == "collective")
+    calls = [run.collectives[index] for index in issued if index is not None]
+    in_steps = (run.step_peak or run.peak).bytes
+    later = f", {in_bytes(in_steps)} in steps" if in_steps != run.peak.bytes else ""
+    exposed = sum(times.exposed().values())
+    waits = f" ({exposed / step:.0%})" if step else ""
+    used = flops / (gpu.peak * 1e12 * step) if step else 0.0
+    traffic = in_bytes(sum(call.bytes for call in calls))
+    capacity = in_bytes(gpu.capacity_gib * 2**30)
+    return [
+        ("parameters of the model", _numel(sum(prod(p.shape) for p in run.parameters))),
+        ("parameters on this rank", total_bytes(run.parameters)),
+        ("peak memory", f"{in_bytes(run.peak.bytes)} of {capacity}{later}"),
+        ("a step, predicted", in_seconds(step)),
+        ("waits for collectives", f"{in_seconds(exposed)}{waits}"),
+        ("FLOPs of a step", f"{flops / 1e12:,.3g} T ({used:.0%} of peak)"),
+        ("collectives of a step", f"{len(calls):,} ({traffic})"),
     ]
-    return Figures(
-        numel=sum(prod(p.shape) for p in run.parameters),
-        state=sum(p.bytes for p in run.parameters),
-        peak=run.peak.bytes,
-        step_peak=(run.step_peak or run.peak).bytes,
-        capacity=gpu.capacity_gib * 2**30,
-        step=step,
-        exposed=sum(times.exposed().values()),
-        flops=flops,
-        used=flops / (gpu.peak * 1e12 * step) if step else 0.0,
-        calls=len(calls),
-        traffic=sum(call.bytes for call in calls),
-    )
 
 
-def peaks_of(run: DryRun) -> list[tuple[Peak, str]]:
-    """(peak, when in words): the whole run's; the training's after it, if that is another."""
-    later = run.step_peak
-    if later is None or later.operation == run.peak.operation:
-        return [(run.peak, "")]
-    return [(run.peak, ""), (later, " from the first forward on")]
-
-
-def _count(number: int) -> str:
+def _numel(number: int) -> str:
     for unit, factor in (("B", 10**9), ("M", 10**6)):
         if number >= factor:
             return f"{number / factor:,.2f} {unit}"
     return f"{number:,}"
+
+
+AXIS_COLUMNS = (
+    *("axis", "operation", "ranks", "calls"),
+    *("bytes", "takes", "waited for", "of the step"),
+)
+
+
+def axis_rows(times: Timeline, calls: Iterable[Call]) -> list[tuple[tuple[str, ...], float]]:
+    """The calls of the shown step by axis and operation: cells of ``AXIS_COLUMNS``, part waited for."""
+    rows: list[tuple[tuple[str, ...], float]] = []
+    shown = (call for call in calls if call.step == times.step)
+    groups = grouped(shown, lambda c: (c.axis or "none", c.op, str(c.group_size)))
+    for cells, group in groups.items():
+        exposed = sum(c.exposed for c in group)
+        part = exposed / times.step_seconds if times.step_seconds else 0.0
+        seconds = in_seconds(sum(c.seconds for c in group))
+        numbers = (
+            f"{len(group):,}",
+            total_bytes(group),
+            seconds,
+            in_seconds(exposed),
+            f"{part:.1%}",
+        )
+        rows.append(((*cells, *numbers), part))
+    return rows
+
+
+def by_size(peak: Peak) -> list[tuple[str, int]]:
+    """The kinds of memory at ``peak`` with their bytes, the largest first."""
+    return sorted(peak.by_kind.items(), key=lambda item: -item[1])
+
+
+def peaks_of(run: DryRun) -> Sequence[tuple[Peak, str]]:
+    """The peak of the run, and the peak of training if that is another one; each with when it is."""
+    later = run.step_peak
+    if later is None or later.operation == run.peak.operation:
+        return [(run.peak, "")]
+    return [(run.peak, ""), (later, " from the first forward on")]

@@ -1,4 +1,4 @@
-"""One rank of a world that isn't there: environment, process group, and what asks for hardware."""
+"""One rank of a world that doesn't exist: environment, process group, and calls that need hardware."""
 
 from __future__ import annotations
 
@@ -30,47 +30,12 @@ from parallel3d.testing.worlds import fake_world
 from parallel3d.tools.dryrun.result import UnknownRead
 from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking, caller
 
-# What a program sets for its whole process: a dry run puts it back.
-
-
-@contextmanager
-def settings_kept(check_device: Callable[[Any], None]) -> Iterator[None]:
-    """The defaults of dtype and device, the number of threads and the random numbers are afterwards as they
-    were; ``check_device`` is called with each device that is made the default."""
-    dtype, threads, device = (
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.get_default_device(),
-    )
-    set_device, changed = torch.set_default_device, False
-
-    def set_default_device(device: Any) -> None:
-        nonlocal changed
-        check_device(device)
-        set_device(device)
-        changed = True
-
-    try:
-        with (
-            patch.object(torch, "set_default_device", set_default_device),
-            torch.random.fork_rng(devices=()),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-        if changed:
-            set_device(None if device == torch.device("cpu") else device)
-
-
-# A script as a program that ``record`` can call.
-
 
 def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable[[], None]:
-    """``python path arguments...`` as a function: its own folder comes first on the path for imports.
+    """Returns ``python path arguments...`` as a function; the script's folder is first on the import path.
 
     Raises:
-        DryRunError: there is no such file; when called, that the script ended with an error of its own.
+        DryRunError: there is no such file; when called, the script exited with an error.
     """
     file = Path(path)
     if not file.is_file():
@@ -90,42 +55,41 @@ def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable
     return run
 
 
-# Where the program asks for values or names a device: what a dry run answers, or why it can't.
+# Calls that read values or name a device.
 
-_DECIDING = {
-    Tensor.__bool__: "the program decides by a tensor's value",
-    Tensor.__int__: "an int is made of a tensor's value",
-    Tensor.__index__: "an index is made of a tensor's value",
-    Tensor.numpy: "a numpy array is made of a tensor",
-    Tensor.__array__: "a numpy array is made of a tensor",
-    torch.is_nonzero: "the program decides by a tensor's value",
-    Tensor.is_nonzero: "the program decides by a tensor's value",
-    torch.equal: "the program decides by tensors' values",
-    Tensor.equal: "the program decides by tensors' values",
-    torch.allclose: "the program decides by tensors' values",
-    Tensor.allclose: "the program decides by tensors' values",
+_DECISIONS = {
+    "the program decides by a tensor's value": (
+        Tensor.__bool__,
+        Tensor.is_nonzero,
+        torch.is_nonzero,
+    ),
+    "the program decides by tensors' values": (
+        *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+    ),
+    "an int is made of a tensor's value": (Tensor.__int__,),
+    "an index is made of a tensor's value": (Tensor.__index__,),
+    "a numpy array is made of a tensor": (Tensor.numpy, Tensor.__array__),
 }
+_DECIDING: dict[Any, str] = {fn: what for what, fns in _DECISIONS.items() for fn in fns}
 _HELP = (
-    "which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to take for it), or "
+    "which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to use instead), or "
     "skip the lines with p3d.dryrun.active()"
 )
 
 
 class ReadMode(TorchFunctionMode):
-    """Answers NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
+    """Returns NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
 
     Args:
         is_unknown: whether a plain tensor's values are not known.
-        device_type: of the tensors of the dry run.
 
     Attributes:
         reads: (where, what) -> how often.
     """
 
-    def __init__(self, is_unknown: Callable[[Tensor], bool], device_type: str) -> None:
+    def __init__(self, is_unknown: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self._is_unknown = is_unknown
-        self.device_type = device_type
         self.reads: Counter[tuple[str, str]] = Counter()
         self.paused = False
 
@@ -134,26 +98,20 @@ class ReadMode(TorchFunctionMode):
         if self.paused:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        if handler is not None and args and isinstance(args[0], Tensor):
-            tensor = args[0]
-            if self.unknown(tensor):
-                return handler(self, func, tensor, args[1:])
-        self._check_device(func, args, kwargs)
-        if func in _FROM_DATA and args:
+        if handler is not None and args and isinstance(args[0], Tensor) and self.unknown(args[0]):
+            return handler(self, func, *args)
+        if "device" in kwargs:
+            _check_device(kwargs["device"])
+        elif func is Tensor.to and len(args) > 1:
+            _check_device(args[1])
+        elif func is Tensor.cuda:
+            _check_device("cuda")
+        if func in (torch.tensor, torch.as_tensor) and args:
             return self._from_data(func, args[0], args[1:], kwargs)
         return func(*args, **kwargs)
 
-    def _check_device(self, func: Any, args: Any, kwargs: Any) -> None:
-        if "device" in kwargs:
-            refuse_device(kwargs["device"], self.device_type)
-        elif func in _TO_A_DEVICE:
-            for argument in args[1:2]:
-                refuse_device(argument, self.device_type)
-        elif func in _TO_CUDA:
-            refuse_device("cuda", self.device_type)
-
     def _from_data(self, func: Any, data: Any, rest: Any, kwargs: Any) -> Any:
-        """``torch.tensor`` of numbers, some of which may be unknown: then the tensor is."""
+        """``torch.tensor`` of numbers, whose result is unknown if one of them is."""
         unknown: list[Any] = []
         known = self._known(data, unknown)
         if not unknown:
@@ -161,30 +119,30 @@ class ReadMode(TorchFunctionMode):
         made = func(known, *rest, **kwargs)
         dtype = made.dtype
         if kwargs.get("dtype") is None:
-            for each in unknown:
-                dtype = torch.promote_types(dtype, getattr(each, "dtype", dtype))
+            for value in unknown:
+                dtype = torch.promote_types(dtype, getattr(value, "dtype", dtype))
         return torch.empty(made.shape).to(dtype).requires_grad_(made.requires_grad)
 
     def _known(self, data: Any, unknown: list[Any]) -> Any:
-        """``data`` with something of the same kind in place of what is ``unknown``."""
+        """Replaces unknown values in ``data`` by known ones, and adds them to ``unknown``."""
         if isinstance(data, list | tuple):
-            return [self._known(each, unknown) for each in data]
+            return [self._known(item, unknown) for item in data]
         if isinstance(data, Unknown):
             unknown.append(data)
             return 0.0
         if isinstance(data, Tensor) and not data.ndim and self.unknown(data):
             self._note("item")
             unknown.append(data)
-            return False  # of the lowest dtype
+            return False  # which has the lowest dtype
         return data
 
     @property
     def found(self) -> tuple[UnknownRead, ...]:
-        """The places, those with most reads first."""
+        """The places that read unknown values, those with most reads first."""
         return tuple(UnknownRead(*key, count) for key, count in self.reads.most_common())
 
     def unknown(self, tensor: Tensor) -> bool:
-        """Whether the values of ``tensor``, DTensor or not, are not known."""
+        """Whether the values of ``tensor``, which may be a DTensor, are not known."""
         if isinstance(tensor, DTensor):
             return True
         flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -192,27 +150,27 @@ class ReadMode(TorchFunctionMode):
             return any(self.unknown(getattr(tensor, name)) for name in flatten()[0])
         return self._is_unknown(tensor)
 
-    def _item(self, func: Any, tensor: Tensor, rest: Any) -> Any:
+    def _item(self, func: Any, tensor: Tensor) -> Any:
         if tensor.numel() != 1:
             raise RuntimeError(
                 f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
             )
         self._note(func.__name__)
         if isinstance(tensor, DTensor):
-            tensor.full_tensor()  # what it communicates
+            tensor.full_tensor()  # for its collectives
         return Unknown()
 
-    def _float(self, func: Any, tensor: Tensor, rest: Any) -> Any:
-        self._item(func, tensor, rest)
+    def _float(self, func: Any, tensor: Tensor) -> Any:
+        self._item(func, tensor)
         return NOT_KNOWN
 
-    def _format(self, func: Any, tensor: Tensor, rest: Any) -> Any:
+    def _format(self, func: Any, tensor: Tensor, *spec: Any) -> Any:
         if tensor.ndim:
             return object.__format__(tensor, "")
         self._note("format")
-        return format(Unknown(), *rest)
+        return format(Unknown(), *spec)
 
-    def _list(self, func: Any, tensor: Tensor, rest: Any) -> Any:
+    def _list(self, func: Any, tensor: Tensor) -> Any:
         self._note("tolist")
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
@@ -222,7 +180,7 @@ class ReadMode(TorchFunctionMode):
 
         return nested(tuple(tensor.shape))
 
-    def _decide(self, func: Any, tensor: Tensor, rest: Any) -> Any:
+    def _decide(self, func: Any, tensor: Tensor, *rest: Any) -> Any:
         raise DryRunError(f"{caller()}: {_DECIDING[func]}, {_HELP}")
 
     def _note(self, what: str) -> None:
@@ -236,47 +194,35 @@ _HANDLERS: dict[Any, Any] = {
     Tensor.tolist: ReadMode._list,
     **dict.fromkeys(_DECIDING, ReadMode._decide),
 }
-_TO_A_DEVICE = {Tensor.to}
-_TO_CUDA = {Tensor.cuda}
-_FROM_DATA = {torch.tensor, torch.as_tensor}
 
 
-def refuse_device(device: Any, device_type: str) -> None:
-    """Raises DryRunError if ``device`` names another one than the dry run's or meta.
+DEVICE_TYPE = "cpu"
+"""Device type of all tensors of a dry run, on any machine."""
 
-    A number means the current accelerator's.
-    """
+
+def _check_device(device: Any) -> None:
+    """Raises DryRunError for another device than cpu and meta; a number, the current one, is allowed."""
     if isinstance(device, str):
         try:
             device = torch.device(device)
         except RuntimeError:
-            return  # torch says what is wrong with it
-    if isinstance(device, torch.device) and device.type not in (device_type, "meta", "cpu"):
+            return  # torch raises its own error
+    if isinstance(device, torch.device) and device.type not in (DEVICE_TYPE, "meta"):
         raise DryRunError(
-            f"{caller()}: the device {str(device)!r} is hard-coded; this dry run has {device_type!r}. Take "
+            f"{caller()}: the device {str(device)!r} is hard-coded; this dry run has {DEVICE_TYPE!r}. Use "
             "the mesh's, which is right on every machine: torch.device(mesh.device_type)"
         )
 
 
-DEVICE_TYPE = "cpu"
-"""Of all tensors of a dry run, whatever the machine has."""
-
 _CUDA_CALLS: dict[str, Any] = {
     "is_available": False,
-    "set_device": None,
-    "current_device": 0,
-    "synchronize": None,
-    "empty_cache": None,
-    "reset_peak_memory_stats": None,
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-    "manual_seed": None,
-    "manual_seed_all": None,
     "memory_stats": {},
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+    **dict.fromkeys(("manual_seed", "manual_seed_all")),
+    **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), 0),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved"), 0),
 }
-"""What programs call on a GPU that they take for granted: here it does nothing, with a GPU or without."""
+"""Function of ``torch.cuda`` that does nothing in a dry run -> what it returns."""
 
 
 @contextmanager
@@ -290,53 +236,12 @@ def played_rank(
     on_resize: Callable[[torch.UntypedStorage], None],
     for_real: Callable[[], Any],
 ) -> Iterator[None]:
-    """This process is ``rank``, as far as a program can see.
+    """Makes this process look like ``rank`` to a program.
 
-    ``init_process_group`` finds the group made already, meshes on any device are on the CPU, objects that are
-    exchanged are this rank's own, and a DataLoader reads ``for_real``.
+    ``init_process_group`` finds the group made already, meshes on any device are on the CPU, exchanged
+    objects are this rank's own, and a DataLoader reads within ``for_real()``.
     """
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, _environment(rank, world_size, gpus_per_node)))
-        stack.enter_context(fake_world(rank, world_size))
-        stack.enter_context(patch.object(groups, "pretended_backend", backend))
-        for owner, name, replacement in (
-            (dist, "init_process_group", _already_there(world_size)),
-            (dist, "destroy_process_group", lambda group=None: None),
-            (DeviceMesh, "__init__", _mesh_init(on_mesh)),
-            (torch, "compile", _uncompiled()),
-            (torch.autocast, "__init__", _autocast_init()),
-            (torch.UntypedStorage, "resize_", _noted_resize(on_resize)),
-            (torch.amp.GradScaler, SCALED_STEP, _stepped),
-            *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
-            *((kind, m, _read(kind, m, for_real)) for kind, m in _loader_methods()),
-            (torch, "load", _read(torch, "load", for_real)),
-            (torch, "save", lambda *args, **kwargs: None),
-            *((dcp, name, lambda *args, **kwargs: None) for name in ("save", "load", "async_save")),
-            (nn.parallel.DistributedDataParallel, "__init__", _no_ddp),
-            *_without_cuda(),
-            *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
-        ):
-            stack.enter_context(patch.object(owner, name, replacement))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(settings_kept(lambda device: refuse_device(device, DEVICE_TYPE)))
-        yield
 
-
-def _environment(rank: int, world_size: int, gpus_per_node: int) -> dict[str, str]:
-    local = min(gpus_per_node, world_size)
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank % local,
-        "LOCAL_WORLD_SIZE": local,
-        "GROUP_RANK": rank // local,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 29500,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-def _already_there(world_size: int) -> Callable[..., None]:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         asked = kwargs.get("world_size", -1)
         if asked not in (-1, None, world_size):
@@ -345,70 +250,120 @@ def _already_there(world_size: int) -> Callable[..., None]:
                 "torchrun and this dry run set WORLD_SIZE"
             )
 
-    return init_process_group
+    mesh_init = DeviceMesh.__init__
 
-
-def _mesh_init(on_mesh: Callable[[DeviceMesh], None]) -> Callable[..., None]:
-    original = DeviceMesh.__init__
-
-    def __init__(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, DEVICE_TYPE, *args, **kwargs)
+    def init_mesh(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        mesh_init(self, DEVICE_TYPE, *args, **kwargs)
         on_mesh(self)
 
-    return __init__
+    compile_model = torch.compile
 
+    def compiled(model: Any = None, **options: Any) -> Any:
+        return compile_model(model, backend="eager")  # importing a compiler takes seconds
 
-def _uncompiled() -> Callable[..., Any]:
-    """Calls what it is given; without the import of a compiler, which takes seconds."""
-    original = torch.compile
+    autocast_init = torch.autocast.__init__
 
-    def compile(model: Any = None, **options: Any) -> Any:
-        return original(model, backend="eager")
-
-    return compile
-
-
-def _autocast_init() -> Callable[..., None]:
-    original = torch.autocast.__init__
-
-    def __init__(
-        self: torch.autocast, device_type: str, dtype: Any = None, *a: Any, **k: Any
+    def init_autocast(
+        self: torch.autocast, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         if device_type != DEVICE_TYPE and dtype is None:
             dtype = torch.get_autocast_dtype(device_type)
-        original(self, DEVICE_TYPE, dtype, *a, **k)
+        autocast_init(self, DEVICE_TYPE, dtype, *args, **kwargs)
 
-    return __init__
+    resize_storage = torch.UntypedStorage.resize_
 
-
-def _noted_resize(on_resize: Callable[[torch.UntypedStorage], None]) -> Callable[..., Any]:
-    original = torch.UntypedStorage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        result = original(self, size)
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        result = resize_storage(self, size)
         on_resize(self)
         return result
 
-    return resize_
+    def really(owner: Any, name: str) -> tuple[Any, str, Any]:
+        original = getattr(owner, name)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            with for_real():
+                return original(*args, **kwargs)
+
+        return owner, name, function
+
+    methods = ("__init__", "_next_data")
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, _environment(rank, world_size, gpus_per_node)))
+        stack.enter_context(fake_world(rank, world_size))
+        stack.enter_context(patch.object(groups, "pretended_backend", backend))
+        for owner, name, replacement in (
+            (dist, "init_process_group", init_process_group),
+            (dist, "destroy_process_group", lambda group=None: None),
+            (DeviceMesh, "__init__", init_mesh),
+            (torch, "compile", compiled),
+            (torch.autocast, "__init__", init_autocast),
+            (torch.UntypedStorage, "resize_", resize),
+            (torch.amp.GradScaler, SCALED_STEP, _scaled_step),
+            *((dist, name, fn) for name, fn in _OBJECT_COLLECTIVES.items()),
+            *(really(kind, method) for kind in loader_iterators() for method in methods),
+            really(torch, "load"),
+            (torch, "save", _nothing),
+            *((dcp, name, _nothing) for name in ("save", "load", "async_save")),
+            (nn.parallel.DistributedDataParallel, "__init__", _no_ddp),
+            *((torch.cuda, name, _returning(value)) for name, value in _CUDA_CALLS.items()),
+            (torch.accelerator, "is_available", _returning(False)),
+            (torch.accelerator, "current_accelerator", _nothing),
+            *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
+        ):
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_settings_kept())
+        yield
 
 
-def _stepped(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """No gradient is infinite."""
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Restores the settings of the process: default dtype and device, threads, random numbers."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    device, set_device, changed = torch.get_default_device(), torch.set_default_device, False
+
+    def set_default_device(device: Any) -> None:
+        nonlocal changed
+        _check_device(device)
+        set_device(device)
+        changed = True
+
+    try:
+        with (
+            patch.object(torch, "set_default_device", set_default_device),
+            torch.random.fork_rng(devices=()),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        if changed:
+            set_device(None if device == torch.device("cpu") else device)
+
+
+def _environment(rank: int, world_size: int, gpus_per_node: int) -> dict[str, str]:
+    local = min(gpus_per_node, world_size)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+_nothing = _returning(None)
+
+
+def _scaled_step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """Steps without asking whether a gradient is infinite."""
     return optimizer.step(*args, **kwargs)
-
-
-def _loader_methods() -> list[tuple[type, str]]:
-    return [(kind, name) for kind in loader_iterators() for name in ("__init__", "_next_data")]
-
-
-def _read(kind: Any, method: str, for_real: Callable[[], Any]) -> Callable[..., Any]:
-    original = getattr(kind, method)
-
-    def reading(*args: Any, **kwargs: Any) -> Any:
-        with for_real():
-            return original(*args, **kwargs)
-
-    return reading
 
 
 def _no_ddp(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -418,14 +373,7 @@ def _no_ddp(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _without_cuda() -> Iterator[tuple[Any, str, Any]]:
-    for name, value in _CUDA_CALLS.items():
-        yield torch.cuda, name, lambda *args, value=value, **kwargs: value
-    yield torch.accelerator, "is_available", lambda: False
-    yield torch.accelerator, "current_accelerator", lambda check_available=False: None
-
-
-# Every rank brings what this one brings.
+# Collectives of objects: every rank has the same objects as this one.
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
@@ -434,11 +382,7 @@ def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> N
 
 def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
     if object_gather_list is not None:
-        object_gather_list[:] = [copy.deepcopy(obj) for _ in object_gather_list]
-
-
-def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Another rank's objects are what this one has in their place."""
+        _all_gather_object(object_gather_list, obj)
 
 
 def _scatter_object_list(output: list[Any], given: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -449,6 +393,6 @@ def _scatter_object_list(output: list[Any], given: Any = None, *args: Any, **kwa
 _OBJECT_COLLECTIVES: dict[str, Any] = {
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
-    "broadcast_object_list": _broadcast_object_list,
+    "broadcast_object_list": _nothing,
     "scatter_object_list": _scatter_object_list,
 }

@@ -1,4 +1,4 @@
-"""SkyPilot: a task for any cloud or cluster that it knows."""
+"""SkyPilot, for any cloud or cluster that it supports, and Ray."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ def skypilot_file(job: LaunchJob) -> str:
     """A task file for ``sky launch`` or ``sky jobs launch``.
 
     Raises:
-        LaunchError: which GPU isn't said.
+        LaunchError: the GPU isn't given.
     """
+    environment = "\n".join(
+        (f"  # {why}\n" if why else "") + f"  {name}: {yaml_text(value)}"
+        for name, value, why in variables(job)
+    )
     return f"""\
 #   sky jobs launch FILE      on spot machines or with restarts;   sky launch FILE      to look at it
 name: {job.name}
@@ -31,51 +35,37 @@ workdir: .
 resources:
 {indent(_resources(job), "  ")}
 envs:
-{indent(_envs(job), "  ")}
+{environment}
 run: |
 {indent(_run(job), "  ")}
 """
 
 
 def _resources(job: LaunchJob) -> str:
-    lines = []
-    if job.device == "cuda":
-        if job.gpu is None:
-            raise LaunchError(
-                "skypilot needs --gpu, the GPU's name as SkyPilot has it, such as H100"
-            )
-        lines.append(f"accelerators: {yaml_text(f'{job.gpu}:{job.gpus_per_node}')}")
-        if job.nodes > 1:
-            lines += [
-                "# InfiniBand, EFA or what else the cloud has between nodes",
-                "network_tier: best",
-            ]
+    if job.device == "cpu":
+        lines = [f'cpus: "{job.gpus_per_node}+"']
+    elif job.gpu is None:
+        raise LaunchError("skypilot needs --gpu, the GPU's name as SkyPilot has it, such as H100")
     else:
-        lines.append(f'cpus: "{job.gpus_per_node}+"')
+        lines = [f"accelerators: {yaml_text(f'{job.gpu}:{job.gpus_per_node}')}"]
+        if job.nodes > 1:
+            lines.append("# InfiniBand, EFA or whatever the cloud has between nodes")
+            lines.append("network_tier: best")
     if job.image:
         lines.append(f"image_id: {yaml_text('docker:' + job.image)}")
     lines += [
-        "# by sky jobs: a machine that is taken away doesn't count, a process that fails does",
+        "# restarts by sky jobs after a process has failed; a machine that is taken away doesn't count",
         "job_recovery:",
         f"  max_restarts_on_errors: {job.max_restarts}",
     ]
     return "\n".join(lines)
 
 
-def _envs(job: LaunchJob) -> str:
-    lines = []
-    for name, value, why in variables(job):
-        lines += [f"# {why}"] if why else []
-        lines.append(f"{name}: {yaml_text(value)}")
-    return "\n".join(lines)
-
-
 def _run(job: LaunchJob) -> str:
-    rendezvous = "--standalone \\"
-    head = ""
+    rendezvous, head = "--standalone \\", ""
     if job.nodes > 1:
         head = """
-# SkyPilot says each node's number and all addresses, one a line: the first line is node 0.
+# SkyPilot sets each node's number and all addresses, one in each line: the first line is node 0.
 read -r MASTER_ADDR <<< "$SKYPILOT_NODE_IPS"
 """
         rendezvous = """\
@@ -92,12 +82,9 @@ torchrun {rendezvous}
     {training_words(job)}"""
 
 
-# Ray Train: a script whose workers each start the training script as a process of its own.
-
-
 def ray_file(job: LaunchJob) -> str:
-    """A Python script for a Ray cluster; it needs ``ray[train]`` where it runs."""
-    words = list(job.command)
+    """A Python script for a Ray cluster with ``ray[train]``, whose workers each run the training script."""
+    environment = {name: value for name, value, _ in variables(job)}
     return f"""\
 #   ray job submit --working-dir . -- python FILE
 import ctypes
@@ -112,9 +99,9 @@ import torch.distributed as dist
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-COMMAND = {_literal(words)}
+COMMAND = {_literal(list(job.command))}
 PROCESSES_PER_NODE = {job.gpus_per_node}
-ENVIRONMENT = {_literal({name: value for name, value, _ in variables(job)})}
+ENVIRONMENT = {_literal(environment)}
 
 
 def train():
@@ -124,7 +111,7 @@ def train():
     node = rank // PROCESSES_PER_NODE
     if (context.get_node_rank(), local_rank) != (node, rank % PROCESSES_PER_NODE):
         raise RuntimeError(f"Ray's nodes have other than {{PROCESSES_PER_NODE}} workers each")
-    # Ray's own process group agrees on an address for the training's, and is gone before it begins.
+    # Ray's own process group sends the address of the training's, and is destroyed before that is made.
     address = [free_address()]
     dist.broadcast_object_list(address, src=0)
     dist.destroy_process_group()
@@ -140,11 +127,11 @@ def train():
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }}
-    # A process of its own: Ray calls this function in a thread, where a script can't handle signals.
+    # A separate process: Ray calls this function in a thread, where a script can't handle signals.
     child = subprocess.Popen([sys.executable, *COMMAND], env=environment, preexec_fn=die_with_worker)
     status = child.wait()
     if status:
-        raise RuntimeError(f"rank {{rank}} ended with {{status}}")  # Ray starts all again
+        raise RuntimeError(f"rank {{rank}} ended with {{status}}")  # Ray restarts all
 
 
 def free_address():
@@ -154,7 +141,7 @@ def free_address():
 
 
 def die_with_worker():
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when Ray kills its worker
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if Ray kills its worker
 
 
 if __name__ == "__main__":
@@ -165,7 +152,7 @@ if __name__ == "__main__":
             use_gpu={job.device == "cuda"},
             placement_strategy="PACK",  # as few nodes as can be
         ),
-        torch_config=TorchConfig(backend="gloo"),  # for the address alone
+        torch_config=TorchConfig(backend="gloo"),  # only for the address
         run_config=RunConfig(
             name={job.name!r},
             failure_config=FailureConfig(max_failures={job.max_restarts}),

@@ -1,4 +1,4 @@
-"""LaunchJob: what is to be started, on which machines; checked here, so that a target only writes it down."""
+"""LaunchJob: the program to launch and its machines, checked, so that targets only write it down."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.axes import AXES
 from parallel3d.mesh.layout import MeshLayout
 
-# LaunchError: a child of Parallel3dError.
-
 
 class LaunchError(Parallel3dError):
-    """A job that can't be launched so, or a value that a launch file can't hold."""
+    """A job that can't be launched, or a value that a launch file can't contain."""
 
 
-# The training command: as torchrun takes it, with the mesh's sizes as its arguments.
+# The training command: the arguments that torchrun takes, with the mesh's sizes among them.
 
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 
 
 def checked_command(command: Sequence[str]) -> tuple[str, ...]:
-    """``command`` as a tuple of words.
+    """Returns ``command`` as a tuple of words.
 
     Raises:
-        LaunchError: it is empty, holds what no argument can hold, or begins with what torchrun starts itself.
+        LaunchError: it is empty, begins with a launcher, or has a word that can't be an argument.
     """
     words = tuple(command)
     if isinstance(command, str):
@@ -39,11 +37,7 @@ def checked_command(command: Sequence[str]) -> tuple[str, ...]:
             "what is to be launched? Give a script and its arguments after --, such as train.py"
         )
     for word in words:
-        if (
-            not isinstance(word, str)
-            or "\0" in word
-            or any("\ud800" <= c <= "\udfff" for c in word)
-        ):
+        if not _is_text(word):
             raise LaunchError(
                 f"the argument {word!r} can't be in a launch file; it must be text without NUL"
             )
@@ -65,16 +59,21 @@ def checked_command(command: Sequence[str]) -> tuple[str, ...]:
     return words
 
 
+def _is_text(word: object) -> bool:
+    """Whether ``word`` is a string without NUL and surrogates."""
+    return isinstance(word, str) and not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in word)
+
+
 def with_mesh(
     command: tuple[str, ...], layout: MeshLayout | None, world_size: int
 ) -> tuple[tuple[str, ...], MeshLayout | None]:
-    """The command with the mesh's sizes, and the mesh resolved for ``world_size`` ranks.
+    """Returns the command with the mesh's sizes, and the mesh resolved for ``world_size`` ranks.
 
-    Where ``layout`` is None, the mesh is what the command's own ``--replicate``, ``--shard`` and ``--tp``
-    say (one of them missing counts as 1, a missing shard as what is left); None if it has none of them.
+    If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard`` and ``--tp``:
+    one that is missing is 1, a missing shard is what the others leave. Without any there is no mesh.
 
     Raises:
-        LaunchError: the command's own sizes are not those of ``layout``.
+        LaunchError: the command's own sizes differ from those of ``layout``.
         MeshError: the sizes don't fill ``world_size``.
     """
     own = _own_sizes(command)
@@ -89,30 +88,30 @@ def with_mesh(
             raise LaunchError(
                 f"the command has --{axis} {size}, but the mesh is {layout}; leave it out of the command"
             )
-    more = [
-        w for axis in AXES if axis not in own for w in (f"--{axis}", str(getattr(layout, axis)))
-    ]
+    missing = [axis for axis in AXES if axis not in own]
+    more = [word for axis in missing for word in (f"--{axis}", str(getattr(layout, axis)))]
     return (*command, *more), layout
 
 
 def _own_sizes(command: tuple[str, ...]) -> dict[str, int]:
-    """The axes that the command's arguments name, the last of several, as argument parsers take them."""
+    """The sizes among the command's arguments; the last of several, as in argument parsers."""
     sizes = {}
     for word, following in pairwise((*command, "")):
-        for axis in AXES:
-            if word == f"--{axis}" or word.startswith(f"--{axis}="):
-                value = following if word == f"--{axis}" else word.partition("=")[2]
-                try:
-                    sizes[axis] = int(value)
-                except ValueError:
-                    raise LaunchError(
-                        f"the command has --{axis} {value!r}; it must be a number"
-                    ) from None
+        name, equals, value = word.partition("=")
+        axis = name.removeprefix("--")
+        if axis in AXES and name != axis:
+            value = value if equals else following
+            try:
+                sizes[axis] = int(value)
+            except ValueError:
+                raise LaunchError(
+                    f"the command has --{axis} {value!r}; it must be a number"
+                ) from None
     return sizes
 
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME = 44  # Kubernetes adds "-node-0-<index>-<5 letters>" and allows 63 characters
+_LONGEST_NAME = 44  # Kubernetes appends "-node-0-<index>-<5 letters>" and allows 63 characters
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*")
@@ -126,31 +125,31 @@ _READ_ONLY = {"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO"}
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """A training script on ``nodes`` machines of ``gpus_per_node`` GPUs, a process for each GPU.
+    """A training script on ``nodes`` machines of ``gpus_per_node`` GPUs, with one process for each GPU.
 
     Attributes:
-        command: the script and its arguments, or ``-m``, a module and its arguments; as torchrun takes
-            them, without ``python``.
-        nodes: how many machines.
-        gpus_per_node: processes on each, one for each of its GPUs (with ``device="cpu"`` just processes).
-        layout: the mesh; must fill all nodes, with tp groups within nodes. Its sizes are appended to the
-            command as ``--replicate``, ``--shard`` and ``--tp`` where they are not there yet. None: no
-            mesh is checked but the one that the command's own arguments name.
-        domain: GPUs that fast links join, where these are more than a node's (NVL72: 72).
-        name: of the job: lower-case letters, digits and dashes, as Kubernetes wants it (DNS-1123).
+        command: the script and its arguments, or ``-m``, a module and its arguments, as for torchrun:
+            without ``python``.
+        nodes: number of machines.
+        gpus_per_node: processes on each machine, one for each of its GPUs.
+        layout: the mesh. It must fill all nodes, with tp groups within nodes. Its sizes are appended to the
+            command as ``--replicate``, ``--shard`` and ``--tp`` unless they are there. If None, only a mesh
+            that the command's own arguments name is checked.
+        domain: number of GPUs joined by fast links, if they are more than a node's (NVL72: 72).
+        name: name of the job: lower-case letters, digits and dashes, as Kubernetes requires (DNS-1123).
         image: the container's image, for targets that run containers.
-        gpu: the GPU's name where the target asks for it: SkyPilot's ``H100``, SLURM's ``gpu:h100:8``.
+        gpu: the GPU's name for targets that need it: ``H100`` for SkyPilot, ``gpu:h100:8`` in SLURM.
         partition, account: SLURM's.
         time: the time limit in SLURM's form: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``.
-        max_restarts: how often all processes start again after one has failed.
-        env: variables for the training processes; they win over those that the file sets itself.
-        device: ``"cuda"`` or ``"cpu"`` (gloo; nothing is asked of GPUs).
-        grace: seconds for a last checkpoint between the signal to stop and the kill; 0: SLURM sends no
+        max_restarts: how often all processes are restarted after one has failed.
+        env: variables of the training processes; they override those that the file sets itself.
+        device: ``"cuda"`` or ``"cpu"`` (gloo; no GPUs are requested).
+        grace: seconds for a last checkpoint between the signal to stop and the kill. With 0, SLURM sends no
             signal and does not requeue.
 
     Raises:
-        LaunchError: a value that can't be, with what comes nearest.
-        MeshError: a mesh that doesn't fill the machines.
+        LaunchError: a value is not possible; the message has the nearest one that is.
+        MeshError: the mesh doesn't fill the machines.
     """
 
     command: tuple[str, ...]
@@ -180,12 +179,10 @@ class LaunchJob:
         for name in ("partition", "account", "gpu"):
             self._check_word(name, _WORD, "letters, digits, '_', '.', '-', '+' and ','")
         self._check_word("image", _IMAGE, "such as registry/name:tag or name@sha256:...")
-        if self.time is not None:
-            _ = self.seconds
+        _ = self.seconds  # checks time
         self._set("env", dict(self.env))
         check_env(self.env)
-        self._set("command", checked_command(self.command))
-        command, layout = with_mesh(self.command, self.layout, self.world_size)
+        command, layout = with_mesh(checked_command(self.command), self.layout, self.world_size)
         self._set("command", command)
         self._set("layout", layout)
         self._check_tp()
@@ -200,20 +197,16 @@ class LaunchJob:
         """The time limit in seconds.
 
         Raises:
-            LaunchError: it isn't in one of SLURM's forms, or is nothing.
+            LaunchError: ``time`` isn't in one of SLURM's forms, or is zero.
         """
         if self.time is None:
             return None
-        found = _TIME.fullmatch(self.time)
-        if found:
+        if found := _TIME.fullmatch(self.time):
             parts = [int(part) for part in found["rest"].split(":")]
-            if found["days"]:
-                seconds = int(found["days"]) * 86400 + _seconds(parts, (3600, 60, 1))
-            elif len(parts) < 3:
-                seconds = _seconds(parts, (60, 1))  # MM or MM:SS
-            else:
-                seconds = _seconds(parts, (3600, 60, 1))
-            if seconds:
+            hours_first = found["days"] or len(parts) == 3  # otherwise MM or MM:SS
+            units = (3600, 60, 1) if hours_first else (60, 1)
+            seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
+            if seconds := seconds + int(found["days"] or 0) * 86400:
                 return seconds
         raise LaunchError(
             f"time is {self.time!r}; it must be minutes, HH:MM:SS or D-HH:MM:SS, such as 90, 12:00:00, "
@@ -229,24 +222,22 @@ class LaunchJob:
             raise LaunchError(f"{name} is {value!r}; it may have {words}")
 
     def _check_tp(self) -> None:
-        """Each layer waits for its tp group: over the network between nodes that takes most of the time."""
+        """Raises an error if tp groups would cross nodes: every layer would wait for the network."""
         if self.layout is None or self.layout.tp == 1:
             return
         tp, domain = self.layout.tp, self.domain or self.gpus_per_node
         if domain % tp:
-            fitting = max(
-                size for size in range(1, domain + 1) if domain % size == 0 and size <= tp
-            )
+            nearest = max(n for n in range(1, domain + 1) if domain % n == 0 and n <= tp)
             why = "is more than" if tp > domain else "doesn't divide"
             raise LaunchError(
                 f"tp {tp} {why} the {domain} GPUs that fast links join, so groups would cross nodes and "
-                f"every layer wait for the network; the nearest that fits is tp {fitting}. If fast links "
-                "join more GPUs than a node has (NVL72), say how many with --domain"
+                f"every layer wait for the network; the nearest that fits is tp {nearest}. If fast links "
+                "join more GPUs than a node has (NVL72), give their number with --domain"
             )
 
 
 def check_name(name: str) -> None:
-    """Raises LaunchError if ``name`` is none for Kubernetes, with the nearest that is."""
+    """Raises LaunchError, with the nearest valid name, if Kubernetes does not allow ``name``."""
     if isinstance(name, str) and _LABEL.fullmatch(name) and len(name) <= _LONGEST_NAME:
         return
     near = re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")
@@ -267,7 +258,7 @@ def check_env(env: Mapping[str, str]) -> None:
                 f"env has {name!r}; a variable's name has letters, digits and '_' and doesn't begin with "
                 f"a digit; for example {near!r}"
             )
-        if not isinstance(value, str) or "\0" in value or not _is_text(value):
+        if not _is_text(value):
             raise LaunchError(f"env {name} is {value!r}; it must be text without NUL")
         if name in _SET_BY_LAUNCHER or name.startswith("PET_"):
             raise LaunchError(
@@ -277,14 +268,6 @@ def check_env(env: Mapping[str, str]) -> None:
             raise LaunchError(f"env has {name}, which bash does not let anyone set; leave it out")
     if env.get("CUDA_DEVICE_MAX_CONNECTIONS", "32") in ("1", "0"):
         raise LaunchError(
-            "env has CUDA_DEVICE_MAX_CONNECTIONS=1, a habit from Megatron that puts FSDP's collectives in "
+            "env has CUDA_DEVICE_MAX_CONNECTIONS=1, a setting for Megatron that puts FSDP's collectives in "
             "one queue with the computation they should overlap; leave it out or give 16 or more"
         )
-
-
-def _is_text(value: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _seconds(parts: list[int], units: tuple[int, ...]) -> int:
-    return sum(part * unit for part, unit in zip(parts, units, strict=False))

@@ -1,4 +1,4 @@
-"""What Kubeflow and JobSet share: a container that runs torchrun, as lines of YAML."""
+"""Kubeflow and JobSet: manifests for kubectl, of a container that runs torchrun."""
 
 from __future__ import annotations
 
@@ -13,46 +13,59 @@ from parallel3d.tools.launch.shell import (
     yaml_text,
 )
 
+_MOUNTS = """\
+volumeMounts:
+  - name: shm
+    mountPath: /dev/shm"""
 
-def script(torchrun: str, job: LaunchJob, before: str = "") -> str:
-    """``command``: bash with our lines of shell, to which Kubernetes appends ``args`` as ``"$@"``.
+_VOLUMES = """\
+# Data loaders and NCCL exchange tensors in /dev/shm; a container's own has only 64 MiB.
+volumes:
+  - name: shm
+    emptyDir:
+      medium: Memory"""
 
-    ``torchrun`` are its options, a line each; ``before`` lines of shell that they
-    need. No user's text is in here, so nothing is to be escaped.
+
+def _nested(text: str, depth: int) -> str:
+    return indent(text, " " * depth)
+
+
+def _container(torchrun: str, job: LaunchJob, before: str = "") -> str:
+    """``command``, ``args`` and ``env`` of the container.
+
+    ``command`` is bash with our own lines, to which Kubernetes appends ``args`` as ``"$@"``. It has no text
+    of the user's, so nothing is escaped.
+
+    Args:
+        torchrun: torchrun's options, one in each line.
+        before: lines of shell that they need.
     """
     common = f"--nproc-per-node={job.gpus_per_node} {grace_option(job)}--tee=3"
     options = " \\\n      ".join([*torchrun.split("\n"), common])
-    return f"""\
+    lines = [
+        f"""\
 command:
   - bash
   - -c
-  # exec: as process 1 bash would not pass SIGTERM on, and torchrun could not save a last checkpoint.
+  # exec: bash as process 1 would not pass SIGTERM on, and torchrun could not save a last checkpoint.
   - |
     set -eu
-{nested(before, 4)}    ulimit -S -n hard
+{_nested(before, 4)}    ulimit -S -n hard
     ulimit -S -l hard
     exec torchrun {options} "$@"
-  - {yaml_text(job.name)}"""
-
-
-def arguments(job: LaunchJob) -> str:
-    """``args``: the training command's words, each just what it is; Kubernetes would expand ``$(...)``."""
-    lines = [f"  - {yaml_text(for_kubernetes(for_torchrun(word)))}" for word in job.command]
-    return "\n".join(["args:", *lines])
-
-
-def environment(job: LaunchJob) -> str:
-    """``env`` with a comment before each variable that is ours."""
-    lines = ["env:"]
+  - {yaml_text(job.name)}
+args:""",
+        *(f"  - {yaml_text(for_kubernetes(for_torchrun(word)))}" for word in job.command),
+        "env:",
+    ]
     for name, value, why in variables(job):
-        if why:
-            lines.append(f"  # {why}")
+        lines += [f"  # {why}"] if why else []
         lines += [f"  - name: {name}", f"    value: {yaml_text(for_kubernetes(value))}"]
     return "\n".join(lines)
 
 
-def resources(job: LaunchJob, key: str) -> str:
-    """The GPUs; nothing for a job on CPUs."""
+def _gpus(job: LaunchJob, key: str) -> str:
+    """The GPUs of a container; nothing for a job on CPUs."""
     if job.device == "cpu":
         return ""
     return f"""\
@@ -63,37 +76,11 @@ def resources(job: LaunchJob, key: str) -> str:
 """
 
 
-def mounts() -> str:
-    """Of the container."""
-    return """\
-volumeMounts:
-  - name: shm
-    mountPath: /dev/shm"""
-
-
-def volumes() -> str:
-    """Of the pod."""
-    return """\
-# Data loaders and NCCL hand tensors over in /dev/shm; a container's own has 64 MiB.
-volumes:
-  - name: shm
-    emptyDir:
-      medium: Memory"""
-
-
-def nested(text: str, depth: int) -> str:
-    """``text`` ``depth`` spaces to the right."""
-    return indent(text, " " * depth)
-
-
-# JobSet: an indexed Job whose pods find each other by name, started again as a whole.
-
-
 def jobset_file(job: LaunchJob) -> str:
-    """A manifest for kubectl.
+    """JobSet: an indexed Job whose pods find each other by name and are restarted together.
 
     Raises:
-        LaunchError: no image.
+        LaunchError: there is no image.
     """
     if job.image is None:
         raise LaunchError(
@@ -101,7 +88,11 @@ def jobset_file(job: LaunchJob) -> str:
             "registry/name:tag"
         )
     limit = f"              activeDeadlineSeconds: {job.seconds}\n" if job.seconds else ""
-    gpus = resources(job, "resources")
+    torchrun = "--standalone --max-restarts=0"
+    if job.nodes > 1:
+        torchrun = f"""\
+--nnodes={job.nodes} --node-rank="$JOB_COMPLETION_INDEX" --max-restarts=0
+--master-addr={job.name}-node-0-0.{job.name} --master-port=29500"""
     return f"""\
 #   kubectl create -f FILE
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -109,12 +100,12 @@ kind: JobSet
 metadata:
   name: {job.name}
 spec:
-  # A headless service: pods find the first one by its name, {job.name}-node-0-0.{job.name}, also before it
-  # is ready, which it never is before the others have come.
+  # A headless service: pods find the first one by its name, {job.name}-node-0-0.{job.name}, even before
+  # it is ready, which it only is when all have started.
   network:
     enableDNSHostnames: true
     publishNotReadyAddresses: true
-  # One process that fails ends all, and all start again: what is left of the old ones can't disturb.
+  # If one process fails, all are ended and restarted, so that none of the old ones can interfere.
   failurePolicy:
     maxRestarts: {job.max_restarts}
   replicatedJobs:
@@ -126,33 +117,21 @@ spec:
           completionMode: Indexed
           completions: {job.nodes}
           parallelism: {job.nodes}
-          # A pod is never started again by itself: the others would not know.
+          # A single pod is never restarted: the others would not notice.
           backoffLimit: 0
           template:
             spec:
 {limit}              restartPolicy: Never
-              # From SIGTERM to SIGKILL: time for a last checkpoint.
+              # Seconds from SIGTERM to SIGKILL: time for a last checkpoint.
               terminationGracePeriodSeconds: {max(30, job.grace + 10)}
               containers:
                 - name: train
                   image: {yaml_text(job.image)}
-{nested(script(_torchrun(job), job), 18)}
-{nested(arguments(job), 18)}
-{nested(environment(job), 18)}
-{nested(gpus, 18)}{nested(mounts(), 18)}
-{nested(volumes(), 14)}
+{_nested(_container(torchrun, job), 18)}
+{_nested(_gpus(job, "resources"), 18)}{_nested(_MOUNTS, 18)}
+{_nested(_VOLUMES, 14)}
 """
 
-
-def _torchrun(job: LaunchJob) -> str:
-    if job.nodes == 1:
-        return "--standalone --max-restarts=0"
-    return f"""\
---nnodes={job.nodes} --node-rank="$JOB_COMPLETION_INDEX" --max-restarts=0
---master-addr={job.name}-node-0-0.{job.name} --master-port=29500"""
-
-
-# Kubeflow Trainer 2: a TrainJob on the runtime torch-distributed (PyTorchJob is its predecessor's).
 
 _HEAD = """\
 is_head=false
@@ -161,11 +140,10 @@ is_head=false
 
 
 def kubeflow_file(job: LaunchJob) -> str:
-    """A manifest for kubectl."""
+    """Kubeflow Trainer 2: a TrainJob on the runtime torch-distributed (PyTorchJob is its predecessor's)."""
     image = f"    image: {yaml_text(job.image)}\n" if job.image else ""
     limit = f"  activeDeadlineSeconds: {job.seconds}\n" if job.seconds else ""
     before = _HEAD if job.nodes > 1 and job.max_restarts else ""
-    gpus = resources(job, "resourcesPerNode")
     return f"""\
 #   kubectl create -f FILE
 apiVersion: trainer.kubeflow.org/v1alpha1
@@ -178,9 +156,7 @@ spec:
   trainer:
 {image}    numNodes: {job.nodes}
     numProcPerNode: {job.gpus_per_node}
-{nested(gpus, 4)}{nested(script(_torchrun_arguments(job), job, before), 4)}
-{nested(arguments(job), 4)}
-{nested(environment(job), 4)}
+{_nested(_gpus(job, "resourcesPerNode"), 4)}{_nested(_container(_for_kubeflow(job), job, before), 4)}
   runtimePatches:
     - manager: parallel3d.io/launch
       trainingRuntimeSpec:
@@ -192,20 +168,20 @@ spec:
                   spec:
                     template:
                       spec:
-                        # From SIGTERM to SIGKILL: time for a last checkpoint.
+                        # Seconds from SIGTERM to SIGKILL: time for a last checkpoint.
                         terminationGracePeriodSeconds: {max(30, job.grace + 10)}
                         containers:
                           - name: node
-{nested(mounts(), 28)}
-{nested(volumes(), 24)}
+{_nested(_MOUNTS, 28)}
+{_nested(_VOLUMES, 24)}
 """
 
 
-def _torchrun_arguments(job: LaunchJob) -> str:
-    """Kubeflow gives nodes, their numbers and the first one's address as PET_*, which torchrun reads.
+def _for_kubeflow(job: LaunchJob) -> str:
+    """torchrun's options. Kubeflow sets the nodes and the first one's address as PET_*, which it reads.
 
-    That is a static rendezvous, which can't be held a second time: for restarts it is c10d, on the node that
-    Kubeflow numbers 0.
+    That is a static rendezvous, which can't be repeated: with restarts it is c10d, on the node that Kubeflow
+    numbers 0.
     """
     if job.nodes == 1:
         return f"--standalone --max-restarts={job.max_restarts}"

@@ -1,4 +1,4 @@
-"""torchrun on machines that a person can log in to, and the lines that other targets share with it."""
+"""torchrun on machines that a person can log in to, and the text that other targets share with it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from parallel3d.tools.launch.job import LaunchJob
 
-# Any text as one word of a shell command, one value of a YAML file, one argument of a launcher.
+# Quoting: any text as one word of a shell command, a value of a YAML file, an argument of a launcher.
 
 _BASH = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
 
 
 def shell_word(text: str) -> str:
-    """``text`` as one word of bash, on one line: nothing in it is expanded or ends it."""
+    """Quotes ``text`` as one word of bash on one line: nothing in it is expanded or ends the word."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(map(_bash_escape, text)) + "'"
@@ -29,12 +29,12 @@ def _bash_escape(letter: str) -> str:
         return _BASH[letter]
     if letter.isprintable():
         return letter
-    # bytes: what bash makes of \u depends on the locale, and in C that is the six letters again
+    # as bytes: in the locale C bash would not expand \u
     return "".join(f"\\x{byte:02x}" for byte in letter.encode())
 
 
 def shell_command(words: Sequence[str], indent: str) -> str:
-    """Words of a command, each quoted, an option with its value on a line, lines joined by ``\\``."""
+    """Quotes the words of a command, with an option and its value on each line."""
     lines: list[list[str]] = []
     for word in words:
         value = lines and lines[-1][-1].startswith("--") and len(lines[-1]) == 1
@@ -46,7 +46,7 @@ def shell_command(words: Sequence[str], indent: str) -> str:
 
 
 def yaml_text(text: str) -> str:
-    """``text`` as a double-quoted YAML scalar on one line, whatever it holds (YAML 1.1 and 1.2)."""
+    """Returns any ``text`` as a double-quoted YAML scalar on one line (YAML 1.1 and 1.2)."""
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub(
         r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda m: f"\\u{ord(m[0]):04x}", quoted
@@ -54,7 +54,7 @@ def yaml_text(text: str) -> str:
 
 
 def for_kubernetes(text: str) -> str:
-    """``text`` so that Kubernetes gives the container just that.
+    """Escapes ``text`` for Kubernetes.
 
     It replaces ``$(NAME)`` in command, args and env by a variable's value, and ``$$`` by ``$``.
     """
@@ -62,84 +62,66 @@ def for_kubernetes(text: str) -> str:
 
 
 def for_torchrun(text: str) -> str:
-    """``text`` so that torchrun gives the script just that.
+    """Escapes ``text`` for torchrun.
 
-    It replaces ``${local_rank}`` in arguments by the number, and, as ``string.Template`` does, ``$$`` by
-    ``$``.
+    In arguments it replaces ``${local_rank}`` and, as ``string.Template`` does, ``$$``.
     """
     return text.replace("$", "$$") if "$$" in text or "local_rank" in text else text
 
 
-# The variables that every launch file sets, each with its reason.
+# The variables that every launch file sets.
 
 Variable = tuple[str, str, str]
-"""Name, value, why."""
+"""Name, value, reason."""
+
+_ALWAYS: list[Variable] = [
+    ("PYTHONUNBUFFERED", "1", "a killed process's last lines are in the log too"),
+    ("PYTHONFAULTHANDLER", "1", "a crash in C code prints Python's stack"),
+]
+_THREADS = "torchrun would set 1, and all cores are too many for each process"
+_ON_GPUS: list[Variable] = [
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "32", "with 1, as for Megatron, FSDP and tp could not overlap"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "unsharded parameters fragment memory less"),
+    ("NCCL_DEBUG", "WARN", "NCCL logs why a connection failed; use INFO for a first run"),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a hang leaves a record of what each rank waited for"),
+    ("TORCH_FR_BUFFER_SIZE", "2000", "number of collectives in that record"),
+]
+_RESTARTED: Variable = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "1",
+    "a torchrun that is restarted while another continues would wait forever (torch 2.13)",
+)
 
 
 def variables(job: LaunchJob) -> list[Variable]:
-    """What the training processes get: our settings, then ``job.env``, which wins."""
-    threads = "8" if job.device == "cuda" else "1"
-    found = [
-        ("PYTHONUNBUFFERED", "1", "a killed process's last lines are in the log too"),
-        ("PYTHONFAULTHANDLER", "1", "a crash in C code prints Python's stack"),
-        (
-            "OMP_NUM_THREADS",
-            threads,
-            "torchrun would say 1, and all cores are too many for each process",
-        ),
-    ]
-    if job.device == "cuda":
-        found += [
-            (
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                "32",
-                "1, a habit from Megatron, would keep FSDP's collectives from overlapping with tp",
-            ),
-            (
-                "PYTORCH_ALLOC_CONF",
-                "expandable_segments:True",
-                "gathered parameters of many sizes leave less memory in holes",
-            ),
-            ("NCCL_DEBUG", "WARN", "NCCL says why a connection failed; INFO for a first run"),
-            (
-                "TORCH_NCCL_DUMP_ON_TIMEOUT",
-                "1",
-                "a collective that hangs leaves a record of what each rank waited for",
-            ),
-            ("TORCH_FR_BUFFER_SIZE", "2000", "of so many collectives"),
-        ]
-    if job.nodes > 1 and job.max_restarts > 0:
-        found.append(
-            (
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-                "1",
-                "a torchrun that is started again while another survives would wait for ever (torch 2.13)",
-            )
-        )
+    """Returns the training processes' variables: our settings, then ``job.env``, which overrides them."""
+    cuda = job.device == "cuda"
+    ours = [*_ALWAYS, ("OMP_NUM_THREADS", "8" if cuda else "1", _THREADS)]
+    ours += _ON_GPUS if cuda else []
+    ours += [_RESTARTED] if job.nodes > 1 and job.max_restarts > 0 else []
     own = [(name, value, "") for name, value in job.env.items()]
-    return [each for each in found if each[0] not in job.env] + own
+    return [variable for variable in ours if variable[0] not in job.env] + own
 
 
-def exports(job: LaunchJob, indent: str = "") -> str:
-    """Lines of bash that export them; what the node's shell has set already is overwritten.
+def exports(job: LaunchJob) -> str:
+    """Returns lines of bash that export the variables; they override those of the node's shell.
 
-    NCCL's interface is the exception: a cluster's own setting stays, as only its administrator knows it.
+    NCCL's interface is the exception: a setting of the cluster is kept, as only its administrator knows it.
     """
     lines = []
     for name, value, why in variables(job):
-        if why:
-            lines.append(f"{indent}# {why}")
-        lines.append(f"{indent}export {name}={shell_word(value)}")
+        lines += [f"# {why}"] if why else []
+        lines.append(f"export {name}={shell_word(value)}")
     if job.device == "cuda" and job.nodes > 1 and "NCCL_SOCKET_IFNAME" not in job.env:
         lines += [
-            f"{indent}# not over interfaces that lead nowhere; a name here would differ between nodes",
-            f'{indent}export NCCL_SOCKET_IFNAME="${{NCCL_SOCKET_IFNAME:-^lo,docker,veth,virbr}}"',
+            "# excludes interfaces that lead to no other node; nodes may have different names for others",
+            'export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,veth,virbr}"',
         ]
     return "\n".join(lines)
 
 
 LIMITS = """\
-# Each worker keeps many files and sockets open, and RDMA locks memory: as much as this node allows.
+# Each worker opens many files and sockets, and RDMA locks memory: as much as this node allows.
 ulimit -S -n hard
 ulimit -S -l hard"""
 
@@ -147,16 +129,16 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def grace_option(job: LaunchJob) -> str:
-    """The seconds that workers have for a last checkpoint, as an option of torchrun and the space after it.
+    """Returns torchrun's option for the seconds that workers have for a last checkpoint, and a space.
 
-    None where the torch that is installed has no such option, as 2.11: there they have 30 seconds.
+    It is "" if the installed torch has no such option, as 2.11, where workers have 30 seconds.
     """
     return f"--shutdown-timeout={job.grace or 30} " if _has_grace() else ""
 
 
 @cache
 def _has_grace() -> bool:
-    torch = find_spec("torch")  # which takes seconds to import
+    torch = find_spec("torch")  # reads the source, as importing torch takes seconds
     if torch is None or torch.origin is None:
         return True
     return (
@@ -166,60 +148,55 @@ def _has_grace() -> bool:
 
 
 def training_words(job: LaunchJob) -> str:
-    """The training command's words, quoted for bash: the last lines of a torchrun command."""
+    """Returns the training command's words, quoted for bash: the last lines of a torchrun command."""
     return shell_command([for_torchrun(word) for word in job.command], "    ")
 
 
+_EXEC = """\
+# exec: signals reach torchrun itself, which passes them on to its workers and then waits for their last
+# checkpoint before it kills them."""
+
+
 def torchrun_file(job: LaunchJob) -> str:
-    """A script to start on every node."""
-    body = _one_node(job) if job.nodes == 1 else _many_nodes(job)
-    return f"{body}\n"
-
-
-def _one_node(job: LaunchJob) -> str:
-    return f"""\
-#   bash FILE
-# shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
-set -euo pipefail
-
-{exports(job)}
-
-{LIMITS}
-
-# --standalone: a rendezvous of its own on a free port, so that two jobs on this machine don't meet.
-# exec: signals reach torchrun itself, which passes them on to its workers and then waits for their last
-# checkpoint before it kills them.
-exec torchrun --standalone --nproc-per-node={job.gpus_per_node} --max-restarts={job.max_restarts} \\
-    {SIGNALS} \\
-    {grace_option(job)}--tee=3 --log-dir="${{LOGS:-logs}}" \\
-    {training_words(job)}"""
-
-
-def _many_nodes(job: LaunchJob) -> str:
-    return f"""\
+    """Returns a script to start on every node."""
+    if job.nodes == 1:
+        usage = "#   bash FILE"
+        required = ""
+        rendezvous = f"""\
+# --standalone: a rendezvous of its own on a free port, so that two jobs on this machine don't interfere.
+{_EXEC}
+exec torchrun --standalone --nproc-per-node={job.gpus_per_node} --max-restarts={job.max_restarts} \\"""
+    else:
+        usage = f"""\
 # On each of the {job.nodes} nodes the same line, with one node's address and a name new for each run:
-#   HEAD=node-1 RUN=second-try bash FILE
-# shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
-set -euo pipefail
+#   HEAD=node-1 RUN=second-try bash FILE"""
+        required = """\
+: "${HEAD:?the host name or address of one of the nodes, the same on all}"
+: "${RUN:?a name for this run, the same on all nodes and not used before}"
 
-: "${{HEAD:?the host name or address of one of the nodes, the same on all}}"
-: "${{RUN:?a name for this run, the same on all nodes and not used before}}"
-
-{exports(job)}
-
-{LIMITS}
-
-# c10d: the nodes meet at HEAD in any order and need no numbers; after a failure they meet again there.
-# A node's ranks are consecutive, so tp groups stay within it; the order of the nodes is their names'.
-# --max-restarts: of each node; one failure may count twice, as other nodes' workers fail by it, also anew.
-# --rdzv-id: what is left of an earlier run can't join this one.
-# read_timeout: nodes may start ten minutes before HEAD does; 60 seconds would be the default.
-# --local-addr, if LOCAL is set: the address others reach this node by, where its name doesn't resolve.
-# exec: signals reach torchrun itself, which passes them on to its workers and then waits for their last
-# checkpoint before it kills them.
+"""
+        rendezvous = f"""\
+# c10d: the nodes connect to HEAD in any order and need no numbers; after a failure they connect again.
+# A node's ranks are consecutive, so tp groups stay within it; nodes are ordered by their names.
+# --max-restarts: of each node; one failure may count twice, as other nodes' workers fail because of it.
+# --rdzv-id: processes that are left from an earlier run can't join this one.
+# read_timeout: nodes may start ten minutes before HEAD does; the default is 60 seconds.
+# --local-addr, if LOCAL is set: the address by which others reach this node, if its name doesn't resolve.
+{_EXEC}
 exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus_per_node} --max-restarts={job.max_restarts} \\
     --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${{PORT:-29500}}" --rdzv-id="$RUN" \\
-    --rdzv-conf=read_timeout=600,join_timeout=900 ${{LOCAL:+--local-addr="$LOCAL"}} \\
+    --rdzv-conf=read_timeout=600,join_timeout=900 ${{LOCAL:+--local-addr="$LOCAL"}} \\"""
+    return f"""\
+{usage}
+# shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
+set -euo pipefail
+
+{required}{exports(job)}
+
+{LIMITS}
+
+{rendezvous}
     {SIGNALS} \\
     {grace_option(job)}--tee=3 --log-dir="${{LOGS:-logs}}" \\
-    {training_words(job)}"""
+    {training_words(job)}
+"""

@@ -7,58 +7,50 @@ from parallel3d.tools.launch.shell import LIMITS, exports, grace_option, trainin
 
 
 def slurm_file(job: LaunchJob) -> str:
-    """Directives, what runs on each node, and a loop that starts it, watches for signals and requeues.
+    """Directives, what runs on each node, and a loop that starts it, handles signals and requeues.
 
     Raises:
-        LaunchError: the job would be asked to stop as it starts, and so be requeued for ever.
+        LaunchError: the job would be asked to stop as soon as it starts, and be requeued forever.
     """
     if job.seconds is not None and 0 < job.seconds <= job.grace:
         raise LaunchError(
             f"time is {job.time!r} and grace {job.grace} seconds: the job would be asked to stop as it "
-            f"starts, and be requeued for ever; give a time of {job.grace // 60 + 2} minutes or more, or "
+            f"starts, and be requeued forever; give a time of {job.grace // 60 + 2} minutes or more, or "
             "--grace 0"
         )
-    return "\n\n".join(
-        (
-            _directives(job),
-            _settings(job),
-            _on_each_node(job),
-            _attempts(job),
-            _END if job.grace else _FAILED,
-        )
-    )
+    end = _END if job.grace else 'exit "$status"\n'
+    parts = (_directives(job), _settings(job), _on_each_node(job), _attempts(job), end)
+    return "\n\n".join(parts)
 
 
 def _directives(job: LaunchJob) -> str:
-    gpu = f"gpu:{job.gpu}" if job.gpu else "gpu"
+    gres = f"gres=gpu:{job.gpu + ':' if job.gpu else ''}{job.gpus_per_node}"
     lines = [
         ("", f"job-name={job.name}"),
         ("", f"nodes={job.nodes}"),
-        ("One task a node, torchrun, which starts the processes.", "ntasks-per-node=1"),
-        *([("", f"gres={gpu}:{job.gpus_per_node}")] if job.device == "cuda" else []),
+        ("One task on each node, torchrun, which starts the processes.", "ntasks-per-node=1"),
+        ("", gres if job.device == "cuda" else ""),
         (
-            "The whole node: all its cores and memory, which else are those of one small task.",
+            "The whole node with all its cores and memory; the default is those of one small task.",
             "exclusive",
         ),
         ("", "mem=0"),
-        *([("", f"time={job.time}")] if job.time else []),
-        *([("", f"partition={job.partition}")] if job.partition else []),
-        *([("", f"account={job.account}")] if job.account else []),
+        ("", f"time={job.time}" if job.time else ""),
+        ("", f"partition={job.partition}" if job.partition else ""),
+        ("", f"account={job.account}" if job.account else ""),
         ("One file for all starts of the job.", "output=%x-%j.out"),
         ("", "open-mode=append"),
     ]
     if job.grace:
+        signal = f"Sent {job.grace} s before the time limit to this script (B:), which asks for a checkpoint."
         lines += [
-            (
-                f"{job.grace} s before the time limit, to this script (B:), which asks for a checkpoint.",
-                f"signal=B:USR1@{job.grace}",
-            ),
-            ("A node that dies, or preemption, puts the job back into the queue.", "requeue"),
+            (signal, f"signal=B:USR1@{job.grace}"),
+            ("After a node's failure or preemption the job is put back into the queue.", "requeue"),
         ]
     else:
         lines += [("", "no-requeue")]
     return "\n".join(
-        f"## {why}\n#SBATCH --{what}" if why else f"#SBATCH --{what}" for why, what in lines
+        (f"## {why}\n" if why else "") + f"#SBATCH --{what}" for why, what in lines if what
     )
 
 
@@ -69,7 +61,7 @@ set -euo pipefail
 
 {exports(job)}
 
-# The first node's name. Not by "| head -n 1": with many nodes that ends scontrol by a broken pipe.
+# The first node's name. With many nodes "| head -n 1" would end scontrol by a broken pipe.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR="${{hosts[0]}}\""""
 
@@ -80,14 +72,14 @@ def _on_each_node(job: LaunchJob) -> str:
     return f"""\
 {_ATTEND}
 
-# What each node runs. A function that is exported, not text in quotes: $SLURM_NODEID is expanded on the
+# What each node runs. It is an exported function, not a string, so that $SLURM_NODEID is expanded on the
 # node, where it is the node's number; in this script it would be 0 for all, and they would wait forever.
 run_node() {{
     {limits}
 
     # Static rendezvous: ranks in SLURM's order of nodes, which follows the network's topology.
-    # torchrun itself ignores USR1, so that it doesn't end when it comes, with an error and 30 s for its
-    # workers. They inherit that and so survive one that comes before they handle it.
+    # torchrun itself ignores USR1: it would end with an error and give its workers 30 s. They inherit that,
+    # and so are not killed by a signal that comes before they handle it.
     (
         trap '' USR1
         exec torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={job.gpus_per_node} \\
@@ -96,7 +88,7 @@ run_node() {{
             {command}
     ) &
     torchrun=$!
-    # SLURM may signal this shell alone, or all processes: asking twice does no harm.
+    # SLURM may signal only this shell, or all processes: asking twice does no harm.
     trap 'pkill -USR1 -P "$torchrun" || true' USR1
     trap 'kill -TERM "$torchrun" || true' TERM
     attend "$torchrun"
@@ -105,7 +97,7 @@ export -f run_node"""
 
 
 _ATTEND = """\
-# The exit status of a child. A signal that is handled ends "wait" early: then once more.
+# Returns the exit status of a child. A handled signal ends "wait" early, so it is repeated.
 attend() {
     local status=0
     wait "$1" || status=$?
@@ -120,7 +112,7 @@ export -f attend"""
 
 def _attempts(job: LaunchJob) -> str:
     asking = """\
-# The time is nearly up: ask for a last checkpoint, again and again for a process that wasn't ready to hear.
+# The time is nearly over: ask for a last checkpoint, repeatedly, as a process may not yet handle signals.
 asked=""
 ask() {
     while kill -USR1 "$srun" 2> /dev/null; do sleep 10; done
@@ -132,11 +124,11 @@ srun=""
     return f"""\
 {asking if job.grace else ""}status=0
 for attempt in {{0..{job.max_restarts}}}; do
-    # Another port for each job and attempt: nothing that is left of another one listens there.
+    # A different port for each job and attempt: no process left from another one listens there.
     export MASTER_PORT="$((15000 + (SLURM_JOB_ID * 7 + attempt) % 15000))"
     # --kill-on-bad-exit: when one node fails, the others don't wait for it until a timeout.
-    # --wait: nor when one has ended well and others hang.
-    # --cpu-bind=none: the node's one task is not held to one core, and its workers with it.
+    # --wait: nor when one has succeeded and others hang.
+    # --cpu-bind=none: the node's one task, and its workers, are not bound to one core.
     srun --kill-on-bad-exit=1 --wait={max(60, job.grace)} --cpu-bind=none --label bash -c run_node &
     srun=$!
     attend "$srun" || status=$?
@@ -149,10 +141,8 @@ for attempt in {{0..{job.max_restarts}}}; do
 done"""
 
 
-_FAILED = 'exit "$status"\n'
-
 _END = """\
-# Asked to stop, and it has saved: back into the queue, to go on from the checkpoint.
+# It was asked to stop and has saved: requeue it, to continue from the checkpoint.
 if [ -n "$asked" ]; then
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60  # SLURM ends this script now

@@ -1,4 +1,4 @@
-"""Where a job can be launched, and the file for each place."""
+"""The places where a job can be launched, and the file for each."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from parallel3d.tools.launch.shell import torchrun_file
 from parallel3d.tools.launch.slurm import slurm_file
 
 MARK = "# Written by parallel3d launch"
-"""How each file begins, after the line that names its interpreter."""
+"""The beginning of each file, after the line that names its interpreter."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A place to launch at.
+    """A place where a job can be launched.
 
     Attributes:
-        write: a job -> the file's text, without its head.
-        suffix: of the file's name.
-        start: the command that starts it; ``{file}`` is the file.
-        takes: which of ``_SOME`` it has a place for.
-        head: the first line where it names an interpreter.
+        write: returns the file's text without its head.
+        suffix: suffix of the file's name.
+        start: the command that starts the job; ``{file}`` stands for the file.
+        takes: the optional values of a job (``_OPTIONAL``) that the file can contain.
+        head: the file's first line, if it names an interpreter.
     """
 
     write: Callable[[LaunchJob], str]
@@ -35,44 +35,41 @@ class Target:
     head: str = ""
 
 
-_SOME = ("image", "gpu", "partition", "account", "time")
+_OPTIONAL = ("image", "gpu", "partition", "account", "time")
 _BASH, _PYTHON = "#!/bin/bash\n", "#!/usr/bin/env python3\n"
+_KUBECTL, _RAY = "kubectl create -f {file}", "ray job submit --working-dir . -- python {file}"
 
 TARGETS = {
     "torchrun": Target(torchrun_file, ".sh", "bash {file}", head=_BASH),
-    "slurm": Target(
-        slurm_file, ".sbatch", "sbatch {file}", ("gpu", "partition", "account", "time"), _BASH
-    ),
-    "kubeflow": Target(
-        kubeflow_file, ".trainjob.yaml", "kubectl create -f {file}", ("image", "time")
-    ),
-    "jobset": Target(jobset_file, ".jobset.yaml", "kubectl create -f {file}", ("image", "time")),
+    "slurm": Target(slurm_file, ".sbatch", "sbatch {file}", _OPTIONAL[1:], _BASH),
+    "kubeflow": Target(kubeflow_file, ".trainjob.yaml", _KUBECTL, ("image", "time")),
+    "jobset": Target(jobset_file, ".jobset.yaml", _KUBECTL, ("image", "time")),
     "skypilot": Target(skypilot_file, ".sky.yaml", "sky jobs launch {file}", ("image", "gpu")),
-    "ray": Target(
-        ray_file, "_ray.py", "ray job submit --working-dir . -- python {file}", head=_PYTHON
-    ),
+    "ray": Target(ray_file, "_ray.py", _RAY, head=_PYTHON),
 }
-"""By name."""
+"""Name -> target."""
+
+_SYNONYMS = {"k8s": "jobset", "kubernetes": "jobset", "sbatch": "slurm", "pytorchjob": "kubeflow"}
 
 
 def launch_file(target: str, job: LaunchJob) -> str:
-    """The text of the file that launches ``job`` at ``target``; the same for the same job.
+    """Returns the text of the file that launches ``job`` at ``target``.
 
     Args:
         target: one of ``TARGETS``: torchrun, slurm, kubeflow, jobset, skypilot, ray.
         job: what is to be launched.
 
     Returns:
-        Bash, YAML or Python, with comments that say why each line is there.
+        Bash, YAML or Python, with comments that give the reason for each setting.
 
     Raises:
-        LaunchError: an unknown target, or one that lacks or can't take something of the job.
+        LaunchError: the target is unknown, or lacks or can't contain a value of the job.
     """
     found = target_named(target)
-    for name in _SOME:
+    for name in _OPTIONAL:
         value = getattr(job, name)
         if value is not None and name not in found.takes:
-            able = ", ".join(n for n, each in TARGETS.items() if name in each.takes)
+            able = ", ".join(n for n, other in TARGETS.items() if name in other.takes)
             raise LaunchError(
                 f"{name} is {value!r}, for which {target} has no place; leave it out ({able} take it)"
             )
@@ -82,15 +79,15 @@ def launch_file(target: str, job: LaunchJob) -> str:
 
 
 def target_named(name: str) -> Target:
-    """The target of this name.
+    """Returns the target with this name.
 
     Raises:
-        LaunchError: there is none, with the nearest.
+        LaunchError: there is none; the message has the nearest name.
     """
     if name in TARGETS:
         return TARGETS[name]
-    near = get_close_matches(str(name).lower(), TARGETS, n=1, cutoff=0.4)
-    other = {"k8s": "jobset", "kubernetes": "jobset", "sbatch": "slurm", "pytorchjob": "kubeflow"}
-    near = [other[str(name).lower()]] if str(name).lower() in other else near
+    lower = str(name).lower()
+    near = get_close_matches(lower, TARGETS, n=1, cutoff=0.4)
+    near = [_SYNONYMS[lower]] if lower in _SYNONYMS else near
     hint = f"; did you mean {near[0]}?" if near else ""
     raise LaunchError(f"--to {name!r} is none of {', '.join(TARGETS)}{hint}")

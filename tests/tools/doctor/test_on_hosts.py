@@ -75,7 +75,7 @@ def test_a_host_set_up_in_another_way_is_named(site: Site, tmp_path: Path) -> No
     assert missing["do"] == "export GLOO_SOCKET_IFNAME=eth0"
     assert named["settings-differ"]["ranks"] == named["interfaces-differ"]["ranks"] == [2, 3]
     assert "Ring on node-1 (ranks 2-3)" in named["settings-differ"]["seen"]
-    assert found["not_measured"].startswith("first mend gloo-interface-missing")
+    assert found["not_measured"].startswith("first correct gloo-interface-missing")
 
 
 def alone(site: Site, rank: int, output: Path) -> subprocess.Popen[str]:

@@ -134,7 +134,7 @@ def test_a_comparison_is_shown() -> None:
     a, b = Llama().run(LAYOUT, 0), Llama(skip=(1,)).run(LAYOUT, 2)
     for found in (report_html(a, other=b), report_html(a, divergence=compare(a, b))):
         text = Reader(found).text
-        assert "Compared with rank 2" in text and "ranks 0 and 2 part at collective 1" in text
+        assert "Compared with rank 2" in text and "ranks 0 and 2 diverge at collective 1" in text
         assert "rank-dependent order" in text
     same = Reader(report_html(a, other=Llama().run(LAYOUT, 2))).text
     assert "Compared with rank 2" in same and "of both ranks match" in same

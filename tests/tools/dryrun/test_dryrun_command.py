@@ -95,7 +95,7 @@ def test_mistakes_are_one_line(tmp_path):
         (("--html", "nowhere/r.html"), "there is no folder nowhere"),
         (("--trace", "."), "--trace . is a folder"),
         (("--against", 4), "--against 4: it must be a rank from 0 to 3"),
-        (("--against", 0), "--against 0 is the rank that is played"),
+        (("--against", 0), "--against 0 is the same rank as --rank 0"),
     ],
 )
 def test_what_can_not_be_shown_is_said_before_the_program_runs(tmp_path, options, words):

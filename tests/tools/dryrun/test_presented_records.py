@@ -12,11 +12,10 @@ from torch import distributed as dist
 import parallel3d as p3d
 from parallel3d.mesh import MeshLayout
 from parallel3d.tools.dryrun.as_json import from_json, to_json
-from parallel3d.tools.dryrun.calls import calls_of
 from parallel3d.tools.dryrun.compare import compare
 from parallel3d.tools.dryrun.record import record
 from parallel3d.tools.dryrun.result import DryRun
-from parallel3d.tools.dryrun.timeline import timeline
+from parallel3d.tools.dryrun.timeline import calls_of, timeline
 from parallel3d.tools.dryrun.trace import write_trace
 from parallel3d.tools.dryrun.warnings import warnings_of
 
@@ -66,7 +65,7 @@ def test_a_records_timeline_has_its_steps_streams_and_overlap(first: DryRun) -> 
     assert {"compute", "tp", "gather", "reduce", "all-reduce"} <= set(found.busy())
     calls = calls_of(first, found)
     assert len(calls) == len(first.collectives)
-    gathers = [c for c in calls if c.collective.op == "all_gather" and c.collective.axis == "shard"]
+    gathers = [c for c in calls if c.op == "all_gather" and c.axis == "shard"]
     assert all(call.waited is not None for call in gathers)
     # In the second step units are gathered ahead, while the one before computes.
     ahead = [c for c in gathers if c.step == 1 and c.phase == "forward" and c.beside > 0]

@@ -27,7 +27,7 @@ from parallel3d._util.replaced_params import _before_step
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.fsdp.bucket import _count
 from parallel3d.testing import fake_world
-from parallel3d.tools.dryrun.record import real, record
+from parallel3d.tools.dryrun import real, record
 from parallel3d.tools.dryrun.world import script
 
 OBJECTS = (

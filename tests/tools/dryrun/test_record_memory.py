@@ -1,7 +1,6 @@
 """A dry run's memory is that of the program on real tensors, byte for byte, operation by operation."""
 
 import itertools
-import sys
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from _support.tools.dryrun.dry_programs import Training, named, train
 from _support.tools.dryrun.float_memory import FloatMemory
 
 from parallel3d._torch import groups
+from parallel3d._util import dry_run
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import record
 from parallel3d.tp.auto import check
@@ -22,7 +22,8 @@ MORE = [Training((1, 2, 1)), Training((1, 1, 2), mixed=False, vocabulary=250, hi
 
 
 def ledger_of_this_run() -> Any:
-    return sys.modules["parallel3d.tools.dryrun.record"]._current[-1].mode.ledger
+    run: Any = dry_run._unrecorded
+    return run.__self__.mode.ledger
 
 
 class Compared(FloatMemory):

@@ -14,10 +14,10 @@ from parallel3d.planner import Cluster
 from parallel3d.planner.cluster import AxisLink, collective_time
 from parallel3d.planner.cluster import link_of as planners_link
 from parallel3d.planner.kernels import gemm_time, memory_rate
-from parallel3d.tools.dryrun.calls import calls_of
 from parallel3d.tools.dryrun.result import Operation
 from parallel3d.tools.dryrun.timeline import (
     Timeline,
+    calls_of,
     cluster_of,
     collective_seconds,
     kernel_seconds,

@@ -146,7 +146,7 @@ def test_slurm_node_gets_each_word(fake: Path, tmp_path: Path) -> None:
     """The function that each node runs, alone: the node's number is that of its own environment."""
     text = launch_file("slurm", job_for("slurm"))
     file = tmp_path / "node.sh"
-    functions = text[text.index("attend() {") : text.index("# The time is nearly up")]
+    functions = text[text.index("attend() {") : text.index("# The time is nearly over")]
     settings = text[text.index("set -euo") : text.index("# The first node's name")]
     file.write_text(f"{settings}\n{functions}\nbash -c run_node\n")
     slurm = {"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "3", "SLURM_JOB_ID": "7"}

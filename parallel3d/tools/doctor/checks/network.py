@@ -1,114 +1,112 @@
-"""Interfaces and names: what keeps nodes from meeting, or lets them meet over the wrong wire."""
+"""Checks of network interfaces and host names, and of differences between ranks or nodes."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from ipaddress import ip_address
 from itertools import chain
 
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.doctor.facts import Facts, Interface
-from parallel3d.tools.doctor.finding import Result, Seen, Severity, across, check
+from parallel3d.tools.doctor.finding import ACROSS, CHECKS, Area, Result, Seen
 
-AREA = "network"
+NETWORK = Area("network", CHECKS)
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-def _is_loopback(address: str) -> bool:
+def _is_loopback(addresses: tuple[str, ...]) -> bool:
+    """Whether the first of ``addresses``, which is the one that gloo and torch use, is a loopback one."""
     try:
-        return ip_address(address.partition("%")[0]).is_loopback
+        return bool(addresses) and ip_address(addresses[0].partition("%")[0]).is_loopback
     except ValueError:
         return False
 
 
-def matches(interfaces: tuple[Interface, ...], value: str) -> list[Interface]:
-    """Those that NCCL_SOCKET_IFNAME means: prefixes; after ``=`` whole names; after ``^`` all others."""
-    rest = value.strip()
-    others, rest = rest.startswith("^"), rest.removeprefix("^")
-    whole, rest = rest.startswith("="), rest.removeprefix("=")
-    given = [name.strip() for name in rest.split(",") if name.strip()]
+def matches(interfaces: Iterable[Interface], value: str) -> list[Interface]:
+    """Returns the interfaces that ``value`` of NCCL_SOCKET_IFNAME selects.
 
-    def fits(each: Interface) -> bool:
-        names = (
-            each.name == n.partition(":")[0] if whole else each.name.startswith(n) for n in given
-        )
-        return any(names) != others
+    It lists prefixes; after ``=`` whole names; after ``^`` the interfaces to exclude.
+    """
+    value = value.strip()
+    exclude, value = value.startswith("^"), value.removeprefix("^")
+    exact, value = value.startswith("="), value.removeprefix("=")
+    names = _names_in(value)
 
-    return [each for each in interfaces if fits(each)]
+    def matched(name: str) -> bool:
+        return any(name == n.partition(":")[0] if exact else name.startswith(n) for n in names)
 
-
-def _alternatives(facts: Facts) -> str:
-    found = [f"{each.name} ({each.addresses[0]})" for each in facts.usable]
-    return f"here are {', '.join(found)}" if found else "no other interface has an address"
+    return [interface for interface in interfaces if matched(interface.name) != exclude]
 
 
-def _example(facts: Facts, variable: str) -> str:
-    name = facts.usable[0].name if facts.usable else "eth0"
-    return f"export {variable}={name}"
-
-
-def _named_for_gloo(facts: Facts) -> list[str]:
-    value = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+def _names_in(value: str) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()]
 
 
-@check(
-    "gloo-interface-missing",
-    AREA,
-    Severity.error,
+def _gloo_names(facts: Facts) -> list[str]:
+    return _names_in(facts.environment.get(_GLOO, ""))
+
+
+def _ready(facts: Facts) -> list[Interface]:
+    return [interface for interface in facts.interfaces if interface.up and interface.addresses]
+
+
+def _instead(facts: Facts, variable: str, text: str) -> Seen:
+    """``text`` with the interfaces that ``variable`` could name instead."""
+    usable = facts.usable
+    here = ", ".join(f"{interface.name} ({interface.addresses[0]})" for interface in usable)
+    text += f"; here are {here}" if here else "; no other interface has an address"
+    return Seen(text, _export(facts, variable))
+
+
+def _export(facts: Facts, variable: str = _GLOO) -> str:
+    return f"export {variable}={facts.usable[0].name if facts.usable else 'eth0'}"
+
+
+@NETWORK.error(
     why="gloo can't make a process group: the rank fails at once, and the others wait for it.",
     do="Name one that is up on this node; nodes may need different values.",
 )
-def gloo_missing(facts: Facts) -> Result:
-    ready = {each.name for each in facts.interfaces if each.up and each.addresses}
-    wrong = [name for name in _named_for_gloo(facts) if name not in ready]
+def gloo_interface_missing(facts: Facts) -> Result:
+    ready = {interface.name for interface in _ready(facts)}
+    wrong = [name for name in _gloo_names(facts) if name not in ready]
     if not wrong:
         return None
-    text = f"GLOO_SOCKET_IFNAME={','.join(wrong)} is not up, or not there; {_alternatives(facts)}"
-    return Seen(text, _example(facts, "GLOO_SOCKET_IFNAME"))
+    return _instead(facts, _GLOO, f"{_GLOO}={','.join(wrong)} is not up, or not there")
 
 
-@check(
-    "nccl-interface-missing",
-    AREA,
-    Severity.error,
-    why="NCCL finds no interface for its bootstrap and fails, or hangs where others don't.",
-    do="Name one that is up on this node (a prefix will do; ^lo,docker excludes).",
+@NETWORK.error(
+    why="NCCL finds no interface for its bootstrap and fails, or hangs on nodes where others don't.",
+    do="Name one that is up on this node (a prefix is enough; ^lo,docker excludes).",
 )
-def nccl_missing(facts: Facts) -> Result:
-    value = facts.environment.get("NCCL_SOCKET_IFNAME", "")
-    ready = tuple(each for each in facts.interfaces if each.up and each.addresses)
-    if not value or matches(ready, value):
+def nccl_interface_missing(facts: Facts) -> Result:
+    value = facts.environment.get(_NCCL, "")
+    if not value or matches(_ready(facts), value):
         return None
-    text = f"NCCL_SOCKET_IFNAME={value} matches no interface that is up; {_alternatives(facts)}"
-    return Seen(text, _example(facts, "NCCL_SOCKET_IFNAME"))
+    return _instead(facts, _NCCL, f"{_NCCL}={value} matches no interface that is up")
 
 
-@check(
-    "interface-of-this-machine",
-    AREA,
-    Severity.error,
-    why="Its address means another machine on each node: nodes can't reach each other through it.",
+@NETWORK.error(
+    why="Each node has its own interface with this address: nodes can't reach each other through it.",
     do="Name the interface that leads to the other nodes.",
 )
-def local_interface(facts: Facts) -> Result:
+def interface_of_this_machine(facts: Facts) -> Result:
     if not facts.several_nodes:
         return None
-    by_name = {each.name: each for each in facts.interfaces}
-    named = {"GLOO_SOCKET_IFNAME": [by_name[n] for n in _named_for_gloo(facts) if n in by_name]}
-    value = facts.environment.get("NCCL_SOCKET_IFNAME", "")
-    named["NCCL_SOCKET_IFNAME"] = matches(facts.interfaces, value) if value else []
+    nccl = facts.environment.get(_NCCL, "")
+    by_name = {interface.name: interface for interface in facts.interfaces}
+    named = {
+        _GLOO: [by_name[name] for name in _gloo_names(facts) if name in by_name],
+        _NCCL: matches(facts.interfaces, nccl) if nccl else [],
+    }
     for variable, found in named.items():
         if found and all(each.is_loopback or each.is_of_containers for each in found):
             text = f"{variable}={facts.environment[variable]} is a loopback or container bridge"
-            return Seen(f"{text}; {_alternatives(facts)}", _example(facts, variable))
+            return _instead(facts, variable, text)
     return None
 
 
-@check(
-    "no-interface",
-    AREA,
-    Severity.error,
+@NETWORK.error(
     why="Other nodes can't be reached without one.",
     do="ip -br address; then set up the interface, or start the container in the host's network",
 )
@@ -119,60 +117,44 @@ def no_interface(facts: Facts) -> Result:
     return None
 
 
-@check(
-    "several-interfaces",
-    AREA,
-    Severity.note,
-    why="gloo takes the one this node's name resolves to, NCCL the first: not the same, or a slow one.",
+@NETWORK.note(
+    why="gloo uses the one this node's name resolves to, NCCL the first: they may differ or be slow.",
     do="Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that leads to the other nodes.",
 )
-def several(facts: Facts) -> Result:
-    variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    free = [name for name in variables if not facts.environment.get(name)]
-    if not facts.several_nodes or not free or len(facts.usable) < 2:
+def several_interfaces(facts: Facts) -> Result:
+    unset = [name for name in (_NCCL, _GLOO) if not facts.environment.get(name)]
+    if not facts.several_nodes or not unset or len(facts.usable) < 2:
         return None
     found = ", ".join(
         f"{i.name} ({i.addresses[0]}{f', {i.speed} Mb/s' if i.speed else ''})" for i in facts.usable
     )
-    return f"{found}; and {' and '.join(free)} not set"
+    return f"{found}; and {' and '.join(unset)} not set"
 
 
-@check(
-    "hostname-unresolved",
-    AREA,
-    Severity.error,
-    why="gloo asks for the address of this machine's name; without one it listens on the loopback, which no "
+@NETWORK.error(
+    why="gloo looks up the address of this machine's name; without one it listens on the loopback, which no "
     "other node reaches.",
     do="Add the name to /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME.",
 )
-def unresolved(facts: Facts) -> Result:
-    if not facts.host_error or not facts.several_nodes or _named_for_gloo(facts):
+def hostname_unresolved(facts: Facts) -> Result:
+    if not facts.host_error or not facts.several_nodes or _gloo_names(facts):
         return None
-    text = f"{facts.place.host} does not resolve: {facts.host_error}"
-    return Seen(text, _example(facts, "GLOO_SOCKET_IFNAME"))
+    return Seen(f"{facts.place.host} does not resolve: {facts.host_error}", _export(facts))
 
 
-@check(
-    "hostname-is-loopback",
-    AREA,
-    Severity.error,
-    why="gloo tells the other nodes this address, where they find themselves. Debian writes such a line.",
+@NETWORK.error(
+    why="gloo gives the other nodes this address, which there means the node itself. Debian's installer "
+    "writes such a line to /etc/hosts.",
     do="Give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME.",
 )
-def loopback_name(facts: Facts) -> Result:
-    if not facts.several_nodes or _named_for_gloo(facts) or not facts.host_addresses:
+def hostname_is_loopback(facts: Facts) -> Result:
+    if not facts.several_nodes or _gloo_names(facts) or not _is_loopback(facts.host_addresses):
         return None
-    if not _is_loopback(facts.host_addresses[0]):
-        return None
-    text = f"{facts.place.host} resolves to {facts.host_addresses[0]}"
-    return Seen(text, _example(facts, "GLOO_SOCKET_IFNAME"))
+    return Seen(f"{facts.place.host} resolves to {facts.host_addresses[0]}", _export(facts))
 
 
-@check(
-    "master-unresolved",
-    AREA,
-    Severity.error,
-    why="This node finds no way to the store where all ranks meet.",
+@NETWORK.error(
+    why="This node can't find the store that all ranks connect to.",
     do="Use a name that all nodes resolve (getent hosts NAME), or the address.",
 )
 def master_unresolved(facts: Facts) -> Result:
@@ -181,66 +163,59 @@ def master_unresolved(facts: Facts) -> Result:
     return f"MASTER_ADDR={facts.environment.get('MASTER_ADDR', '')}: {facts.master_error}"
 
 
-@check(
-    "master-is-loopback",
-    AREA,
-    Severity.error,
-    why="Each node looks for the store on itself: they never meet.",
+@NETWORK.error(
+    why="Each node looks for the store on itself, so they never connect.",
     do="Set MASTER_ADDR (torchrun: --rdzv-endpoint or --master-addr) to the first node's name or address.",
 )
-def master_loopback(facts: Facts) -> Result:
-    found = facts.master_addresses
-    if facts.several_nodes and found and _is_loopback(found[0]):
-        return f"MASTER_ADDR={facts.environment.get('MASTER_ADDR', '')} resolves to {found[0]}"
+def master_is_loopback(facts: Facts) -> Result:
+    addresses = facts.master_addresses
+    if facts.several_nodes and _is_loopback(addresses):
+        return f"MASTER_ADDR={facts.environment.get('MASTER_ADDR', '')} resolves to {addresses[0]}"
     return None
 
 
-@check(
-    "store-unreachable",
-    AREA,
-    Severity.error,
+@NETWORK.error(
     why="Ranks wait there for each other for minutes, and fail.",
     do="Does rank 0 run, is its port free, and open in the firewall? nc -vz $MASTER_ADDR $MASTER_PORT",
 )
 def store_unreachable(facts: Facts) -> Result:
-    return facts.store_error or None
+    return facts.store_error
 
 
-@check(
-    "infiniband-down",
-    AREA,
-    Severity.warning,
-    why="NCCL leaves the port out: this node has less bandwidth than the others, and all wait for it.",
-    do="ibstat; look at cable, switch port and subnet manager",
+@NETWORK.warning(
+    why="NCCL does not use the port: this node has less bandwidth than the others, and all wait for it.",
+    do="ibstat; check cable, switch port and subnet manager",
 )
 def infiniband_down(facts: Facts) -> Result:
-    down = [f"{port} is {state}" for port, state in facts.infiniband.items() if state != "ACTIVE"]
-    return ", ".join(down) if down and facts.devices else None
+    if not facts.devices:
+        return None
+    ports = facts.infiniband.items()
+    return ", ".join(f"{port} is {state}" for port, state in ports if state != "ACTIVE")
 
 
-# What differs between processes or nodes, and how they lie on each other.
+# Differences between ranks or nodes, and how ranks are distributed over nodes.
 
-BETWEEN = "between nodes"
-_UNSET = "not set"
-# Alike or the job hangs or computes other things; the driver may differ.
+BETWEEN_NODES = Area("between nodes", ACROSS)
+_FOUND_ELSEWHERE = Area("between nodes", CHECKS)  # by doctor itself: the check never fires
+# A job hangs or computes other numbers where these differ; the driver may differ.
 _VERSIONS = ("python", "torch", "cuda", "nccl", "parallel3d")
-_NOT_COMPARED = (
-    "TORCH_HOME",
-    "TORCH_EXTENSIONS_DIR",
-    "TORCH_LOGS_OUT",
-    "TORCH_TRACE",
-    "NCCL_HOSTID",
-)
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG_FILE")
 _COMPARED = ("NCCL_", "TORCH_", "GLOO_", "PYTORCH_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "OMP_")
+_NOT_COMPARED = {
+    *_INTERFACES,
+    *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_TRACE", "NCCL_HOSTID"),
+}
 _APART, _TOO_FAR = 1.0, 10.0  # seconds
 
 
-def odd_ones(
-    facts: Mapping[int, Facts], names: list[str], value: Callable[[Facts, str], str]
+def differences(
+    facts: Mapping[int, Facts], names: Iterable[str], value: Callable[[Facts, str], str]
 ) -> Seen | None:
-    """Where values of ``names`` differ: each with who has it, the rarest being the odd ones."""
-    parts, odd = [], set()
+    """Returns the ``names`` whose value differs between ranks, with the ranks that have each value.
+
+    All ranks but those with the commonest value are the ones concerned.
+    """
+    lines, odd = [], set()
     for name in names:
         by_value: dict[str, list[int]] = defaultdict(list)
         for rank, own in sorted(facts.items()):
@@ -249,198 +224,154 @@ def odd_ones(
             continue
         ordered = sorted(by_value.items(), key=lambda item: -len(item[1]))
         odd |= {rank for _, ranks in ordered[1:] for rank in ranks}
-        said = (f"{text} on {_places(facts, ranks)}" for text, ranks in ordered)
-        parts.append(f"{name}: {'; '.join(said)}")
-    return Seen("\n".join(parts), ranks=tuple(sorted(odd))) if parts else None
+        shown = (f"{text} on {_places(facts, ranks)}" for text, ranks in ordered)
+        lines.append(f"{name}: {'; '.join(shown)}")
+    return Seen("\n".join(lines), ranks=tuple(sorted(odd))) if lines else None
 
 
 def _places(facts: Mapping[int, Facts], ranks: list[int]) -> str:
-    """``node-1 (ranks 4-7)``, or ranks alone where they are part of a node."""
+    """``node-1 (ranks 4-7)`` for all ranks of whole nodes, otherwise only the ranks."""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, own in facts.items():
         by_host[own.place.host].append(rank)
-    hosts = [host for host, all_ranks in by_host.items() if set(all_ranks) <= set(ranks)]
-    whole = {rank for host in hosts for rank in by_host[host]}
-    if whole != set(ranks) or len(by_host) == 1:
+    hosts = [host for host, own_ranks in by_host.items() if set(own_ranks) <= set(ranks)]
+    if {rank for host in hosts for rank in by_host[host]} != set(ranks) or len(by_host) == 1:
         return name_ranks(ranks)
-    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    return f"{shown} ({name_ranks(ranks)})"
+    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+    return f"{', '.join(hosts[:4])}{more} ({name_ranks(ranks)})"
 
 
-@check(
-    "ranks-missing",
-    BETWEEN,
-    Severity.error,
-    why="A job of theirs would wait for them as long as its timeouts say.",
+def _version(facts: Facts, name: str) -> str:
+    return facts.versions.get(name, "none")
+
+
+def _variable(facts: Facts, name: str) -> str:
+    return facts.environment.get(name, "not set")
+
+
+@_FOUND_ELSEWHERE.error(
+    why="A job would wait for these ranks until its timeouts expire.",
     do="Look at these ranks' output: did they start, and reach MASTER_ADDR? Are all nodes up?",
 )
-def missing(facts: Facts) -> Result:
-    """Found where ranks meet."""
+def ranks_missing(facts: Facts) -> Result:
     return None
 
 
-@check(
-    "mesh-does-not-fit",
-    BETWEEN,
-    Severity.error,
-    why="build_mesh would refuse it.",
+@_FOUND_ELSEWHERE.error(
+    why="build_mesh would raise an error.",
     do="Choose sizes whose product is the number of ranks; one may be -1.",
 )
-def does_not_fit(facts: Facts) -> Result:
-    """Found where collectives are measured."""
+def mesh_does_not_fit(facts: Facts) -> Result:
     return None
 
 
-@across(
-    "versions-differ",
-    BETWEEN,
-    Severity.error,
-    why="Ranks would speak different protocols: a hang in NCCL's first collective, or other numbers.",
+@BETWEEN_NODES.error(
+    why="Ranks would use different protocols: a hang in NCCL's first collective, or other numbers.",
     do="Use one image or environment on all nodes.",
 )
-def versions(facts: Mapping[int, Facts]) -> Result:
-    return odd_ones(facts, list(_VERSIONS), lambda own, name: own.versions.get(name, "none"))
+def versions_differ(facts: Mapping[int, Facts]) -> Result:
+    return differences(facts, _VERSIONS, _version)
 
 
-@across(
-    "drivers-differ",
-    BETWEEN,
-    Severity.warning,
+@BETWEEN_NODES.warning(
     why="NCCL may choose other transports on some nodes; performance differs.",
-    do="Update the nodes that are behind.",
+    do="Update the nodes with the older driver.",
 )
-def drivers(facts: Mapping[int, Facts]) -> Result:
-    return odd_ones(facts, ["driver"], lambda own, name: own.versions.get(name, "none"))
+def drivers_differ(facts: Mapping[int, Facts]) -> Result:
+    return differences(facts, ["driver"], _version)
 
 
-def _names(facts: Mapping[int, Facts], *, wanted: Callable[[str], bool]) -> list[str]:
-    return sorted({name for own in facts.values() for name in own.environment if wanted(name)})
-
-
-@across(
-    "settings-differ",
-    BETWEEN,
-    Severity.error,
-    why="Ranks that communicate by different rules wait for each other for ever, or are slow.",
+@BETWEEN_NODES.error(
+    why="Ranks that communicate with different settings may hang or be slow.",
     do="Set the variable for the whole job: in the launch file, not in one node's profile.",
 )
-def settings(facts: Mapping[int, Facts]) -> Result:
-    def wanted(name: str) -> bool:
-        return name.startswith(_COMPARED) and name not in (*_NOT_COMPARED, *_INTERFACES)
-
-    return odd_ones(
-        facts, _names(facts, wanted=wanted), lambda own, name: own.environment.get(name, _UNSET)
-    )
+def settings_differ(facts: Mapping[int, Facts]) -> Result:
+    names = sorted({name for own in facts.values() for name in own.environment} - _NOT_COMPARED)
+    return differences(facts, (name for name in names if name.startswith(_COMPARED)), _variable)
 
 
-@across(
-    "interfaces-differ",
-    BETWEEN,
-    Severity.warning,
-    why="Right only where nodes name their interfaces differently; otherwise one goes over another network.",
+@BETWEEN_NODES.warning(
+    why="Correct only if the nodes' interfaces have different names; otherwise one uses another network.",
     do="Use a prefix that fits all nodes, or one value for all.",
 )
-def interfaces(facts: Mapping[int, Facts]) -> Result:
-    return odd_ones(facts, list(_INTERFACES), lambda own, name: own.environment.get(name, _UNSET))
+def interfaces_differ(facts: Mapping[int, Facts]) -> Result:
+    return differences(facts, _INTERFACES, _variable)
 
 
-@across(
-    "devices-differ",
-    BETWEEN,
-    Severity.warning,
-    why="All wait for the slowest, and the smallest memory sets the batch.",
+@BETWEEN_NODES.warning(
+    why="All wait for the slowest device, and the smallest memory limits the batch size.",
     do="Use equal nodes, or leave the odd one out.",
 )
-def devices(facts: Mapping[int, Facts]) -> Result:
-    def kind(own: Facts, name: str) -> str:
+def devices_differ(facts: Mapping[int, Facts]) -> Result:
+    def kinds(own: Facts, name: str) -> str:
         counted = Counter(f"{d.name}, {d.total / 2**30:.0f} GiB" for d in own.devices)
-        return " and ".join(f"{count} x {each}" for each, count in counted.items()) or "none"
+        return " and ".join(f"{count} x {kind}" for kind, count in counted.items()) or "none"
 
-    return odd_ones(facts, ["devices"], kind)
+    return differences(facts, ["devices"], kinds)
 
 
-@across(
-    "device-shared",
-    BETWEEN,
-    Severity.error,
+@BETWEEN_NODES.error(
     why="NCCL refuses two ranks on one device (Duplicate GPU detected).",
     do="torch.cuda.set_device(LOCAL_RANK), and CUDA_VISIBLE_DEVICES unset or one device for each rank",
 )
-def shared(facts: Mapping[int, Facts]) -> Result:
+def device_shared(facts: Mapping[int, Facts]) -> Result:
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, own in sorted(facts.items()):
-        count = len(own.devices)
-        index = 0 if count == 1 else own.place.local_rank
-        if index < count and own.devices[index].uuid:
+        index = 0 if len(own.devices) == 1 else own.place.local_rank
+        if index < len(own.devices) and own.devices[index].uuid:
             users[own.place.host, own.devices[index].uuid].append(rank)
-    twice = {key: ranks for key, ranks in users.items() if len(ranks) > 1}
-    if not twice:
+    shared = {key: ranks for key, ranks in users.items() if len(ranks) > 1}
+    if not shared:
         return None
-    text = "; ".join(f"{name_ranks(ranks)} on {host}" for (host, _), ranks in twice.items())
-    return Seen(f"one device for {text}", ranks=tuple(sorted(chain(*twice.values()))))
+    text = "; ".join(f"{name_ranks(ranks)} on {host}" for (host, _), ranks in shared.items())
+    return Seen(f"one device for {text}", ranks=tuple(sorted(chain(*shared.values()))))
 
 
-@across(
-    "nodes-differ-in-ranks",
-    BETWEEN,
-    Severity.warning,
-    why="Groups of tp then lie across nodes, which is slow, and meshes are harder to choose.",
+@BETWEEN_NODES.warning(
+    why="tp groups then lie across nodes, which is slow, and fewer meshes are possible.",
     do="Start the same number of ranks on every node.",
 )
-def unequal(facts: Mapping[int, Facts]) -> Result:
-    return odd_ones(facts, ["ranks of the node"], lambda own, name: str(own.place.local_world_size))
+def nodes_differ_in_ranks(facts: Mapping[int, Facts]) -> Result:
+    return differences(facts, ["ranks of the node"], lambda own, _: str(own.place.local_world_size))
 
 
-@across(
-    "same-hostname",
-    BETWEEN,
-    Severity.warning,
-    why="torchrun and gloo tell machines by their names: nodes of one name are taken for one.",
-    do="hostnamectl set-hostname a name of its own for each",
+@BETWEEN_NODES.warning(
+    why="torchrun and gloo identify machines by name: nodes with the same name are taken for one.",
+    do="Give each node a name of its own with hostnamectl set-hostname.",
 )
-def same_name(facts: Mapping[int, Facts]) -> Result:
+def same_hostname(facts: Mapping[int, Facts]) -> Result:
     nodes: dict[str, set[int]] = defaultdict(set)
     for own in facts.values():
         if own.place.node >= 0:
             nodes[own.place.host].add(own.place.node)
-    twice = [
-        f"{len(found)} nodes are called {host}" for host, found in nodes.items() if len(found) > 1
-    ]
-    return "; ".join(twice) or None
+    return "; ".join(f"{len(n)} nodes are called {host}" for host, n in nodes.items() if len(n) > 1)
 
 
 def _clocks(facts: Mapping[int, Facts], least: float, most: float) -> Result:
+    """The ranks whose clocks are at least ``least`` and less than ``most`` seconds off rank 0's."""
     off = {
         rank: own.clock
         for rank, own in sorted(facts.items())
         if own.clock is not None and least <= abs(own.clock) - own.clock_error < most
     }
-    if not off:
-        return None
-    said = (
+    text = "; ".join(
         f"{facts[r].place.host} is {abs(s):.3g} s {'ahead of' if s > 0 else 'behind'} rank 0's node"
         for r, s in off.items()
     )
-    return Seen("; ".join(said), ranks=tuple(off))
+    return Seen(text, ranks=tuple(off)) if off else None
 
 
-@across(
-    "clocks-apart",
-    BETWEEN,
-    Severity.warning,
-    why="Logs and traces of nodes don't fit together; tokens and certificates may be refused.",
+@BETWEEN_NODES.warning(
+    why="Times in the nodes' logs and traces don't agree; tokens and certificates may be refused.",
     do="chronyc tracking (or timedatectl): let all nodes follow one time server",
 )
-def clocks(facts: Mapping[int, Facts]) -> Result:
+def clocks_apart(facts: Mapping[int, Facts]) -> Result:
     return _clocks(facts, _APART, _TOO_FAR)
 
 
-@across(
-    "clocks-too-far-apart",
-    BETWEEN,
-    Severity.error,
-    why="torchrun's c10d rendezvous compares clocks: a node 15 s behind is forgotten as if it had died.",
+@BETWEEN_NODES.error(
+    why="torchrun's c10d rendezvous compares clocks: it takes a node 15 s behind for a dead one.",
     do="chronyc makestep (or timedatectl set-ntp true), then let all nodes follow one time server",
 )
-def clocks_far(facts: Mapping[int, Facts]) -> Result:
+def clocks_too_far_apart(facts: Mapping[int, Facts]) -> Result:
     return _clocks(facts, _TOO_FAR, float("inf"))
