@@ -1,12 +1,12 @@
-"""Guards: ranks that diverge, fail or hang end with the cause named, on every rank, instead of hanging.
+"""Guards: ranks that diverge, fail or hang end with an error that names the cause, on every rank.
 
-| what | when |
+| name | effect |
 | --- | --- |
-| a digest of the model is compared | always, before a model's first collective |
-| ``watch()`` | around a job: a rank's failure is told to the others |
-| ``Timeouts``, ``phase("save")`` | how long a collective may take, by phase |
-| ``debug(model)`` | each collective is compared before it is issued |
-| ``diagnose()`` | what each rank did last, and where they part |
+| (always on) | before a model's first collective, ranks compare a digest of the model |
+| ``watch()`` | around a job: tells the other ranks that a rank has failed |
+| ``Timeouts``, ``phase("save")`` | set how long a collective may take, by phase |
+| ``debug(model)`` | compares each collective before it is issued |
+| ``diagnose()`` | reports each rank's last events, and where they differ |
 """
 
 from typing import TYPE_CHECKING
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.guards.debugging import debug, watch
-    from parallel3d.guards.diagnosis import Diagnosis, diagnose
+    from parallel3d.guards.debugging import Diagnosis, debug, diagnose, watch
     from parallel3d.guards.timeouts import Timeouts, phase
 
 __all__ = ["Diagnosis", "Timeouts", "debug", "diagnose", "phase", "watch"]
@@ -23,8 +22,7 @@ __all__ = ["Diagnosis", "Timeouts", "debug", "diagnose", "phase", "watch"]
 export_lazily(
     __name__,
     {
-        "guards.debugging": "debug watch",
-        "guards.diagnosis": "Diagnosis diagnose",
+        "guards.debugging": "Diagnosis debug diagnose watch",
         "guards.timeouts": "Timeouts phase",
     },
 )

@@ -1,12 +1,14 @@
-"""debug: every collective is compared between its ranks before it is issued."""
+"""debug: ranks compare every collective before it is issued; diagnose: reports where they differ."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,47 +19,45 @@ from torch.optim import Optimizer
 
 from parallel3d._util.recorder import Collective, Recorder, record_collectives
 from parallel3d.errors import AgreementError, Parallel3dError
-from parallel3d.guards.rendezvous import MESSAGES, Event, Journal, Rendezvous
+from parallel3d.guards.rendezvous import (
+    MESSAGES,
+    Event,
+    Journal,
+    Rendezvous,
+    describe_places,
+    first_difference,
+    read_journals,
+)
 from parallel3d.guards.session import at_begin, current_session, short, watch
 from parallel3d.guards.timeouts import counting_steps, here
+from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.store import next_table, others
-
-# Gradients that each rank of a tp group has whole must be alike in it.
 
 
 @torch.no_grad()
 def compare_whole_gradients(model: nn.Module) -> None:
-    """Compares the gradients that lie whole on each tp rank, with those of the first rank of its group.
+    """Checks that gradients which are not sharded over tp are equal on all ranks of each tp group.
 
-    Every rank of the model's mesh calls it, with gradients there.
+    Every rank of the model's mesh must call it, after a backward. Ranks compare with the first of their
+    group.
 
     Raises:
         AgreementError: on every rank, naming the first parameter whose gradients differ by more than
             rounding.
     """
-    mesh = next(
-        (
-            p.device_mesh
-            for p in model.parameters()
-            if isinstance(p, DTensor) and _tp(p) is not None
-        ),
-        None,
-    )
+    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    mesh = next((mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)
     if mesh is None or mesh.size((mesh.mesh_dim_names or ()).index("tp")) == 1:
         return
     group = mesh.get_group("tp")
-    names, found = [], []
-    for name, mine in _whole(model):
-        names.append(name)
-        found.append(_difference(mine, group))
-    if not found:
+    differences = {name: _difference(grad, group) for name, grad in _whole(model)}
+    if not differences:
         return
-    worst = torch.stack(found)
+    worst = torch.stack(list(differences.values()))
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    values = worst.tolist()
-    wrong = [(name, value) for name, value in zip(names, values, strict=True) if value]
+    wrong = [pair for pair in zip(differences, worst.tolist(), strict=True) if pair[1]]
     if wrong:
         name, value = wrong[0]
         others = f", and those of {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -70,44 +70,31 @@ def compare_whole_gradients(model: nn.Module) -> None:
         )
 
 
-def _difference(mine: Tensor, group: ProcessGroup) -> Tensor:
-    """Of this rank's from the first one's, relative to the largest number; 0 where it may be rounding."""
-    if not mine.numel():  # a shard without rows, on every rank of the group
-        return torch.zeros((), device=mine.device)
-    first = mine.clone()
+def _difference(grad: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns the difference from the first rank's, relative to the largest value; 0 if within rounding."""
+    if not grad.numel():  # a shard without rows, on every rank of the group
+        return torch.zeros((), device=grad.device)
+    first = grad.clone()
     dist.broadcast(first, group_src=0, group=group)
-    off, largest = _largest(mine - first), _largest(first)
-    # nan is like nothing but nan.
-    off = torch.where(mine.isnan().any() ^ first.isnan().any(), torch.inf, off)
-    return torch.where(off > _tolerance(mine) * largest, off / largest, 0.0)
-
-
-def _tp(param: DTensor) -> int | None:
-    names = param.device_mesh.mesh_dim_names or ()
-    return names.index("tp") if "tp" in names else None
+    apart, largest = (torch.nan_to_num(t.float(), 0.0).abs().amax() for t in (grad - first, first))
+    # nan equals only nan.
+    apart = torch.where(grad.isnan().any() ^ first.isnan().any(), torch.inf, apart)
+    rounding = float(torch.finfo(grad.dtype).eps ** 0.5)  # of another order of additions
+    return torch.where(apart > rounding * largest, apart / largest, 0.0)
 
 
 def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shard of each gradient that isn't split over tp."""
+    """Yields this rank's shard of each gradient that is not sharded over tp."""
     for name, param in model.named_parameters():
         grad = param.grad
         if grad is None or grad.layout != torch.strided:
             continue
         if isinstance(grad, DTensor):
-            axis = _tp(grad)
-            if axis is not None and not isinstance(grad.placements[axis], Replicate):
+            names = grad.device_mesh.mesh_dim_names or ()
+            if "tp" in names and not isinstance(grad.placements[names.index("tp")], Replicate):
                 continue
             grad = grad.to_local()
         yield name, grad.detach().contiguous()
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    return torch.nan_to_num(tensor.float(), 0.0).abs().amax()
-
-
-def _tolerance(tensor: Tensor) -> float:
-    """What another order of additions may make of it."""
-    return float(torch.finfo(tensor.dtype).eps ** 0.5)
 
 
 KEEP = 200
@@ -122,27 +109,27 @@ def debug(
     folder: str | os.PathLike[str] | None = None,
     keep: int = KEEP,
 ) -> Iterator[Debugger]:
-    """Within it, before a collective is issued, its ranks compare it through the store: operation, axis,
-    unit, bytes, step and micro-batch. So for collectives of the user's own, and for optimizer steps.
+    """Compares each collective in the body through the store before it is issued: operation, axis, unit,
+    bytes, step and micro-batch. This includes your own collectives, and optimizer steps.
 
-    Ranks that part get an ``AgreementError`` each, which says what each rank was about to do, instead of
-    a hang or numbers that belong to something else. Before the first optimizer step those gradients of
-    ``model`` are compared too that each rank of a tp group has whole: a plan that makes ranks compute them
-    from other data shows there. A round trip to the store for each collective, so not for production.
-    ``watch`` is included. Under simulated ranks, and in a single process, events are only kept. Sends and
-    receives are kept, not compared.
+    If ranks differ, each gets an ``AgreementError`` with what every rank was about to do, instead of a hang
+    or of values that belong to another collective. Before the first optimizer step it also compares the
+    gradients of ``model`` that are not sharded over tp, which finds plans that let ranks compute them from
+    different data. A collective costs a round trip to the store, so do not use it in production. ``watch`` is
+    included. With simulated ranks, and in a single process, events are only recorded; so are sends and
+    receives.
 
     Args:
-        model: whose meshes give axes their names, and whose ranks make optimizer steps together; without
-            one all ranks do.
-        meshes: others that give names.
+        model: gives axes their names; the ranks of its mesh make optimizer steps together. Without a model
+            all ranks do.
+        meshes: more meshes that name axes.
         timeout: how long ranks wait for one that does not come.
-        folder: for a file of each rank with all it did, for ``diagnose(folder)`` after a crash.
+        folder: gets one file per rank with all its events, for ``diagnose(folder)`` after a crash.
         keep: how many of the last events of each rank are kept.
 
     Raises:
-        Parallel3dError: a wrong argument. Within it AgreementError, as said, and PeerFailureError, as
-            ``watch`` says.
+        Parallel3dError: an argument is wrong. In the body: AgreementError, as above, and PeerFailureError, as
+            for ``watch``.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise Parallel3dError(f"debug: model is {model!r}; it must be an nn.Module or None")
@@ -150,12 +137,16 @@ def debug(
         raise Parallel3dError(f"debug: timeout is {timeout!r}; it must be a positive timedelta")
     if not isinstance(keep, int) or keep < 1:
         raise Parallel3dError(f"debug: keep is {keep!r}; it must be a positive integer")
-    found = [*_meshes_of(model), *meshes]
+    params = () if model is None else model.parameters()
+    own = list(
+        {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values()
+    )
+    named = [*own, *meshes]
     with watch():
-        debugger = Debugger(found if model is not None else [], timeout, folder, keep, model)
-        before = counting_steps(before=debugger.before_step)
-        recording = record_collectives(*found, before=debugger.before_collective)
-        with before, recording as recorder:
+        debugger = Debugger([] if model is None else named, timeout, folder, keep, model)
+        steps = counting_steps(before=debugger.before_step)
+        recording = record_collectives(*named, before=debugger.before_collective)
+        with steps, recording as recorder:
             debugger.recorder = recorder
             _last[:] = [debugger]
             try:
@@ -166,26 +157,15 @@ def debug(
             debugger.end("")
 
 
-_last: list[Debugger] = []
-
-
-def last_debugger() -> Debugger | None:
-    """That of the debug mode this process is or was in."""
-    return _last[0] if _last else None
-
-
-def _meshes_of(model: nn.Module | None) -> list[DeviceMesh]:
-    params = () if model is None else model.parameters()
-    found = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}
-    return list(found.values())
+_last: list[Debugger] = []  # the debugger of this process's current or last debug mode
 
 
 class Debugger:
-    """One rank's events.
+    """Records one rank's events and compares them with the other ranks'.
 
     Attributes:
-        journal: the last of them.
-        rendezvous: where they are compared; None where there are no other ranks.
+        journal: the last events.
+        rendezvous: compares them; None as long as there are no other ranks.
         recorder: the recorder of collectives.
     """
 
@@ -202,7 +182,7 @@ class Debugger:
         self.journal = Journal(self.rank, keep, folder)
         self.rendezvous: Rendezvous | None = None
         self.recorder: Recorder | None = None
-        self._whole_gradients: nn.Module | None = model  # to be compared
+        self._model: nn.Module | None = model  # until its gradients have been compared
         self._number = 0
         self._messages = 0
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -210,9 +190,9 @@ class Debugger:
         self._timeout, self._keep = timeout, keep
 
     def _open(self) -> Rendezvous | None:
-        """As soon as there are other ranks."""
-        if self.rendezvous is None and (found := others()) is not None:
-            store, rank, world_size = found
+        """Makes the rendezvous as soon as there are other ranks."""
+        if self.rendezvous is None and (peers := others()) is not None:
+            store, rank, world_size = peers
             self.rank = rank
             table = next_table(store, "guards/debug", rank)
             scope = self._ranks or range(world_size)
@@ -227,10 +207,8 @@ class Debugger:
     def _last_known(self, rank: int) -> str:
         return str(self.rendezvous.at(rank) or "") if self.rendezvous is not None else ""
 
-    # -- events --------------------------------------------------------------------------------------
-
     def before_collective(self, call: Collective, group: ProcessGroup, uneven: bool) -> None:
-        """The recorder calls it."""
+        """Called by the recorder."""
         assert self.recorder is not None
         if len(self.recorder.calls) > 10 * self._keep:
             self.recorder.clear()
@@ -239,11 +217,11 @@ class Debugger:
         self._meet(call.op, axis, call.unit, None if uneven else call.bytes, ranks)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Called before each step of an optimizer."""
         rendezvous = self._open()
         ranks = () if rendezvous is None else tuple(rendezvous.scope)
         self._meet(f"optimizer step ({type(optimizer).__name__})", "", "", None, ranks)
-        model, self._whole_gradients = self._whole_gradients, None
+        model, self._model = self._model, None
         if model is not None and rendezvous is not None:
             compare_whole_gradients(model)
 
@@ -252,50 +230,119 @@ class Debugger:
     ) -> None:
         rendezvous = self._open()
         self._places[axis, ranks] += 1
-        event = self._event(what, axis, unit, size, ranks, self._places[axis, ranks])
+        place = self._places[axis, ranks]
+        event = self._event(what, axis=axis, unit=unit, bytes=size, ranks=ranks, place=place)
         if rendezvous is None:
             self.journal.note(event)
-        elif ranks:
-            rendezvous.meet(event)
         else:
-            rendezvous.note(event)
+            rendezvous.meet(event)
 
-    def _event(
-        self,
-        what: str,
-        axis: str = "",
-        unit: str = "",
-        size: int | None = None,
-        ranks: tuple[int, ...] = (),
-        place: int = 0,
-    ) -> Event:
+    def _event(self, what: str, **fields: Any) -> Event:
         self._number += 1
         self._messages += what in MESSAGES
-        return Event(
-            number=self._number,
-            what=what,
-            axis=axis,
-            unit=unit,
-            bytes=size,
-            step=here.step + 1,
-            micro_batch=here.micro_batch,
-            ranks=ranks,
-            place=place,
-            messages=self._messages,
-        )
+        fields |= {"step": here.step + 1, "micro_batch": here.micro_batch}
+        return Event(self._number, what, messages=self._messages, **fields)
 
     def end(self, error: str) -> None:
-        """This rank leaves, with ``error`` if there is one."""
+        """Records that this rank leaves, with ``error`` if there is one."""
         event = self._event(f"left: {error}" if error else "left debug mode")
-        if self.rendezvous is not None:
-            self.rendezvous.leave(event)
-        else:
+        if self.rendezvous is None:
             self.journal.note(event)
+        else:
+            with suppress(RuntimeError):  # the store may be gone
+                self.rendezvous.note(event)
         self.journal.close()
 
 
+_SHOWN = 5  # events of each rank in the report
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The events of all ranks; ``str()`` is a report.
+
+    Attributes:
+        events: the last ones of each rank, the latest last.
+        failures: rank -> error, for ranks that ended with one.
+        divergence: where the sequences first differ, in words; "" if they don't. Sends and receives, which
+            are not compared, are only in ``events``.
+    """
+
+    events: Mapping[int, Sequence[Event]]
+    failures: Mapping[int, str]
+    divergence: str
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.events)} ranks; {self.divergence or 'their sequences do not differ.'}"]
+        if self.failures:
+            parts.append("Errors:" + describe_places(self.failures))
+        running = [rank for rank, events in self.events.items() if events and not events[-1].is_end]
+        if running:
+            parts.append(f"{name_ranks(running)} neither left debug mode nor ended with an error.")
+        for rank, events in self.events.items():
+            lines = "".join(f"\n  {event.number}: {event}" for event in events[-_SHOWN:])
+            parts.append(f"rank {rank}, last:{lines or ' nothing'}")
+        return "\n".join(parts)
+
+
+def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) -> Diagnosis:
+    """Returns what ranks in ``guards.debug`` did last; print it.
+
+    Args:
+        folder: the folder of ``guards.debug(folder=)``; any process can read it, also after a crash. By
+            default the events in the store of the job that this process is a rank of are read.
+        keep: how many of each rank's last events are read from the folder.
+
+    Raises:
+        Parallel3dError: there is nothing to read.
+    """
+    events = _from_store() if folder is None else read_journals(folder, keep)
+    last = {rank: log[-1].what for rank, log in events.items() if log}
+    failures = {
+        rank: what.removeprefix("left: ")
+        for rank, what in last.items()
+        if what.startswith("left: ")
+    }
+    return Diagnosis(events, failures, find_divergence(events))
+
+
+def _from_store() -> dict[int, list[Event]]:
+    if not _last:
+        raise Parallel3dError(
+            "diagnose: this process was in no guards.debug(); give the folder that debug(folder=) wrote into"
+        )
+    debugger, rendezvous = _last[0], _last[0].rendezvous
+    if rendezvous is None:
+        return {debugger.rank: list(debugger.journal.events)}
+    try:
+        return {rank: rendezvous.log(rank) for rank in rendezvous.scope}
+    except RuntimeError as error:
+        raise Parallel3dError(
+            "diagnose: the store is gone, as the process that hosted it has ended; give the folder that "
+            "debug(folder=) wrote into"
+        ) from error
+
+
+def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:
+    """Says in words where the sequences first differ, or which ranks stopped before the others."""
+    done = {rank: [event for event in log if not event.is_end] for rank, log in events.items()}
+    first, odd = first_difference(done)
+    if first:
+        if 2 * len(odd) < len(first):
+            head = f"{name_ranks(odd)} part{'s' if len(odd) == 1 else ''} from the rest with"
+        else:
+            head = "the ranks part with"
+        return f"{head}:{describe_places(first)}"
+    last = {rank: log[-1].position if log else 0 for rank, log in done.items()}
+    behind = [rank for rank in last if last[rank] == min(last.values())]
+    if len(behind) == len(last):
+        return ""
+    texts = {rank: str(done[rank][-1]) if done[rank] else "nothing" for rank in events}
+    return f"{name_ranks(behind)} stopped first; last were:{describe_places(texts)}"
+
+
 def _debug_if_asked(stack: ExitStack) -> None:
-    """``PARALLEL3D_DEBUG=1`` debugs without a line of code."""
+    """``PARALLEL3D_DEBUG=1`` enters debug mode with the outermost watch."""
     if os.environ.get("PARALLEL3D_DEBUG", "0") not in ("", "0"):
         stack.enter_context(debug(folder=os.environ.get("PARALLEL3D_DEBUG_DIR") or None))
 

@@ -1,9 +1,9 @@
 """Rendezvous: ranks that are about to do something together compare it in the store first.
 
-Every rank posts what it is about to do, and waits until all ranks of the group have come to the same place
-of their sequence. Two kinds of divergence end that: they come with different things, or they wait for each
-other in a circle, each at another place (another group, a step that the rest does not make yet). A rank that
-only takes long is neither.
+Every rank posts its next event and waits until all ranks of the group have come to the same position in their
+sequence. The wait ends with an error if they have posted different events, or if ranks wait for each other in
+a circle, each at another position (another group, or a step that the others do not make). A slow rank is
+neither.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,10 +28,8 @@ from parallel3d.errors import AgreementError, Parallel3dError, PeerFailureError
 from parallel3d.mesh.agreement import check_agreement, name_ranks, seconds
 from parallel3d.mesh.store import others, wait_for, while_waiting
 
-# Event: one thing a rank is about to do, and the places where a rank's last ones are kept.
-
-MESSAGES = ("send", "recv")  # their ranks do different things, which aren't compared
-_MOST_BYTES = 32 * 2**20  # of a file; the one before it is kept
+MESSAGES = ("send", "recv")  # not compared: their two ranks do different things
+_MOST_BYTES = 32 * 2**20  # of a file of events; the one before it is kept
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,15 @@ class Event:
 
     Attributes:
         number: position among the events of this rank, from 1.
-        what: a collective's operation; ``optimizer step (AdamW)``; ``left``; or an error's type and text.
+        what: a collective's operation; ``optimizer step (AdamW)``; ``left debug mode``; or ``left: `` and an
+            error.
         axis: of the mesh, or the name of the group.
-        unit: the engine issues it for; "" outside the engine.
-        bytes: as the recorder counts them; None where they may differ between ranks.
-        step, micro_batch: it belongs to, from 1; a micro-batch is a forward with a gradient.
-        ranks: that do it together; those not compared (send, recv) are none.
+        unit: the unit that the engine issues it for; "" outside the engine.
+        bytes: as the recorder counts them; None if they may differ between ranks.
+        step, micro_batch: from 1; a micro-batch is a forward with a gradient.
+        ranks: the ranks that do it together; empty for events that are not compared (send, recv).
         place: position among the events of these ranks on this axis, from 1.
-        messages: how many sends and receives there are among the events up to it, itself among them.
+        messages: number of sends and receives among the events up to it, including itself.
     """
 
     number: int
@@ -62,24 +61,25 @@ class Event:
     messages: int = 0
 
     @property
-    def is_message(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.what in MESSAGES
-
-    @property
     def position(self) -> int:
-        """How many events that are compared there are up to it, itself among them."""
+        """Number of compared events up to it, including itself."""
         return self.number - self.messages
 
     @property
+    def is_end(self) -> bool:
+        """Whether the rank has left debug mode, with or without an error."""
+        return self.what.startswith("left")
+
+    @property
     def key(self) -> str:
-        """Where those who do it together meet."""
-        return (
-            f"{self.axis} {self.ranks[0]}-{self.ranks[-1]}/{len(self.ranks)} {hash_of(self.ranks)}"
-        )
+        """Identifies the axis and ranks in the store."""
+        value = 0  # a hash, for ranks with the same first, last and number
+        for rank in self.ranks:
+            value = (value * 1_000_003 + rank + 1) % (1 << 61)
+        return f"{self.axis} {self.ranks[0]}-{self.ranks[-1]}/{len(self.ranks)} {value:x}"
 
     def agrees_with(self, other: Event) -> bool:
-        """Whether another rank's event is the same thing."""
+        """Whether another rank's event is the same operation."""
         if None not in (self.bytes, other.bytes) and self.bytes != other.bytes:
             return False
         names = ("what", "axis", "unit", "step", "micro_batch")
@@ -92,28 +92,20 @@ class Event:
         return f"{self.what}{axis}{unit}{size} (step {self.step}, micro-batch {self.micro_batch})"
 
     def to_json(self) -> str:
-        """One line."""
+        """Returns one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: Any) -> Event:
-        """Of str or bytes. Raises ValueError, TypeError or KeyError for a line that is none."""
+        """Raises ValueError, TypeError or KeyError if ``text`` is not an event."""
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-def hash_of(ranks: Iterable[int]) -> str:
-    """Tells two sets of ranks apart that begin, end and count alike."""
-    value = 0
-    for rank in ranks:
-        value = (value * 1_000_003 + rank + 1) % (1 << 61)
-    return f"{value:x}"
-
-
 class Journal:
-    """One rank's last events: in memory, and in a file of a folder, line by line, if there is one.
+    """Keeps one rank's last events in memory and, given a folder, all of them in a file.
 
-    What is written survives a SIGKILL, as it is handed to the kernel with each event.
+    Each event is handed to the kernel at once, so that the file survives a SIGKILL.
     """
 
     def __init__(self, rank: int, keep: int, folder: str | os.PathLike[str] | None) -> None:
@@ -138,51 +130,44 @@ class Journal:
             self._file = self._path.open("w", encoding="utf-8")
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[Event]]:
-    """The last ``keep`` events by rank, of what journals have written into ``folder``.
+    """Returns the last ``keep`` events of each rank, from the files that journals wrote into ``folder``.
 
-    A line that the death of its process has cut short is left out.
+    A line that was cut when its process died is ignored.
 
     Raises:
-        Parallel3dError: the folder has none.
+        Parallel3dError: the folder has no such files.
     """
-    found: dict[int, list[Event]] = {}
+    journals: dict[int, list[Event]] = {}
     for path in Path(folder).glob("rank*.jsonl"):
         number = path.name.removeprefix("rank").removesuffix(".jsonl")
         if not number.isdecimal():
             continue
         events: deque[Event] = deque(maxlen=keep)
-        for each in (path.with_suffix(".before.jsonl"), path):
-            if not each.exists():
+        for file in (path.with_suffix(".before.jsonl"), path):
+            if not file.exists():
                 continue
-            with each.open(encoding="utf-8", errors="replace") as lines:
+            with file.open(encoding="utf-8", errors="replace") as lines:
                 for line in lines:
-                    try:
+                    with suppress(ValueError, TypeError, KeyError):
                         events.append(Event.from_json(line))
-                    except (ValueError, TypeError, KeyError):
-                        continue
-        found[int(number)] = list(events)
-    if not found:
+        journals[int(number)] = list(events)
+    if not journals:
         raise Parallel3dError(
             f"{str(folder)!r} has no journal (rank0.jsonl, ...): give the folder that guards.debug(folder=) "
             "or PARALLEL3D_DEBUG_DIR was given"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(journals.items()))
 
 
-def is_end(event: Event) -> bool:
-    """Whether it says that the rank has left debug mode, in whatever way."""
-    return event.what.startswith("left")
-
-
-def describe_places(events: dict[int, str]) -> str:
-    """``rank 2: ...`` and ``ranks 0-1, 3: ...``, a line for each text, the rarest first."""
+def describe_places(events: Mapping[int, str]) -> str:
+    """Returns lines such as ``ranks 0-1, 3: ...``, one per text, the one of the fewest ranks first."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in events.items():
         ranks_of.setdefault(text, []).append(rank)
@@ -191,18 +176,16 @@ def describe_places(events: dict[int, str]) -> str:
 
 
 _SLICE = timedelta(seconds=0.25)
-_SETTLE = (
-    1.0  # seconds that ranks are given to come to where they wait, before it is told who is where
-)
+_SETTLE = 1.0  # seconds that ranks get to come to their next wait before an error lists them
 
 
 class Rendezvous:
-    """One rank's part.
+    """One rank's access to the events of the others.
 
     Args:
         table: the part of the store that the ranks share.
-        scope: the ranks that run the same program, to be compared with each other.
-        keep: how many events of each rank the store holds.
+        scope: the ranks that run the same program, which are compared with each other.
+        keep: number of events of each rank in the store.
         timeout: how long a rank waits for another that does not come.
     """
 
@@ -222,53 +205,39 @@ class Rendezvous:
         self._keep = keep
         self._timeout = timeout
 
-    # -- what a rank says ----------------------------------------------------------------------------
-
-    def note(self, event: Event) -> None:
-        """This rank is about to do ``event``; nobody is waited for."""
-        self._say(event)
-
-    def _say(self, event: Event, *more: str) -> None:
-        """Puts ``event`` into the journal and the store, there under the keys ``more`` too."""
+    def note(self, event: Event, *more: str) -> None:
+        """Writes ``event`` into the journal and the store, there also under the keys ``more``."""
         self._journal.note(event)
-        text = event.to_json()
         keys = [f"log/{self.rank}/{event.number % self._keep}", f"at/{self.rank}", *more]
-        set_keys(self._table, keys, text)
+        set_keys(self._table, keys, event.to_json())
 
     def meet(self, event: Event) -> None:
-        """This rank is about to do ``event`` together with ``event.ranks``; returns when all are.
+        """Posts ``event``, and returns when all of ``event.ranks`` are about to do it.
 
         Raises:
             AgreementError: one of them does something else, or does not come; the same on all ranks.
             PeerFailureError: one of them has failed.
         """
         if len(event.ranks) < 2:
-            self._say(event)
+            self.note(event)
             return
         keys = [self._place(event, rank) for rank in event.ranks]
-        self._say(event, self._place(event, self.rank))
+        self.note(event, self._place(event, self.rank))
         self._wait(event, keys)
         for text in self._table.multi_get(keys):
             if not event.agrees_with(Event.from_json(text)):
-                self._part(event)
-        if event.place > 1:  # which all have read who have come here
+                self._fail_apart(event)
+        if event.place > 1:  # all ranks that have come here have read the previous place
             self._table.delete_key(self._place(event, self.rank, event.place - 1))
 
-    def leave(self, event: Event) -> None:
-        """This rank goes, for the reason that ``event`` gives."""
-        with suppress(RuntimeError):  # the store may be gone
-            self.note(event)
-
-    # -- what it hears -------------------------------------------------------------------------------
-
     def at(self, rank: int) -> Event | None:
-        """Where ``rank`` is."""
+        """Returns the last event of ``rank``."""
         if not self._table.check([f"at/{rank}"]):
             return None
         return Event.from_json(self._table.get(f"at/{rank}"))
 
     def log(self, rank: int) -> list[Event]:
-        """The last events of ``rank``."""
+        """Returns the last ``keep`` events of ``rank``."""
         last = self.at(rank)
         if last is None:
             return []
@@ -286,19 +255,17 @@ class Rendezvous:
         end = time.monotonic() + self._timeout.total_seconds()
         circle: object = None
         while not self._have_come(event, keys):
-            self._look(event)
+            self._check(event)
             before, circle = circle, self._find_circle(event)
-            if circle is not None and circle == before:  # still the same: nobody was on the way
-                self._part(event)
+            if circle is not None and circle == before:  # unchanged: no rank was on the way
+                self._fail_apart(event)
             if time.monotonic() > end:
-                self._give_up(event)
+                self._fail_late(event)
 
     def _have_come(self, event: Event, keys: Sequence[str]) -> bool:
-        """Whether all have, or do in a short while."""
+        """Waits a short while for ``keys``; returns whether they are set."""
         look = partial(self._raise_verdict, event)
-        while_waiting.insert(
-            0, look
-        )  # before one that would say that those who raise it have failed
+        while_waiting.insert(0, look)  # first: ranks that raise the verdict count as failed then
         try:
             wait_for(self._table, keys, _SLICE)
             return True
@@ -314,18 +281,18 @@ class Rendezvous:
         finally:
             while_waiting.remove(look)
 
-    def _look(self, event: Event) -> None:
-        """Raises what ends the wait, if anything has happened."""
+    def _check(self, event: Event) -> None:
+        """Raises if there is a verdict, or another rank has failed."""
         self._raise_verdict(event)
         for look in while_waiting:
             look()
 
     def _missing(self, event: Event) -> list[int]:
-        """Who has not come to where ``event`` is."""
+        """Returns the ranks that have not come to ``event``."""
         return [r for r in event.ranks if not self._table.check([self._place(event, r)])]
 
     def _find_circle(self, event: Event) -> tuple[tuple[int, int], ...] | None:
-        """(rank, number of its event) of ranks that wait for each other, or for one that has gone."""
+        """Finds ranks that wait for each other, or for one that has left: (rank, number of its event)."""
         path: list[tuple[int, int]] = []
         done: set[int] = set()
 
@@ -336,7 +303,7 @@ class Rendezvous:
                 if where is None or other in done or other == rank:
                     continue
                 seen = (other, where.number)
-                if seen in path or is_end(where):
+                if seen in path or where.is_end:
                     path.append(seen)
                     return True
                 if len(where.ranks) > 1 and search(other, where):
@@ -347,12 +314,12 @@ class Rendezvous:
 
         return tuple(path) if search(self.rank, event) else None
 
-    # -- what is wrong -------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------
 
-    def _part(self, event: Event) -> NoReturn:
-        """Says, with all that wait, who is where."""
+    def _fail_apart(self, event: Event) -> NoReturn:
+        """Raises, as all that wait do, an error that says where each rank is."""
         time.sleep(_SETTLE)
-        self._look(event)
+        self._check(event)
         now = {rank: str(self.at(rank) or "nothing yet") for rank in self.scope}
         logs = {rank: self.log(rank) for rank in self.scope}
         first, odd = first_difference(logs)
@@ -361,12 +328,13 @@ class Rendezvous:
             head = f"{name_ranks(odd)} {differ} from the majority, about to issue:{describe_places(first)}"
         else:
             head = f"no majority does the same, about to issue:{describe_places(first or now)}"
-        before = "".join(_before(rank, logs[rank]) for rank in odd[:2])
-        self._conclude(
-            event, f"The ranks part: {head}\nNow they are at:{describe_places(now)}{before}"
-        )
+        text = f"The ranks part: {head}\nNow they are at:{describe_places(now)}"
+        for rank in odd[:2]:
+            done = "; ".join(str(event) for event in logs[rank][-4:-1])
+            text += f"\nBefore that rank {rank} issued: {done}" if done else ""
+        self._conclude(event, text)
 
-    def _give_up(self, event: Event) -> NoReturn:
+    def _fail_late(self, event: Event) -> NoReturn:
         missing = sorted(self._to_blame(event, set()))
         texts = {rank: str(self.at(rank) or "nothing yet") for rank in missing}
         self._conclude(
@@ -376,22 +344,22 @@ class Rendezvous:
         )
 
     def _to_blame(self, event: Event, seen: set[int]) -> set[int]:
-        """Those that the ranks at ``event`` wait for, and that wait for nobody themselves."""
-        found: set[int] = set()
+        """Returns the ranks that those at ``event`` wait for and that wait for no other themselves."""
+        blamed: set[int] = set()
         for rank in self._missing(event):
             if rank in seen:
                 continue
             seen.add(rank)
             where = self.at(rank)
             waits = where is not None and len(where.ranks) > 1 and self._missing(where)
-            found |= self._to_blame(where, seen) if where is not None and waits else {rank}
-        return found
+            blamed |= self._to_blame(where, seen) if where is not None and waits else {rank}
+        return blamed
 
     def _conclude(self, event: Event, text: str) -> NoReturn:
-        """Makes ``text`` the verdict, unless another rank was first, and raises it."""
+        """Makes ``text`` the verdict of all ranks, unless another rank was first, and raises the verdict."""
         if self._table.add("verdicts", 1) == 1:
             self._table.set("verdict", text)
-        with suppress(RuntimeError):  # the first has died in between
+        with suppress(RuntimeError):  # the first rank may have died before it set the verdict
             wait_for(self._table, ["verdict"], _SLICE * 8)
         self._raise_verdict(event)
         raise AgreementError(text)
@@ -405,14 +373,14 @@ class Rendezvous:
 def first_difference(
     logs: Mapping[int, Sequence[Event]],
 ) -> tuple[dict[int, str], list[int]]:
-    """(what each rank did, the odd ranks) where the sequences of ranks with one program first differ.
+    """Returns (each rank's event, the odd ranks) where sequences of one program first differ, or empty.
 
-    Sends and receives don't count: of these ranks do different numbers.
+    Sends and receives are not compared: ranks have different numbers of them.
     """
     by_position: dict[int, dict[int, Event]] = {}
     for rank, log in logs.items():
         for event in log:
-            if not event.is_message:
+            if event.what not in MESSAGES:
                 by_position.setdefault(event.position, {})[rank] = event
     for _, events in sorted(by_position.items()):
         same: list[list[int]] = []
@@ -426,31 +394,23 @@ def first_difference(
     return {}, []
 
 
-def _before(rank: int, log: Sequence[Event]) -> str:
-    done = "; ".join(str(event) for event in log[-4:-1])
-    return f"\nBefore that rank {rank} issued: {done}" if done else ""
-
-
-# Ranks compare what they have before it communicates: digests first, and texts only if they
-# differ.
-
-
 def compare_digests(
     topic: str, ranks: Sequence[int], texts: Callable[[], Mapping[str, str]]
 ) -> None:
     """Checks that all of ``ranks`` have the same ``texts``; each of them must call it.
 
-    One round trip to the store. Ranks may come as late as the process group's timeout allows: one may have
-    data to read. Nothing happens where there is no other process.
+    Ranks compare digests, and texts only if the digests differ. It takes one round trip to the store. Ranks
+    wait for each other as long as the process group's timeout allows, as one may have data to read. It does
+    nothing in a single process.
 
     Args:
         topic: what is compared, as errors name it.
         ranks: the same list on each of them.
-        texts: name -> value of all that must be alike.
+        texts: returns name -> value of all that must be equal.
 
     Raises:
         AgreementError: on every rank, with the names that differ, their values and the odd ranks.
-        PeerFailureError: within ``guards.watch``: another rank has failed meanwhile.
+        PeerFailureError: within ``guards.watch``: another rank has failed.
     """
     if others() is None or len(ranks) < 2:
         return

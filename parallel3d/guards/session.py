@@ -1,4 +1,4 @@
-"""watch: a rank that raises says so to the others, and one whose collective fails learns why."""
+"""watch: a rank that raises tells the others, and a rank whose collective fails learns the cause."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ContextDecorator, ExitStack, suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,30 +21,27 @@ from parallel3d._util.arguments import text_of
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
-from parallel3d.guards.board import Board, Note, Pulse, Sentinel
+from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, counting_steps, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, seconds
-from parallel3d.mesh.agreement import seconds as in_words
 from parallel3d.mesh.store import next_table, others, while_waiting
-
-# Monitor: a thread that reads the board while the main thread computes or waits.
-#
-# It answers roll calls, so that a rank that hangs is told from one that was killed; it remembers
-# what was posted, also when the store's host is gone; and where the main thread still waits for a
-# collective that can't end any more, it lets the wait fail (gloo only, see ``wake_waiting``). It
-# also notices ranks, and a store, that have fallen silent.
 
 
 class Monitor(threading.Thread):
-    """One rank's.
+    """A thread that reads the board while the main thread computes or waits.
+
+    It answers roll calls, so that a rank that hangs is told from one that was killed, and keeps the notes,
+    also when the store's host is gone. If the main thread waits for a collective that can't complete any
+    more, it makes the wait fail (on gloo only, see ``wake_waiting``). It also notices that a rank, or the
+    store, is silent.
 
     Attributes:
         rank, world_size: of the default process group.
-        grace: seconds that ranks are given to post what they have to say.
+        grace: seconds that ranks get to post their notes.
         host: name of this rank's machine.
-        silence: seconds after which who says nothing is given up; None: never.
-        store_lost: whether the process that hosts the store has ended, or
-        store_silent: has not answered for ``silence`` seconds, which means ``store_lost`` too.
+        silence: seconds without a sign of life after which a rank or the store is given up; None: never.
+        store_lost: whether the store can't be reached any more.
+        store_silent: whether that is because it has not answered for ``silence`` seconds.
     """
 
     def __init__(
@@ -66,64 +62,69 @@ class Monitor(threading.Thread):
         own = clone_store(table)  # a connection of its own
         self._board = Board(own, world_size)
         self._pulse = None if silence is None else Pulse(own, rank, world_size, silence)
-        self._waits_since: float | None = None
+        self._asked: float | None = None  # since when the store is being asked something
         self._main = threading.get_ident()
         self._notes: list[Note] = []
         self._lock = threading.Lock()
         self._waking = threading.Lock()
         self._ended = threading.Event()
         self._closed = threading.Event()
-        self._seen: float | None = None  # when the first failure was
+        self._seen: float | None = None  # when the first failure was seen
         self._woken = False
-        self._runs = (0, 0)  # what the others know
-        self._news, self._said = threading.Event(), threading.Event()
+        self._runs = (0, 0)  # as last posted
+        self._news, self._posted = threading.Event(), threading.Event()
         if silence is not None:
-            Sentinel(self, silence, self._closed).start()
+            name = "parallel3d-guards-silence"
+            threading.Thread(
+                target=self._watch_store, args=(silence,), name=name, daemon=True
+            ).start()
         self._ask(lambda: self._board.settle(rank, self.host))
 
     # -- for the main thread -------------------------------------------------------------------------
 
     def notes(self) -> list[Note]:
-        """What was posted so far, by others and this rank."""
-        return list(self._notes)  # one that grows: the thread only adds to it
+        """Returns the notes so far, of all ranks."""
+        return list(self._notes)
 
     def failure(self) -> Note | None:
-        """The first error that another rank has had of its own, if there is one."""
+        """Returns the first error that another rank raised itself, if there is one."""
         notes = self.notes()
         return next((n for n in notes if n.kind == "failed" and n.rank != self.rank), None)
 
     def post(self, note: Note) -> None:
-        """Tells the others."""
+        """Posts ``note`` to the other ranks."""
         self._ask(lambda: self._board.post(note))
 
-    def answers(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        """Those of ``ranks`` that have answered the roll call."""
+    def answers(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Returns the answers of those of ``ranks`` that have answered the roll call."""
         return self._ask(lambda: self._board.answers(ranks)) or {}
 
     def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
-        """On which machines those of ``ranks`` are, or were, that have come into the watched part."""
+        """Returns the machines of those of ``ranks`` that have entered their watch."""
         return self._ask(lambda: self._board.hosts(ranks)) or {}
 
     def forwards(self) -> dict[int, tuple[int, int]]:
-        """By rank, how many forwards it has begun, with a gradient and without; as far as it has said so."""
+        """Returns how many forwards each rank has posted that it has begun, with a gradient and without."""
         self._ask(self._count)
         return self._ask(lambda: self._board.forwards(range(self.world_size))) or {}
 
     def forward_begins(self) -> None:
-        """Called in each forward of a model. Of one that is not usual the others are told before it goes on:
-        if the others don't make it, this process may be ended within it."""
+        """Called in each forward of a model, and posts an unusual one before it goes on.
+
+        If the other ranks do not make it, this process may be ended within it.
+        """
         if torch.is_grad_enabled() and here.micro_batch <= here.usual:
             return
-        self._said.clear()
+        self._posted.clear()
         self._news.set()
-        self._said.wait(0.2)  # no longer: the store may be silent
+        self._posted.wait(0.2)  # no longer: the store may be silent
 
     def look(self) -> None:
-        """Reads what there is now, without waiting for the thread to do so."""
+        """Reads the board now, without waiting for the thread."""
         self._ask(self._read)
 
     def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Waits for ``done()``, reading on; whether it came in time."""
+        """Waits for ``done()`` while reading the board. Returns whether it became true in time."""
         end = time.monotonic() + seconds
         while not done():
             if self.store_lost or time.monotonic() > end:
@@ -133,7 +134,7 @@ class Monitor(threading.Thread):
         return True
 
     def end(self) -> None:
-        """Stops the thread; nothing is woken any more. The store can still be asked, and fall silent."""
+        """Stops the thread, which wakes no wait any more. The store can still be asked, and become silent."""
         with self._waking:
             self._ended.set()
             self._news.set()
@@ -141,11 +142,11 @@ class Monitor(threading.Thread):
             self._ask(self._pulse.end)
 
     def close(self) -> None:
-        """The last call: nobody looks any more whether the store answers."""
+        """Ends the watch over the store; the last call."""
         self._closed.set()
 
     def _ask(self, what: Callable[[], Any]) -> Any:
-        """``what()`` in a thread of its own: a store that is silent holds that one up, and not this."""
+        """Calls ``what()`` in a thread of its own, which a silent store blocks instead of this one."""
         if self._closed.is_set() or self.silence is None:
             return self._do(what)
         answer: Future[Any] = Future()
@@ -153,7 +154,7 @@ class Monitor(threading.Thread):
         def ask() -> None:
             try:
                 answer.set_result(self._do(what))
-            except BaseException as error:  # raised to who waits for the answer
+            except BaseException as error:  # raised in the thread that waits for the answer
                 answer.set_exception(error)
 
         threading.Thread(target=ask, name="parallel3d-guards-asks", daemon=True).start()
@@ -161,33 +162,53 @@ class Monitor(threading.Thread):
             wait([answer], 0.1)
         return answer.result() if answer.done() else None
 
-    # -- the thread ----------------------------------------------------------------------------------
+    def _do(self, what: Callable[[], Any]) -> Any:
+        """Calls ``what()``, which asks the store; None if the store is lost."""
+        while not self._lock.acquire(timeout=0.1):
+            if self.store_silent:  # the thread that holds the lock waits in the kernel
+                return None
+        try:
+            if self.store_lost:
+                return None
+            self._asked = time.monotonic()
+            return what()
+        except RuntimeError:  # a DistNetworkError, or the error of a store that had one
+            self.store_lost = True
+            return None
+        finally:
+            self._asked = None
+            self._lock.release()
+
+    # -- the threads ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until ``end``."""
+        """Runs until ``end``."""
         while not self.store_lost:
             self._news.wait(self.grace / 10)
             self._news.clear()
             if self._ended.is_set():
                 return
             self._do(self._count)
-            self._said.set()
+            self._posted.set()
             self._do(self._read)
-            self._do(self._feel)
+            self._do(self._beat)
             self._wake()
 
-    def _feel(self) -> None:
-        """Gives a sign of life; one that has none of the next rank's any more tells all."""
-        if self._ended.is_set() or self._pulse is None or not self._pulse.beat():
-            return
-        if self._seen is None:
-            limit = in_words(timedelta(seconds=self._pulse.silence))
-            what = f"no sign of life from rank {self._pulse.next} for {limit}"
-            self._board.post(Note("lost", self.rank, what, str(here), here.step))
-            self._seen = time.monotonic()
+    def _watch_store(self, silence: float) -> None:
+        """Gives the store up when it has not answered for ``silence`` seconds.
+
+        The thread that asked it waits in the kernel, possibly for many minutes.
+        """
+        while not self._closed.wait(min(1.0, silence / 6)):
+            since = self._asked
+            if since is not None and time.monotonic() - since > silence:
+                self.store_silent = self.store_lost = True
+                self._seen = time.monotonic() - self.grace
+                self._wake()
+                return
 
     def _count(self) -> None:
-        """Says how many forwards this rank has begun, if that is news."""
+        """Posts how many forwards this rank has begun, if that has changed."""
         if here.runs != self._runs:
             self._runs = here.runs
             self._board.ran(self.rank, self._runs)
@@ -198,12 +219,22 @@ class Monitor(threading.Thread):
             state = {"where": str(here), "stack": stack_of(self._main)}
             self._board.answer(self.rank, state)
         self._notes += notes
-        others = (n for n in notes if n.kind in ("failed", "lost") and n.rank != self.rank)
-        if self._seen is None and any(True for _ in others):
+        failed = any(n.kind in ("failed", "lost") and n.rank != self.rank for n in notes)
+        if self._seen is None and failed:
+            self._seen = time.monotonic()
+
+    def _beat(self) -> None:
+        """Gives a sign of life, and posts a note if the next rank gives none."""
+        if self._ended.is_set() or self._pulse is None or not self._pulse.beat():
+            return
+        if self._seen is None:
+            limit = seconds(timedelta(seconds=self._pulse.silence))
+            what = f"no sign of life from rank {self._pulse.next} for {limit}"
+            self._board.post(Note("lost", self.rank, what, str(here), here.step))
             self._seen = time.monotonic()
 
     def _wake(self) -> None:
-        """Not at once: it may well find out by itself, or have failed in the same way as the others."""
+        """Makes waits fail, some time after a failure, which the main thread may notice by itself."""
         if self._woken or self._seen is None or time.monotonic() - self._seen < 0.4 * self.grace:
             return
         with self._waking:
@@ -211,41 +242,13 @@ class Monitor(threading.Thread):
                 return
             self._woken = True
             for group in all_groups():
-                with suppress(Exception):  # destroyed meanwhile, or of a backend we don't know
+                with suppress(Exception):  # the group is destroyed, or its backend unknown
                     wake_waiting(group)
 
-    # -- for the thread that looks after this one ------------------------------------------------------
 
-    def waits_since(self) -> float | None:
-        """Since when the store is asked something; None: it has answered."""
-        return self._waits_since
+# The cause of an error in a collective of this rank.
 
-    def store_is_silent(self, seconds: float) -> None:
-        """It is not asked again; what waits for others does so in vain."""
-        self.store_silent = self.store_lost = True
-        self._seen = time.monotonic() - self.grace
-        self._wake()
-
-    def _do(self, what: Callable[[], Any]) -> Any:
-        while not self._lock.acquire(timeout=0.1):
-            if self.store_silent:  # who holds the lock waits in the kernel
-                return None
-        try:
-            if self.store_lost:
-                return None
-            self._waits_since = time.monotonic()
-            return what()
-        except RuntimeError:  # a DistNetworkError, or what the store says after one
-            self.store_lost = True
-            return None
-        finally:
-            self._waits_since = None
-            self._lock.release()
-
-
-# Why a collective of this rank failed: which rank is to blame, and what it said.
-
-# What errors of backends have in them; gloo's are plain RuntimeErrors.
+# Parts of the errors of backends; gloo's are plain RuntimeErrors.
 _MARKS = (
     "gloo",
     "NCCL",
@@ -262,7 +265,7 @@ _TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether ``error`` is one that a collective or the store has raised because of somebody else."""
+    """Whether a collective or the store has raised ``error``, because of another rank."""
     if isinstance(error, PeerFailureError | dist.DistError):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, Parallel3dError):
@@ -272,14 +275,14 @@ def is_of_communication(error: BaseException) -> bool:
 
 
 def short(error: BaseException, width: int = 2000) -> str:
-    """Type and text of an exception; of a long text the beginning."""
+    """Returns type and text of an exception; a text longer than ``width`` is cut."""
     text = text_of(error)
     text = text if len(text) <= width else f"{text[:width]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def peer_failure(note: Note, rank: int) -> PeerFailureError:
-    """What rank ``rank`` raises when ``note`` is the first failure."""
+    """Returns the error of rank ``rank`` if ``note`` is the first failure."""
     return PeerFailureError(
         f"rank {note.rank} failed first, at {note.where}: {note.error}\nRank {rank} can't go on without it. "
         f"Look at the output of rank {note.rank}.",
@@ -290,14 +293,14 @@ def peer_failure(note: Note, rank: int) -> PeerFailureError:
 def find_cause(
     monitor: Monitor, error: BaseException, where: str, last_known: Callable[[int], str]
 ) -> PeerFailureError:
-    """Asks the others, for up to ``monitor.grace`` seconds, who is to blame for ``error`` of this rank.
+    """Asks the other ranks, for up to ``monitor.grace`` seconds, what caused ``error`` on this rank.
 
     Args:
-        where: this rank is.
-        last_known: what is known of where another rank was; "" if nothing.
+        where: step, phase and unit of this rank.
+        last_known: returns the last known position of another rank, or "".
     """
     rank = monitor.rank
-    others = [each for each in range(monitor.world_size) if each != rank]
+    others = [r for r in range(monitor.world_size) if r != rank]
     monitor.post(Note("lost", rank, short(error), where))
     if not any(note.kind == "roll" for note in monitor.notes()):
         monitor.post(Note("roll", rank))
@@ -311,7 +314,7 @@ def find_cause(
     if failure is not None:
         return peer_failure(failure, rank)
     own = f"Rank {rank} was at {where}; its collective failed: {short(error, 300)}"
-    late = _others_gave_up(monitor)
+    late = _others_lost(monitor)
     if monitor.store_lost and late:
         return PeerFailureError(f"{late}. {own}")
     if monitor.store_silent:
@@ -336,79 +339,52 @@ def _blame_the_silent(
     own: str,
     last_known: Callable[[int], str],
 ) -> PeerFailureError:
+    """Returns an error that names the ranks that have posted no note: lost ones, or ones that hang."""
     notes = [note for note in monitor.notes() if note.kind in ("lost", "left")]
-    posted = {note.rank for note in notes}
-    silent = [each for each in others if each not in posted]
-    answers = monitor.answers(silent)
-    lost = [each for each in silent if each not in answers]
+    silent = sorted(set(others) - {note.rank for note in notes})
+    hung = monitor.answers(silent)
+    lost = [rank for rank in silent if rank not in hung]
     left = [note for note in notes if note.kind == "left" and note.rank != monitor.rank]
-    limit = f"did not come within {seconds(group_timeout())}"
-    # A rank that was woken before its own time was up says what those say who waited for all of it.
-    up = _timed_out(text_of(error)) or any(_timed_out(n.error) for n in notes if n.kind == "lost")
-    waited = limit if up else "is not in this collective"
-    lines: list[str] = []
+    # A rank that was woken before its own timeout says what ranks say whose timeout has passed.
+    texts = [text_of(error), *(note.error for note in notes if note.kind == "lost")]
+    timed_out = any(mark in text for text in texts for mark in _TIMED_OUT)
+    waited = "is not in this collective"
+    if timed_out:
+        waited = f"did not come within {seconds(group_timeout())}"
     hosts = monitor.hosts(lost)
-    for host in dict.fromkeys(hosts.get(each, "") for each in lost):
+    by_host: dict[str, list[int]] = {}
+    for rank in lost:
+        by_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    lines = [_lost(monitor, host, ranks, last_known) for host, ranks in by_host.items()]
+    for rank, state in hung.items():
         lines.append(
-            _lost(monitor, host, [r for r in lost if hosts.get(r, "") == host], last_known)
+            f"rank {rank} {waited}: its process lives, at {state['where']}, and is in {state['stack']}"
         )
-    for each, state in answers.items():
-        lines.append(
-            f"rank {each} {waited}: its process lives, at {state['where']}, and is in {state['stack']}"
-        )
-    if not lost and not answers:
-        lines += [f"rank {note.rank} has left the watched part, at {note.where}" for note in left]
     if not lines:
-        lines.append(_others_gave_up(monitor))
-    blamed = lost or list(answers) or [note.rank for note in left]
-    head = _head(lost, list(answers)) if len(lines) > 1 else ""
+        lines = [f"rank {note.rank} has left the watched part, at {note.where}" for note in left]
+    head = f"{name_ranks([*lost, *hung])}: " if len(lines) > 1 and len(lost) + len(hung) > 1 else ""
+    text = "; ".join(lines) or _others_lost(monitor)
+    blamed = lost or list(hung) or [note.rank for note in left]
     more = _more_forwards(monitor.forwards())
-    return PeerFailureError(f"{head}{'; '.join(lines)}.{more}\n{own}", tuple(blamed))
-
-
-def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
-    """Who has begun more forwards than the rest, by (with a gradient, without one): from an extra one on, a
-    rank's collectives are matched with others than it means, and who fails then may be any rank."""
-    without = _most({rank: each[1] for rank, each in counts.items()})
-    found = without or _most({rank: sum(each) for rank, each in counts.items()})
-    if found is None:
-        return ""
-    most, odd, usual, rest = found
-    return (
-        f"\nForwards{' without gradients' if without else ''} begun: {most} on {odd}, {usual} on {rest}. "
-        f"Unless the latter are only behind, look for a forward that only {odd} makes, an evaluation say; "
-        "guards.debug stops at the first collective that differs."
-    )
-
-
-def _most(counts: Mapping[int, int]) -> tuple[int, str, int, str] | None:
-    """(the largest, whose, the usual one, whose); None where they are equal."""
-    tally = Counter(counts.values())
-    if len(tally) < 2:
-        return None
-    usual, most = min(tally, key=lambda number: (-tally[number], number)), max(tally)
-    if most == usual:
-        return None
-    by_number = {n: name_ranks(r for r in counts if counts[r] == n) for n in (most, usual)}
-    return most, by_number[most], usual, by_number[usual]
+    return PeerFailureError(f"{head}{text}.{more}\n{own}", tuple(blamed))
 
 
 def _lost(
     monitor: Monitor, host: str, ranks: Sequence[int], last_known: Callable[[int], str]
 ) -> str:
-    """What is said of ``ranks``, all on ``host``, of which nothing is heard."""
+    """Describes ``ranks``, all on ``host``, that have posted nothing and do not answer."""
     elsewhere = f" on {host}" if host and host != monitor.host else ""
     one = len(ranks) == 1
     text = f"{name_ranks(ranks)}{elsewhere} {'is' if one else 'are'} lost: killed or hung"
     text += ", or the network to there is down" if elsewhere else ""
     text += f"; {'it' if one else 'they'} posted no error and {'does' if one else 'do'} not answer"
     known = {rank: last_known(rank) for rank in ranks}
-    found = [text if one else f"rank {rank}: {text}" for rank, text in known.items() if text]
-    return f"{text}. Last known: {'; '.join(found)}" if found else text
+    places = [place if one else f"rank {rank}: {place}" for rank, place in known.items() if place]
+    return f"{text}. Last known: {'; '.join(places)}" if places else text
 
 
-def _others_gave_up(monitor: Monitor) -> str:
-    """Where nobody posted an error of its own, and all that is known is that others lost a collective too."""
+def _others_lost(monitor: Monitor) -> str:
+    """Describes other ranks that lost a collective too; "" if there are none."""
     notes = [n for n in monitor.notes() if n.kind == "lost" and n.rank != monitor.rank]
     if not notes:
         return ""
@@ -419,19 +395,32 @@ def _others_gave_up(monitor: Monitor) -> str:
     )
 
 
-def _head(lost: Iterable[int], hung: Iterable[int]) -> str:
-    ranks = [*lost, *hung]
-    return f"{name_ranks(ranks)}: " if len(ranks) > 1 else ""
+def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
+    """Names ranks that have begun more forwards (with a gradient, without) than usual; "" if there are none.
 
-
-def _timed_out(text: str) -> bool:
-    return any(mark in text for mark in _TIMED_OUT)
+    After an additional forward a rank's collectives match others than it means, and any rank may fail.
+    """
+    without = {rank: count for rank, (_, count) in counts.items()}
+    both = {rank: sum(count) for rank, count in counts.items()}
+    for numbers, kind in ((without, " without gradients"), (both, "")):
+        tally = Counter(numbers.values())
+        usual = min(tally, key=lambda number: (-tally[number], number), default=0)
+        most = max(tally, default=0)
+        if most > usual:
+            odd = name_ranks(rank for rank, number in numbers.items() if number == most)
+            rest = name_ranks(rank for rank, number in numbers.items() if number == usual)
+            return (
+                f"\nForwards{kind} begun: {most} on {odd}, {usual} on {rest}. "
+                f"Unless the latter are only behind, look for a forward that only {odd} makes, an evaluation "
+                "say; guards.debug stops at the first collective that differs."
+            )
+    return ""
 
 
 GRACE = timedelta(seconds=5)
-"""How long ranks are given to post what they have to say, unless told otherwise."""
+"""Default time that ranks get to post their notes."""
 SILENCE = timedelta(minutes=1)
-"""How long nothing may be heard of a rank, unless told otherwise."""
+"""Default time without a sign of life after which a rank is given up."""
 
 
 def watch(
@@ -440,7 +429,7 @@ def watch(
     grace: timedelta = GRACE,
     silence: timedelta | None = SILENCE,
 ) -> Watch:
-    """Around a training loop, or ``main``, on every rank: failures are told to the other ranks.
+    """Tells the other ranks about a failure in the body: put it around the training loop on all ranks.
 
     ::
 
@@ -448,25 +437,24 @@ def watch(
             train()
 
     A rank that raises in the body posts its error (type, text, step, unit, phase) to the store before the
-    error goes on. A rank whose collective then fails, or that waits in the store, raises a
-    ``PeerFailureError`` that names the rank that failed first and what it said. A rank that was killed, or
-    hangs, posts nothing: after ``grace`` it is named as lost, or with the line of code that it is in.
+    error propagates. A rank whose collective then fails, or that waits in the store, raises a
+    ``PeerFailureError`` with the rank that failed first and its error. A rank that was killed, or hangs,
+    posts nothing: after ``grace`` it is named as lost, or with the line of code that it is in.
 
-    A host that loses its network closes no connection: each rank's watching thread gives signs of life, and
-    ranks that have not for ``silence`` are given up like those that were killed (on NCCL, which can't be
-    woken, when their collective's own timeout ends).
+    A host that loses its network closes no connection. So each rank gives signs of life, and ranks that have
+    given none for ``silence`` are given up like killed ones (on NCCL, whose waits can't be made to fail, when
+    the timeout of their collective ends).
 
-    It can be used as a decorator too. Within another watch it only sets timeouts. It costs a thread that
-    looks into the store every ``grace / 10``, and gives a sign of life every ``silence / 6``; nothing per
-    collective. With the environment variable
-    ``PARALLEL3D_DEBUG=1`` it switches ``guards.debug`` on, which writes into the folder
+    It is a decorator too. Within another watch it only sets timeouts. It costs a thread that reads the store
+    every ``grace / 10`` and gives a sign of life every ``silence / 6``, and nothing per collective. The
+    environment variable ``PARALLEL3D_DEBUG=1`` also enters ``guards.debug``, with the folder in
     ``PARALLEL3D_DEBUG_DIR`` if that is set.
 
     Args:
-        timeouts: of collectives, by phase. They hold for all process groups of this process.
-        grace: how long a rank is given to post its error. On all ranks alike.
-        silence: how long a rank may give no sign of life, and the store no answer; None: for ever. Longer
-            than any call that keeps Python's lock. On all ranks alike.
+        timeouts: of collectives, by phase, for all process groups of this process.
+        grace: time that a rank gets to post its error; the same on all ranks.
+        silence: time that a rank may give no sign of life, and the store no answer; None: no limit. It must
+            be longer than any call that holds Python's lock, and the same on all ranks.
 
     Raises:
         PeerFailureError: another rank failed, was killed, hangs or can't be reached.
@@ -475,19 +463,18 @@ def watch(
         raise Parallel3dError(
             f"watch: timeouts is {timeouts!r}; it must be a guards.Timeouts(start=, step=, save=)"
         )
-    if not (isinstance(grace, timedelta) and grace > timedelta(0)):
-        raise Parallel3dError(
-            f"watch: grace is {grace!r}; it must be a positive datetime.timedelta"
-        )
-    if silence is not None and not (isinstance(silence, timedelta) and silence > timedelta(0)):
-        raise Parallel3dError(
-            f"watch: silence is {silence!r}; it must be a positive datetime.timedelta, or None"
-        )
+    for name, value, rest in (("grace", grace, ""), ("silence", silence, ", or None")):
+        if value is None and rest:
+            continue
+        if not (isinstance(value, timedelta) and value > timedelta(0)):
+            raise Parallel3dError(
+                f"watch: {name} is {value!r}; it must be a positive datetime.timedelta{rest}"
+            )
     return Watch(timeouts, grace, silence)
 
 
 class Session:
-    """One outermost watch, from the moment that there is a process group."""
+    """The outermost watch; it has a monitor as soon as there is a process group."""
 
     def __init__(self, grace: timedelta, silence: timedelta | None) -> None:
         self._grace = grace.total_seconds()
@@ -496,9 +483,9 @@ class Session:
         self.last_known: Callable[[int], str] = lambda rank: ""
 
     def open(self) -> Monitor | None:
-        """The thread that watches; None as long as there are no other ranks."""
-        if self._monitor is None and (found := others()) is not None:
-            store, rank, world_size = found
+        """Returns the monitor, which it starts; None as long as there are no other ranks."""
+        if self._monitor is None and (peers := others()) is not None:
+            store, rank, world_size = peers
             table = next_table(store, "guards/watch", rank)
             self._monitor = Monitor(table, rank, world_size, self._grace, self._silence)
             self._monitor.start()
@@ -508,14 +495,14 @@ class Session:
         return self._monitor
 
     def check(self) -> None:
-        """Called by a rank that waits in the store."""
+        """Raises PeerFailureError if another rank has failed; called while a rank waits in the store."""
         monitor = self.open()
         failure = None if monitor is None else monitor.failure()
         if monitor is not None and failure is not None:
             raise peer_failure(failure, monitor.rank)
 
     def close(self, error: BaseException | None) -> PeerFailureError | None:
-        """The body has ended, with ``error``. Returns what is to be raised in its place, if anything."""
+        """Ends the watch, whose body raised ``error``. Returns the error to raise instead, if any."""
         monitor = self.open()
         if monitor is None:
             return None
@@ -527,36 +514,27 @@ class Session:
             monitor.close()
 
     def _tell(self, monitor: Monitor, error: BaseException | None) -> PeerFailureError | None:
-        where = str(here)
-        if error is None or _is_exit(error):
-            monitor.post(Note("left", monitor.rank, "", where, here.step))
+        """Posts how the body has ended, or finds the cause of a failed collective."""
+        where, rank = str(here), monitor.rank
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            monitor.post(Note("left", rank, "", where, here.step))
             return None
-        found = None
-        if isinstance(error, PeerFailureError):
-            monitor.post(Note("lost", monitor.rank, short(error), where, here.step))
-        elif is_of_communication(error):
-            found = find_cause(monitor, error, where, self.last_known)
+        cause = None
+        if isinstance(error, PeerFailureError) or not is_of_communication(error):
+            kind = "lost" if isinstance(error, PeerFailureError) else "failed"
+            monitor.post(Note(kind, rank, short(error), where, here.step))
         else:
-            monitor.post(Note("failed", monitor.rank, short(error), where, here.step))
-        monitor.post(Note("end", monitor.rank))
-        if monitor.rank == 0:  # it may host the store
-            _linger(monitor)
-        return found
+            cause = find_cause(monitor, error, where, self.last_known)
+        monitor.post(Note("end", rank))
+        if rank == 0:  # it may host the store, which the others still read
+            others = set(range(1, monitor.world_size))
 
+            def all_know() -> bool:
+                known = {note.rank for note in monitor.notes() if note.kind in ("end", "left")}
+                return known.issuperset(others)
 
-def _linger(monitor: Monitor) -> None:
-    """Until the others have read what there is."""
-    others = set(range(monitor.world_size)) - {monitor.rank}
-
-    def all_know() -> bool:
-        return {n.rank for n in monitor.notes() if n.kind in ("end", "left")}.issuperset(others)
-
-    monitor.wait_until(all_know, monitor.grace)
-
-
-def _is_exit(error: BaseException) -> bool:
-    """Whether a program ends so that has nothing to complain about."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+            monitor.wait_until(all_know, monitor.grace)
+        return cause
 
 
 _sessions: list[Session] = []
@@ -566,12 +544,12 @@ at_begin: list[Callable[[ExitStack], None]] = []
 
 
 def current_session() -> Session | None:
-    """That of the watch this is in."""
+    """Returns the session of the watch that is entered."""
     return _sessions[-1] if _sessions else None
 
 
 class Watch(ContextDecorator):
-    """What ``watch`` returns."""
+    """The context manager that ``watch`` returns."""
 
     def __init__(
         self, timeouts: Timeouts | None, grace: timedelta, silence: timedelta | None
@@ -612,12 +590,7 @@ class Watch(ContextDecorator):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         session, self._session = self._session, None
         stack, self._stack = self._stack, None
         assert stack is not None

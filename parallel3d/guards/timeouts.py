@@ -1,4 +1,4 @@
-"""Timeouts per phase: long for start-up and checkpoints, short for steps."""
+"""Timeouts of collectives by phase: long for start-up and checkpoints, short for steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -27,22 +27,22 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
-# Progress: where this rank is in its training, as far as anything here counts it.
-
 
 class Progress:
-    """Attributes:
-    step: optimizer steps so far, of the optimizer with the most.
-    phase: what ``guards.phase`` has set; ``start`` until the first step is over.
-    forwards: what ``issuing.forwards`` was after the last step.
-    usual: how many forwards with a gradient the last step had.
+    """The position of this rank in its training, as far as hooks count it.
+
+    Attributes:
+        step: number of optimizer steps so far, of the optimizer with the most.
+        phase: as set by ``guards.phase``; ``start`` until the first step is over.
+        forwards: ``issuing.forwards`` after the last step.
+        usual: number of forwards with a gradient in the last step.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """As at the start."""
+        """Begins again at the start."""
         self.step = 0
         self.phase = "start"
         self.forwards = issuing.forwards
@@ -52,7 +52,7 @@ class Progress:
 
     @property
     def micro_batch(self) -> int:
-        """Forwards with a gradient since the last step: the number of the micro-batch under way, from 1."""
+        """Forwards with a gradient since the last step: the number of the current micro-batch, from 1."""
         return issuing.forwards - self.forwards
 
     @property
@@ -62,37 +62,35 @@ class Progress:
         return forwards, issuing.runs - self._begun[1] - forwards
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """A step of ``optimizer`` is over."""
+        """Counts a step of ``optimizer``."""
         self._steps[optimizer] = count = self._steps.get(optimizer, 0) + 1
         self.step = max(self.step, count)
         self.usual = self.micro_batch
         self.forwards = issuing.forwards
 
     def __str__(self) -> str:
-        """For example ``step 3, unit layers.1, phase step``; steps count from 1."""
+        """Returns for example ``step 3, unit layers.1, phase step``; steps count from 1."""
         unit = f", unit {issuing.unit}" if issuing.unit else ""
         return f"step {self.step + 1}{unit}, phase {self.phase}"
 
 
 here = Progress()
-"""This rank's."""
+"""The progress of this rank."""
 
 Hook = Callable[[Optimizer], Any]
 
 
 @contextmanager
 def counting_steps(*, before: Hook | None = None, after: Hook | None = None) -> Iterator[None]:
-    """Within it ``before`` and ``after`` are called around every step of every optimizer."""
-    handles = []
-    if before is not None:
-        handles.append(register_optimizer_step_pre_hook(lambda o, args, kwargs: before(o)))
-    if after is not None:
-        handles.append(register_optimizer_step_post_hook(lambda o, args, kwargs: after(o)))
-    try:
+    """Calls ``before`` and ``after`` around every step of every optimizer in the body."""
+    with ExitStack() as stack:
+        if before is not None:
+            pre_hook = register_optimizer_step_pre_hook(lambda o, args, kwargs: before(o))
+            stack.callback(pre_hook.remove)
+        if after is not None:
+            post_hook = register_optimizer_step_post_hook(lambda o, args, kwargs: after(o))
+            stack.callback(post_hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _LIBRARIES = tuple(
@@ -102,29 +100,29 @@ _LIBRARIES = tuple(
 
 
 def stack_of(thread: int, most: int = 3) -> str:
-    """What a thread does: its innermost frames outside torch and Python's library, innermost first."""
+    """Returns a thread's innermost frames outside torch and Python's library, innermost first."""
     frame = sys._current_frames().get(thread)
-    found: list[str] = []
-    while frame is not None and len(found) < most:
+    frames: list[str] = []
+    while frame is not None and len(frames) < most:
         code = frame.f_code
         if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
-            found.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+            frames.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
-    return ", called by ".join(found) or "unknown"
+    return ", called by ".join(frames) or "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a collective may take in each phase of a job; None: what the groups have.
+    """How long a collective may take in each phase of a job; None leaves the groups' timeouts.
 
     Attributes:
-        start: until the first optimizer step is over: compilers and caches are cold, data is opened.
-        step: from then on.
-        save: within ``phase("save")``; and always for what ``parallel3d.checkpoint`` communicates, which
-            may go on in the background of steps.
+        start: until the first optimizer step is over, while compilers and caches are cold.
+        step: after that.
+        save: within ``phase("save")``, and always for the collectives of ``parallel3d.checkpoint``, which may
+            run in the background of steps.
 
     Raises:
-        Parallel3dError: one is no positive ``datetime.timedelta``.
+        Parallel3dError: one is not a positive ``datetime.timedelta``.
     """
 
     start: timedelta | None = None
@@ -141,19 +139,19 @@ class Timeouts:
                 )
 
     def of(self, name: str) -> timedelta | None:
-        """That of phase ``name``."""
+        """Returns the timeout of phase ``name``."""
         return {"start": self.start, "step": self.step, "save": self.save}.get(name)
 
 
 class Schedule:
-    """What a watch's timeouts are at the moment."""
+    """Sets the timeouts of a watch."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self.timeouts = timeouts
         self._before: dict[ProcessGroup, timedelta] = {}
 
     def begin(self) -> None:
-        """Sets what ``start`` says, as soon as there are groups."""
+        """Sets the timeout of phase ``start``, as soon as there are groups."""
         if not self._before and others() is not None:
             self._before = {group: group_timeout(group) for group in all_groups()}
             _set_all(self.timeouts.start)
@@ -161,14 +159,15 @@ class Schedule:
                 self.set_save(group)
 
     def set_save(self, group: ProcessGroup) -> None:
-        """Gives a group that saves the timeout for that."""
+        """Sets the timeout of phase ``save`` for ``group``."""
         if self.timeouts.save is not None:
             set_group_timeout(group, self.timeouts.save)
 
     def change(self, name: str) -> None:
-        """To those of phase ``name``, which all ranks enter; waits for them where a timeout gets shorter.
+        """Sets the timeout of phase ``name``, which all ranks enter.
 
-        Before that a rank could give up on another that is still in the phase with the longer one.
+        Ranks wait for each other before a timeout gets shorter: one could otherwise time out on another that
+        is still in the phase with the longer timeout.
         """
         new = self.timeouts.of(name)
         if new is None or others() is None:
@@ -181,7 +180,7 @@ class Schedule:
         _set_all(new)
 
     def end(self) -> None:
-        """Gives the groups back what they had before the watch; not those made within it."""
+        """Restores the timeouts of the groups that existed before the watch."""
         alive = set(all_groups() if others() is not None else ())
         for group, timeout in self._before.items():
             if group in alive:
@@ -193,17 +192,19 @@ _for_saving: WeakSet[ProcessGroup] = WeakSet()
 
 
 def keep_for_saving(group: ProcessGroup) -> None:
-    """``group`` is used for checkpoints alone, also in the background: phases leave its timeout as it is."""
+    """Says that ``group`` is only used for checkpoints, also in the background: phases keep its timeout."""
     _for_saving.add(group)
     if active:
         active[-1].set_save(group)
 
 
 def saving_limit() -> timedelta:
-    """How long ranks wait for each other before they save or load: what a watch says of that, or else
-    the default group's timeout at the moment."""
-    given = (schedule.timeouts.save for schedule in reversed(active))
-    return next((limit for limit in given if limit is not None), group_timeout())
+    """Returns how long ranks wait for each other before they save or load.
+
+    It is the ``save`` of the innermost watch that has one, or the default group's present timeout.
+    """
+    limits = (schedule.timeouts.save for schedule in reversed(active))
+    return next((limit for limit in limits if limit is not None), group_timeout())
 
 
 def _set_all(timeout: timedelta | None) -> None:
@@ -215,15 +216,14 @@ def _set_all(timeout: timedelta | None) -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What runs in the body is phase ``name`` in what guards report; with the timeouts that
-    ``guards.watch`` was given for it, if any. On all ranks alike.
+    """Makes the body phase ``name``, with its timeout in ``guards.watch(timeouts=)``, on all ranks.
 
     Args:
-        name: ``"start"``, ``"step"``, ``"save"``, or any other word, which has no timeouts of its own.
+        name: ``"start"``, ``"step"``, ``"save"``, or any other name, which guards report and which has no
+            timeout.
 
     Raises:
-        AgreementError: on leaving, where timeouts get shorter: other ranks did not come within the
-            longer one.
+        AgreementError: before a timeout gets shorter, other ranks did not come within the longer one.
     """
     if not isinstance(name, str) or not name:
         raise Parallel3dError(f"phase: {name!r} is no name of a phase, such as 'save'")

@@ -1,4 +1,4 @@
-"""Observability: what each step of a run was: speed, memory, waits by axis, slow ranks, traces."""
+"""Observability: speed, memory, waits by mesh axis, slow ranks and traces of the steps of a run."""
 
 from typing import TYPE_CHECKING
 

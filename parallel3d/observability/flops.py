@@ -1,4 +1,4 @@
-"""Model FLOPs, by the planner's count and by the common formula, and what a device can do at most."""
+"""Model FLOPs, by the planner's count and by the common formula, and the peak FLOP/s of a device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from parallel3d.planner import ModelSpec, gpu, spec_from_module
 from parallel3d.planner.constants import constant
 
 CONVENTION = (
-    "matmuls (backward 2 x) and attention as it is (causal: half; backward 2.5 x); no embedding, nothing "
-    "that is computed again"
+    "matmuls (backward 2 x) and attention (causal: half of the scores; backward 2.5 x); no embedding, no "
+    "recomputation"
 )
-CONVENTION_6N = "6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B), N with embeddings"
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Forward and backward of one token.
+    """FLOPs of forward and backward for one token.
 
     Attributes:
-        per_token: by ``CONVENTION``: what the planner's ``mfu`` counts.
-        per_token_6n: by ``CONVENTION_6N``: what most others report.
+        per_token: by ``CONVENTION``, as the planner's ``mfu`` counts.
+        per_token_6n: 6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B), N with embeddings, as most count.
     """
 
     per_token: float
@@ -33,19 +32,18 @@ class ModelFlops:
 
 
 def model_flops(model: nn.Module | ModelSpec, seq_len: int, **options: Any) -> ModelFlops:
-    """The FLOPs of training ``model`` on sequences of ``seq_len`` tokens.
+    """Returns the FLOPs of training ``model`` on sequences of ``seq_len`` tokens.
 
     Args:
-        model: a plain one, also on meta, before ``parallelize``; or the planner's description of it.
-        options: ``example``, ``units`` and so on of ``planner.spec_from_module``.
+        model: a plain model before ``parallelize``, which may be on meta; or the planner's description of it.
+        options: of ``planner.spec_from_module``, such as ``example`` and ``units``.
 
     Raises:
-        PlanningError: the model can't be looked into; see ``spec_from_module``.
+        PlanningError: the model can't be analysed; see ``spec_from_module``.
     """
-    if isinstance(model, ModelSpec):
-        spec = model
-    else:
-        spec = spec_from_module(model, **{"tp_plan": None, **options})
+    spec = model
+    if not isinstance(spec, ModelSpec):
+        spec = spec_from_module(spec, **{"tp_plan": None, **options})
     again = 1 + constant("attention_backward").value
     exact = scores = 0.0
     for unit in spec.units:
@@ -58,7 +56,7 @@ def model_flops(model: nn.Module | ModelSpec, seq_len: int, **options: Any) -> M
 
 
 _NAMES = (
-    (r"\bmig\b", None),  # a part of a device
+    (r"\bmig\b", None),  # a slice of a device
     ("gb300", None),
     ("mi355x", "mi355x"),
     ("mi325x", "mi325x"),
@@ -84,19 +82,16 @@ _NAMES = (
     ("a100", "a100-80gb"),
     ("l40s", "l40s"),
 )
-"""What torch calls a device, as a pattern -> the planner's name; the first that fits."""
+"""(pattern of torch's device name, the planner's name or None); the first that matches counts."""
 
 
 def peak_of_device(device_type: str) -> float | None:
-    """Dense bf16 peak of this process's device by the planner's table, FLOP/s; None where it isn't there."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return None
-    return peak_by_name(torch.cuda.get_device_name())
+    """Returns the dense bf16 peak of this process's device in FLOP/s, or None if the planner lacks it."""
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    return peak_by_name(torch.cuda.get_device_name()) if on_gpu else None
 
 
 def peak_by_name(name: str) -> float | None:
-    """The same of a device that torch calls ``name``."""
-    for pattern, known in _NAMES:
-        if re.search(pattern, name.lower()):
-            return None if known is None else gpu(known).peak * 1e12
-    return None
+    """Returns the same for the device that torch calls ``name``."""
+    known = next((known for pattern, known in _NAMES if re.search(pattern, name.lower())), None)
+    return None if known is None else gpu(known).peak * 1e12

@@ -1,4 +1,4 @@
-"""Metrics: a record of each step: how fast, how full, where it waits, and for whom."""
+"""Metrics: measures each step of a run: speed, memory, waits for communication, slow ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import fmean, median_low
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed import DeviceMesh
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._torch.memory import dump_snapshot, record_history
 from parallel3d._util.dry_run import active
+from parallel3d._util.version import __version__
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.observability.exposed import OTHER, WORLD, ExposedTime
@@ -28,64 +28,59 @@ from parallel3d.observability.flops import CONVENTION, ModelFlops, peak_of_devic
 from parallel3d.observability.profiling import ProfilerWindow
 from parallel3d.observability.stragglers import find_stragglers
 
-# What the fields of a record mean; docs/observability.md has the same table.
-
 FIELDS = {
     "step": "number of the step, as given to `Metrics.step`",
     "time": "when it ended, seconds since 1970",
     "loss": "as logged",
     "grad_norm": "as logged",
     "step_seconds": "wall time of the step on this rank, with loading data",
-    "data_seconds": "of it, in `Metrics.loading_data`",
-    "tokens_per_second": "tokens of the step, over all ranks, by its wall time",
+    "data_seconds": "the part of it in `Metrics.loading_data`",
+    "tokens_per_second": "tokens of the step over all ranks, divided by its wall time",
     "tflops_per_rank": "model TFLOP/s of one rank",
-    "mfu": "that by the device's dense bf16 peak; convention in the start line",
-    "mfu_6n": "the same by 6 N + 12 L h s, as most others count",
+    "mfu": "the same divided by the device's dense bf16 peak; convention in the start line",
+    "mfu_6n": "the same counted as 6 N + 12 L h s, as most others do",
     "memory_peak": "bytes: most allocated in the step (CUDA); most resident so far (CPU)",
-    "memory_reserved_peak": "bytes: most that the allocator held in the step (CUDA)",
-    "alloc_retries": "times so far that the allocator freed its caches to go on (CUDA)",
-    "ooms": "times so far that it had no memory (CUDA)",
+    "memory_reserved_peak": "bytes: most reserved by the allocator in the step (CUDA)",
+    "alloc_retries": "number of times so far that the allocator freed its caches and retried (CUDA)",
+    "ooms": "number of times so far that it had no memory (CUDA)",
     "exposed_seconds": "sampled: axis -> seconds that this rank waited for communication over it",
     "exposed_seconds_mean": "sampled: the same, mean over all ranks",
     "own_seconds": "sampled: the step's seconds on this rank without these waits",
     "memory_peak_max": "sampled: largest `memory_peak` of all ranks, bytes",
     "memory_peak_max_rank": "sampled: the rank that has it",
-    "own_seconds_max": "sampled: largest `own_seconds` of all ranks (of its last samples the least)",
+    "own_seconds_max": "sampled: largest `own_seconds` of all ranks (for each the least of its last samples)",
     "own_seconds_median": "sampled: the median of them",
     "stragglers": "sampled: list of {axes, times, cause, text}; empty while there are too few samples",
 }
-"""Name -> meaning. What else is logged is there under its own name."""
+"""Fields of a record: name -> meaning. Other logged values are added under their names."""
 
-OWN_FIELDS = (frozenset(FIELDS) | {"event"}) - {"loss", "grad_norm"}
-"""Names that nothing else can be logged under."""
+RESERVED = (frozenset(FIELDS) | {"event"}) - {"loss", "grad_norm"}
+"""Names that values can't be logged under."""
 
 START_FIELDS = {
-    "event": '`"start"`: which no step has',
+    "event": '`"start"`: a step has no such field',
     "time": "seconds since 1970",
-    "version": "of parallel3d",
-    "torch": "its version",
-    "world_size": "ranks of the mesh",
+    "version": "version of parallel3d",
+    "torch": "version of torch",
+    "world_size": "number of ranks of the mesh",
     "mesh": "axis -> size",
-    "device": "its type",
-    "device_name": "what torch calls it (CUDA)",
+    "device": "device type",
+    "device_name": "torch's name of the device (CUDA)",
     "memory_total": "bytes of the device (CUDA)",
     "tokens_per_step": "over all ranks",
     "every": "steps between two samples",
     "flops_per_token": "model FLOPs, forward and backward",
     "flops_per_token_6n": "the same by the common formula",
-    "mfu_convention": "what the first counts",
+    "mfu_convention": "what `flops_per_token` counts",
     "peak_flops": "FLOP/s of one device, as `mfu` takes it",
 }
-"""What the first line of a run has: field -> meaning."""
-
-
-# What ranks tell each other of a step: a few numbers each, in one small all-gather.
+"""Fields of the first line of a run: name -> meaning. docs/observability.md has both tables."""
 
 
 class Gathering:
-    """Brings the numbers of all ranks of ``mesh`` to each of them.
+    """Gathers a few numbers of all ranks of ``mesh`` on each of them.
 
-    One all-gather over the default group where the mesh is all its ranks, otherwise one for each axis.
+    It uses one all-gather over the default group if the mesh contains all its ranks, otherwise one per axis.
 
     Attributes:
         ranks: global ranks in the mesh's order.
@@ -96,12 +91,12 @@ class Gathering:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         whole = sorted(self.ranks) == list(range(dist.get_world_size()))
         self._groups = [dist.group.WORLD] if whole else []
-        if not whole:  # innermost first: what comes out is in the mesh's order
+        if not whole:  # innermost first, so that the result is in the mesh's order
             self._groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
         self._order = self.ranks if whole else range(len(self.ranks))
 
     def __call__(self, numbers: Sequence[float]) -> list[list[float]] | None:
-        """Collective. Each rank's numbers, in the mesh's order; None in a dry run, where nobody knows."""
+        """Returns each rank's numbers in the mesh's order; None in a dry run. Collective."""
         table = torch.tensor(numbers, dtype=torch.float64, device=self.mesh.device_type)
         for group in self._groups:
             if group is None or group.size() == 1:
@@ -115,19 +110,11 @@ class Gathering:
         return [rows[at] for at in self._order]
 
 
-# What a step's memory was, and a snapshot of it where there was not enough.
-
-
-def reset_memory(device_type: str) -> None:
-    """A step begins: what was before it, an evaluation say, is not its peak. On a CPU nothing forgets."""
-    if device_type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
 def read_memory(device_type: str) -> dict[str, int]:
-    """The memory fields of a record, of this rank, since ``reset_memory``; counts since the process began.
+    """Returns this rank's memory fields of a record.
 
-    On a CPU there is the most that was ever resident.
+    On CUDA peaks are since ``torch.cuda.reset_peak_memory_stats`` and counts since the process began. On a
+    CPU there is only the largest resident size of the process so far.
     """
     if device_type == "cuda":
         stats = torch.cuda.memory_stats()
@@ -145,22 +132,15 @@ def read_memory(device_type: str) -> dict[str, int]:
     return {"memory_peak": peak if sys.platform == "darwin" else peak * 1024}
 
 
-def total_memory(device_type: str) -> int | None:
-    """Of this process's device, bytes; None on a CPU."""
-    if device_type != "cuda":
-        return None
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-
 class OomSnapshots:
-    """Where a step runs out of CUDA memory, writes ``folder/oom-step-7-rank-00003.pickle``.
+    """Writes ``folder/oom-step-7-rank-00003.pickle`` when a step runs out of CUDA memory.
 
-    Open it in pytorch.org/memory_viz. From ``start`` on every allocation notes its stack, which takes about
-    a microsecond each.
+    Open it in pytorch.org/memory_viz. After ``start`` every allocation records its stack, which takes about a
+    microsecond.
 
     Args:
-        folder: made when it is needed.
-        entries: allocations and frees of the history.
+        folder: created when needed.
+        entries: number of allocations and frees in the history.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, entries: int = 100_000) -> None:
@@ -172,14 +152,14 @@ class OomSnapshots:
             record_history(self.entries)
 
     def save(self, step: int, rank: int) -> Path | None:
-        """Writes the file; a failure is a warning, as there is an error on its way already."""
+        """Writes the file. A failure is only a warning, as the out-of-memory error is being raised."""
         path = self.folder / f"oom-step-{step}-rank-{rank:05d}.pickle"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             dump_snapshot(str(path))
         except Exception as error:
             with suppress(OSError):
-                path.unlink()  # a part of one
+                path.unlink()  # an incomplete file
             warnings.warn(f"the memory snapshot {path} could not be written: {error}", stacklevel=2)
             return None
         return path
@@ -189,17 +169,17 @@ class Sink(Protocol):
     """Takes records, on one rank."""
 
     def start(self, about: Mapping[str, Any]) -> None:
-        """The run begins: fields of ``START_FIELDS``."""
+        """The run begins; ``about`` has the fields of ``START_FIELDS``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A step has ended: fields of ``FIELDS``, and what was logged."""
+        """A step has ended; ``record`` has the fields of ``FIELDS`` and other logged values."""
 
     def close(self) -> None:
         """The run ends."""
 
 
 class Metrics:
-    """Measures each step and gives the first rank's records to ``sinks``.
+    """Measures each step, and passes the records of the mesh's first rank to ``sinks``.
 
     ::
 
@@ -212,31 +192,31 @@ class Metrics:
                     loss, norm = train(tokens)
                     metrics.log(loss=loss.item(), grad_norm=norm.item())
 
-    Every ``every`` steps it measures where this rank waits for communication (``ExposedTime``), and the ranks
-    exchange a few numbers each in one small all-gather, from which it knows who is slow. Other steps cost a
-    few microseconds; nothing in the engine changes. Let a step end in something that waits for the device, as
-    ``item()`` does, or its time is that of the host.
+    Every ``every`` steps it samples where this rank waits for communication (``ExposedTime``), and the ranks
+    exchange a few numbers in one small all-gather to find slow ranks. Other steps cost a few microseconds,
+    and the engine is not changed. End a step with a call that waits for the device, such as ``item()``:
+    otherwise its time is that of the host.
 
-    A sink that fails is closed and left out from then on, with a warning: no other rank notices. In a dry run
-    nothing is written but what ``Progress`` shows.
+    A sink that raises is closed and no longer used, with a warning; other ranks are not affected. In a dry
+    run only ``Progress`` is used.
 
     Args:
-        mesh: that the model was parallelized on.
+        mesh: the mesh of the model.
         tokens_per_step: over all ranks.
-        sinks: ``JsonLines``, ``TensorBoard``, ``Progress``, or your own ``Sink`` s. On all ranks alike or
-            not: only the mesh's first rank uses them.
-        every: steps between two samples: the steps every - 1, 2 every - 1, and so on; 0: none.
-        flops: of the model, from ``model_flops``; without them no MFU.
-        peak_tflops: of one device; by default its dense bf16 peak by the planner's table, if it is there.
-        slow: how many times the median of the ranks' own time is called slow.
-        samples: of a rank's own time, of which the least counts: what is slow once is not slow. There is no
-            hint before there are as many.
+        sinks: ``JsonLines``, ``TensorBoard``, ``Progress``, or your own ``Sink`` s. Only those of the mesh's
+            first rank are used.
+        every: steps between two samples: the steps every - 1, 2 every - 1, and so on; 0: no samples.
+        flops: of the model, from ``model_flops``; without them there is no MFU.
+        peak_tflops: of one device; by default its dense bf16 peak in the planner's table, if it is listed.
+        slow: a rank is slow if its own time is at least this many times the median.
+        samples: number of a rank's last samples, of which the least counts, so that a rank must be slow in
+            all of them. There are no stragglers before that many samples.
         profiler: a window of steps to profile.
-        snapshots: where to write a memory snapshot when a step has none left.
+        snapshots: writes a memory snapshot when a step runs out of memory.
 
     Raises:
-        Parallel3dError: an argument that can't be.
-        AgreementError: the ranks were given different ``every``.
+        Parallel3dError: an argument is out of range or of a wrong type.
+        AgreementError: ``every`` differs between ranks.
     """
 
     def __init__(
@@ -253,9 +233,23 @@ class Metrics:
         profiler: ProfilerWindow | None = None,
         snapshots: OomSnapshots | None = None,
     ) -> None:
-        _check(tokens_per_step=tokens_per_step, samples=samples)
-        _check_rates(every=every, slow=slow, peak_tflops=peak_tflops)
-        _check_kinds(flops=flops, profiler=profiler, snapshots=snapshots)
+        for name, value, valid, rule in (
+            ("tokens_per_step", tokens_per_step, _is_int(tokens_per_step, 1), "an int, 1 or more"),
+            ("samples", samples, _is_int(samples, 1), "an int, 1 or more"),
+            ("every", every, _is_int(every, 0), "an int: 0 for no samples"),
+            ("slow", slow, _is_above(slow, 1), "a number above 1"),
+            (
+                "peak_tflops",
+                peak_tflops,
+                peak_tflops is None or _is_above(peak_tflops, 0),
+                "above 0",
+            ),
+            ("flops", flops, isinstance(flops, ModelFlops | None), "what model_flops returns"),
+            ("profiler", profiler, isinstance(profiler, ProfilerWindow | None), "a ProfilerWindow"),
+            ("snapshots", snapshots, isinstance(snapshots, OomSnapshots | None), "an OomSnapshots"),
+        ):
+            if not valid:
+                raise Parallel3dError(f"Metrics: {name} is {value!r}; it must be {rule}")
         self.mesh, self.tokens_per_step, self.every = mesh, tokens_per_step, every
         self.sinks = list(sinks)
         self.flops, self.slow, self.samples = flops, slow, samples
@@ -267,20 +261,17 @@ class Metrics:
         peak = peak_of_device(mesh.device_type) if peak_tflops is None else peak_tflops * 1e12
         self.peak_flops = peak
         self.record: dict[str, Any] = {}
-        self._exposed = self._meter() if every else None
+        on_gpu = self.device_type == "cuda" and not active()
+        able = every and (on_gpu or self.device_type == "cpu")
+        self._exposed = ExposedTime(mesh) if able else None
         self._own: deque[tuple[float, float]] = deque(maxlen=samples)  # (own, loading data)
         self._logged: dict[str, Any] = {}
-        self._between: dict[str, Any] = {}  # what of it was logged before the step
-        self._number, self._began, self._loading = -1, 0.0, 0.0
-        self._running = self._in_step = self._sampling = False
+        self._loading = 0.0
+        self._running = False
+        self._current: int | None = None  # the step under way
         if profiler is not None and self.is_first:
             profiler.check_ranks(dist.get_world_size())
-        ranks = self.gathering.ranks
-        check_agreement("observability", {"every": str(every)}, ranks=ranks)
-
-    def _meter(self) -> ExposedTime | None:
-        able = self.device_type == "cpu" or (self.device_type == "cuda" and not active())
-        return ExposedTime(self.mesh) if able else None
+        check_agreement("observability", {"every": str(every)}, ranks=self.gathering.ranks)
 
     # -- the run ---------------------------------------------------------------------------------------
 
@@ -292,16 +283,11 @@ class Metrics:
         for sink in list(self.sinks):
             if not self.is_first or (active() and not getattr(sink, "in_dry_runs", False)):
                 self.sinks.remove(sink)
-        self._each_sink("start", self.about())
+        self._call_sinks("start", self.about())
         self._running = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self.profiler is not None:
             self.profiler.close()
         self._running = False
@@ -310,31 +296,30 @@ class Metrics:
             warnings.warn(
                 f"logged after the last step, and so in no record: {', '.join(left)}", stacklevel=2
             )
-        self._each_sink("close")
+        self._call_sinks("close")
 
     def about(self) -> dict[str, Any]:
-        """What sinks are told when the run begins; see ``START_FIELDS``."""
-        from parallel3d._util.version import __version__
-
-        cuda = self.device_type == "cuda" and torch.cuda.is_available()
-        found = {
+        """Returns the fields of ``START_FIELDS`` that are known."""
+        about: dict[str, Any] = {
             "time": time.time(),
             "version": __version__,
             "torch": torch.__version__,
             "world_size": len(self.gathering.ranks),
             "mesh": self.axes,
             "device": self.device_type,
-            "device_name": torch.cuda.get_device_name() if cuda else None,
-            "memory_total": total_memory(self.device_type) if cuda else None,
             "tokens_per_step": self.tokens_per_step,
             "every": self.every,
-            "peak_flops": self.peak_flops,
         }
+        if self.device_type == "cuda" and torch.cuda.is_available():
+            about["device_name"] = torch.cuda.get_device_name()
+            about["memory_total"] = torch.cuda.get_device_properties().total_memory
+        if self.peak_flops is not None:
+            about["peak_flops"] = self.peak_flops
         if self.flops is not None:
-            found["flops_per_token"] = self.flops.per_token
-            found["flops_per_token_6n"] = self.flops.per_token_6n
-            found["mfu_convention"] = CONVENTION
-        return {name: value for name, value in found.items() if value is not None}
+            about["flops_per_token"] = self.flops.per_token
+            about["flops_per_token_6n"] = self.flops.per_token_6n
+            about["mfu_convention"] = CONVENTION
+        return about
 
     @property
     def axes(self) -> dict[str, int]:
@@ -344,13 +329,55 @@ class Metrics:
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def step(self, number: int) -> _Step:
-        """A context manager around one step; ``number`` is the same on all ranks."""
-        return _Step(self, number)
+    @contextmanager
+    def step(self, number: int) -> Iterator[Metrics]:
+        """Measures the step in the body; ``number`` is the same on all ranks. No record after an error.
+
+        Raises:
+            StateError: the step before has not ended, or this is not within ``with metrics:``.
+        """
+        if not self._running:
+            raise StateError(
+                f"step {number} is not within the run; put all steps into `with metrics:`"
+            )
+        if self._current is not None:
+            raise StateError(
+                f"step {number} begins within step {self._current}; end that one first"
+            )
+        self._current, self._loading = number, 0.0
+        between = dict(self._logged)  # logged since the last step
+        if self.device_type == "cuda":  # the peak of an evaluation, say, is not the step's
+            torch.cuda.reset_peak_memory_stats()
+        meter = self._exposed if self.every and (number + 1) % self.every == 0 else None
+        if self.profiler is not None:
+            self.profiler.begin(number, self.rank)
+        try:
+            with nullcontext() if meter is None else meter:
+                began = time.perf_counter()
+                yield self
+                seconds = time.perf_counter() - began
+        except BaseException as error:
+            self._current = None
+            if self.profiler is not None:
+                self.profiler.end(number)
+            if self.snapshots is not None and isinstance(error, torch.OutOfMemoryError):
+                self.snapshots.save(number, self.rank)
+            self._logged = between
+            raise
+        self._current = None
+        if self.profiler is not None:
+            self.profiler.end(number)
+        self.record = {"step": number, "time": time.time(), **self._logged}
+        self._logged = {}
+        self.record |= {"step_seconds": seconds, "data_seconds": self._loading}
+        self.record |= self._speed(seconds) | read_memory(self.device_type)
+        if meter is not None:
+            self.record |= self._sample(meter, self.record.get("memory_peak", 0))
+        self._call_sinks("write", self.record)
 
     @contextmanager
     def loading_data(self) -> Iterator[None]:
-        """What is within it, in a step, is waiting for data."""
+        """Counts the body, within a step, as waiting for data."""
         began = time.perf_counter()
         try:
             yield
@@ -358,83 +385,35 @@ class Metrics:
             self._loading += time.perf_counter() - began
 
     def log(self, **values: Any) -> None:
-        """Puts values into the step's record, between two steps into that of the next: numbers, not tensors.
+        """Adds numbers to the step's record; between two steps to that of the next.
 
         Raises:
-            Parallel3dError: a tensor; a name that is a field of every record.
+            Parallel3dError: a value is a tensor, or a name is a field of every record.
         """
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 raise Parallel3dError(
                     f"log: {name} is a tensor, which would keep its graph; log its value: {name}.item()"
                 )
-            if name in OWN_FIELDS:
+            if name in RESERVED:
                 raise Parallel3dError(
                     f"log: {name!r} is a field of every record; take another name, such as my_{name}"
                 )
         self._logged.update(values)
 
-    def begin(self, number: int) -> None:
-        """What ``with metrics.step(number):`` does when it is entered.
-
-        Raises:
-            StateError: the step before hasn't ended, or the run hasn't begun.
-        """
-        if not self._running:
-            raise StateError(
-                f"step {number} is not within the run; put all steps into `with metrics:`"
-            )
-        if self._in_step:
-            raise StateError(f"step {number} begins within step {self._number}; end that one first")
-        self._in_step, self._number, self._loading = True, number, 0.0
-        self._between = dict(self._logged)
-        reset_memory(self.device_type)
-        self._sampling = self._exposed is not None and (number + 1) % self.every == 0
-        if self.profiler is not None:
-            self.profiler.begin(number, self.rank)
-        if self._sampling and self._exposed is not None:
-            self._exposed.__enter__()
-        self._began = time.perf_counter()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """What it does when it is left; after an error there is no record."""
-        seconds = time.perf_counter() - self._began
-        self._in_step = False
-        if self._sampling and self._exposed is not None:
-            self._exposed.__exit__(None if error is None else type(error))
-        if self.profiler is not None:
-            self.profiler.end(self._number)
-        if error is not None:
-            if self.snapshots is not None and isinstance(error, torch.OutOfMemoryError):
-                self.snapshots.save(self._number, self.rank)
-            self._logged = self._between
-            return
-        record = {"step": self._number, "time": time.time(), **self._logged}
-        self._logged = {}
-        record |= {"step_seconds": seconds, "data_seconds": self._loading}
-        record |= self._speed(seconds)
-        record |= read_memory(self.device_type)
-        if self._sampling:
-            record |= self._sample(record.get("memory_peak", 0))
-        self.record = record
-        self._each_sink("write", record)
-
     def _speed(self, seconds: float) -> dict[str, float]:
         tokens = self.tokens_per_step / seconds
-        found = {"tokens_per_second": tokens}
-        if self.flops is None:
-            return found
-        each = tokens / len(self.gathering.ranks)
-        found["tflops_per_rank"] = each * self.flops.per_token / 1e12
-        if self.peak_flops is not None:
-            found["mfu"] = each * self.flops.per_token / self.peak_flops
-            found["mfu_6n"] = each * self.flops.per_token_6n / self.peak_flops
-        return found
+        fields = {"tokens_per_second": tokens}
+        if self.flops is not None:
+            per_rank = tokens / len(self.gathering.ranks)
+            fields["tflops_per_rank"] = per_rank * self.flops.per_token / 1e12
+            if self.peak_flops is not None:
+                fields["mfu"] = per_rank * self.flops.per_token / self.peak_flops
+                fields["mfu_6n"] = per_rank * self.flops.per_token_6n / self.peak_flops
+        return fields
 
-    def _sample(self, memory: int) -> dict[str, Any]:
-        """What is measured now and then. Collective."""
-        meter = self._exposed
-        assert meter is not None
+    def _sample(self, meter: ExposedTime, memory: int) -> dict[str, Any]:
+        """Returns the sampled fields. Collective."""
         self._own.append((meter.own, self._loading))
         axes = [axis for axis, size in self.axes.items() if size > 1]
         axes += [WORLD, OTHER]
@@ -442,82 +421,46 @@ class Metrics:
         table = self.gathering([*min(self._own), memory, *waits])
         if table is None:  # a dry run, where nobody waits
             return {}
-        found: dict[str, Any] = {"exposed_seconds": meter.seconds, "own_seconds": meter.own}
+        fields: dict[str, Any] = {"exposed_seconds": meter.seconds, "own_seconds": meter.own}
         if not self.is_first:
-            return found
+            return fields
         own, loading, peaks, *waited = (list(column) for column in zip(*table, strict=True))
-        means = {axis: fmean(each) for axis, each in zip(axes, waited, strict=True)}
+        means = {axis: fmean(column) for axis, column in zip(axes, waited, strict=True)}
         largest = max(range(len(peaks)), key=peaks.__getitem__)
         stragglers = []
         if len(self._own) == self.samples:
             stragglers = find_stragglers(own, self.axes, loading=loading, slow=self.slow)
-        return found | {
+        return fields | {
             "exposed_seconds_mean": {axis: mean for axis, mean in means.items() if mean > 0},
             "memory_peak_max": int(peaks[largest]),
             "memory_peak_max_rank": self.gathering.ranks[largest],
             "own_seconds_max": max(own),
             "own_seconds_median": median_low(own),
-            "stragglers": [{**each.to_dict(), "text": str(each)} for each in stragglers],
+            "stragglers": [
+                {**straggler.to_dict(), "text": str(straggler)} for straggler in stragglers
+            ],
         }
 
-    def _each_sink(self, what: str, *args: Any) -> None:
+    def _call_sinks(self, method: str, *args: Any) -> None:
         for sink in list(self.sinks):
             try:
-                getattr(sink, what)(*args)
+                getattr(sink, method)(*args)
             except Exception as error:
                 if active():
                     raise
                 self.sinks.remove(sink)
-                if what != "close":
+                if method != "close":
                     with suppress(Exception):
                         sink.close()
                 warnings.warn(
-                    f"{sink} can't {what} and is left out from now on: {type(error).__name__}: {error}",
+                    f"{sink} can't {method} and is left out from now on: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
 
 
-class _Step:
-    """What ``Metrics.step`` returns."""
-
-    __slots__ = ("_metrics", "_number")
-
-    def __init__(self, metrics: Metrics, number: int) -> None:
-        self._metrics, self._number = metrics, number
-
-    def __enter__(self) -> Metrics:
-        self._metrics.begin(self._number)
-        return self._metrics
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._metrics.end(error)
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and value >= least
 
 
-def _check(**counts: object) -> None:
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise Parallel3dError(f"Metrics: {name} is {value!r}; it must be an int, 1 or more")
-
-
-def _check_rates(*, every: object, slow: object, peak_tflops: object) -> None:
-    if not isinstance(every, int) or every < 0:
-        raise Parallel3dError(f"Metrics: every is {every!r}; it must be an int: 0 for no samples")
-    if not isinstance(slow, int | float) or not slow > 1:
-        raise Parallel3dError(f"Metrics: slow is {slow!r}; it must be a number above 1")
-    if peak_tflops is not None and not (isinstance(peak_tflops, int | float) and peak_tflops > 0):
-        raise Parallel3dError(f"Metrics: peak_tflops is {peak_tflops!r}; it must be above 0")
-
-
-def _check_kinds(*, flops: object, profiler: object, snapshots: object) -> None:
-    for name, value, kind, what in (
-        ("flops", flops, ModelFlops, "what model_flops returns"),
-        ("profiler", profiler, ProfilerWindow, "a ProfilerWindow"),
-        ("snapshots", snapshots, OomSnapshots, "an OomSnapshots"),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise Parallel3dError(f"Metrics: {name} is {value!r}; it must be {what}")
+def _is_above(value: object, bound: float) -> bool:
+    return isinstance(value, int | float) and value > bound

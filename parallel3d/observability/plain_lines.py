@@ -1,4 +1,4 @@
-"""What Progress needs of the package rich, where that isn't there: lines, and nothing live."""
+"""The classes of rich that Progress uses, for when rich is not installed: they print lines only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Console:
         self.quiet = quiet
 
     def print(self, line: object) -> None:
-        """Raises OSError where they can't be written."""
+        """Raises OSError if the line can't be written."""
         if not self.quiet:
             try:
                 print(line, flush=True)
@@ -23,12 +23,11 @@ class Console:
                 self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads."""
         raise SystemExit(1)
 
 
 class Bar:
-    """Shows nothing; stands for columns too."""
+    """Shows nothing. It also takes the place of rich's columns."""
 
     def __init__(self, *columns: Any, **options: Any) -> None: ...
 

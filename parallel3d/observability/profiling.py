@@ -1,4 +1,4 @@
-"""ProfilerWindow: torch.profiler for some steps of a run, as a trace that Perfetto opens."""
+"""ProfilerWindow: runs torch.profiler for some steps of a run and writes a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class ProfilerWindow:
     """Profiles the steps ``first`` to ``last``, both included, on some ranks.
 
     Each of them writes ``folder/steps-10-12-rank-00003.json`` at the end of the last step, or of the run.
-    Open it in ui.perfetto.dev or chrome://tracing. The step before the first is profiled and dropped, as the
-    first one that is takes longer. Other steps cost nothing. A profiler that fails, a trace that can't be
-    written and a run that ends before the first step are warnings.
+    Open it in ui.perfetto.dev or chrome://tracing. The step before the first is profiled as warm-up and
+    dropped. Other steps cost nothing. If the profiler fails, a trace can't be written or the run ends before
+    the first step, there is a warning.
 
     Args:
-        folder: made if it is not there.
-        first, last: numbers that ``Metrics.step`` is given.
+        folder: created if it does not exist.
+        first, last: step numbers, as given to ``Metrics.step``.
         ranks: global ranks; None: all.
-        stacks, shapes, memory: as ``torch.profiler.profile``'s with_stack, record_shapes, profile_memory.
+        stacks, shapes, memory: with_stack, record_shapes and profile_memory of ``torch.profiler.profile``.
     """
 
     def __init__(
@@ -49,16 +49,13 @@ class ProfilerWindow:
             )
         self.folder, self.first, self.last = Path(folder), first, last
         self.ranks = None if ranks is None else frozenset(ranks)
-        self.options: dict[str, Any] = {
-            "with_stack": stacks,
-            "record_shapes": shapes,
-            "profile_memory": memory,
-        }
+        self.options: dict[str, Any]
+        self.options = {"with_stack": stacks, "record_shapes": shapes, "profile_memory": memory}
         self.path: Path | None = None
         self._profile: Any = None
         self._step: Any = None
         self._rank, self._latest = 0, -1
-        self._over = False  # traced, or given up
+        self._over = False  # the trace is written, or has failed
 
     def begin(self, step: int, rank: int) -> None:
         """A step begins on this rank."""
@@ -66,7 +63,7 @@ class ProfilerWindow:
             return
         self._rank, self._latest = rank, step
         if self._profile is None:
-            # On from the step before the first; a run that goes on later takes what is left of the window.
+            # From the step before the first; a run that resumes later profiles the rest of the window.
             if not max(self.first - 1, 0) <= step <= self.last:
                 return
             self._attempt(lambda: self._start(step))
@@ -80,20 +77,17 @@ class ProfilerWindow:
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a window without warm-up is less exact
+            warnings.simplefilter("ignore")  # a window without warm-up is less exact
             schedule = profiler.schedule(
                 wait=0, warmup=warmup, active=self.last - max(self.first, step) + 1, repeat=1
             )
             self._profile = profiler.profile(
-                activities=activities,
-                schedule=schedule,
-                on_trace_ready=self._save,
-                **self.options,
+                activities=activities, schedule=schedule, on_trace_ready=self._save, **self.options
             )
             self._profile.start()
 
     def end(self, step: int) -> None:
-        """It has ended."""
+        """A step has ended."""
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
@@ -104,9 +98,9 @@ class ProfilerWindow:
                 self._attempt(self._profile.step)
 
     def close(self) -> None:
-        """Ends the window, with what there is of it."""
+        """Ends the window, and writes the steps profiled so far."""
         if self._profile is not None:
-            self._attempt(self._profile.stop)  # which calls _save, unless all was warm-up
+            self._attempt(self._profile.stop)  # calls _save, unless all steps were warm-up
             self._profile = None
             self._over = self._over or self._latest >= self.first
         if 0 <= self._latest < self.first and not self._over:
@@ -117,7 +111,7 @@ class ProfilerWindow:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Warns of ranks that there are not: a run may go on with fewer than it began with."""
+        """Warns of ranks that do not exist: a resumed run may have fewer."""
         absent = sorted((self.ranks or set()) - set(range(world_size)))
         if absent:
             warnings.warn(
@@ -126,13 +120,12 @@ class ProfilerWindow:
             )
 
     def _attempt(self, what: Callable[[], object]) -> None:
-        """A failure of the profiler, say because another one is on, is not the training's."""
+        """Calls ``what``; if it fails, say because another profiler is on, warns and gives the window up."""
         try:
             what()
         except Exception as error:
-            warnings.warn(
-                f"no trace of rank {self._rank}: the profiler failed: {error}", stacklevel=3
-            )
+            text = f"no trace of rank {self._rank}: the profiler failed: {error}"
+            warnings.warn(text, stacklevel=3)
             self._profile, self._over = None, True
 
     def _save(self, profile: Any) -> None:
@@ -144,7 +137,7 @@ class ProfilerWindow:
             profile.export_chrome_trace(str(part))
             part.replace(path)
         except (OSError, RuntimeError) as error:
-            for left in self.folder.glob(f"{part.name}*"):  # torch writes to yet another name first
+            for left in self.folder.glob(f"{part.name}*"):  # also a temporary file of torch's
                 with suppress(OSError):
                     left.unlink()
             warnings.warn(f"the trace {path} could not be written: {error}", stacklevel=2)
@@ -153,16 +146,14 @@ class ProfilerWindow:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """``"10:12"`` -> (10, 12), ``"10"`` -> (10, 10).
+    """Parses ``"10:12"`` as (10, 12) and ``"10"`` as (10, 10).
 
     Raises:
-        Parallel3dError: it is neither.
+        Parallel3dError: ``text`` is neither.
     """
     first, colon, last = text.partition(":")
-    try:
-        found = int(first), int(last if colon else first)
-    except ValueError:
-        found = (1, 0)
-    if not 0 <= found[0] <= found[1]:
-        raise Parallel3dError(f"the steps {text!r}: give FIRST:LAST, both included, such as 10:12")
-    return found
+    with suppress(ValueError):
+        steps = int(first), int(last if colon else first)
+        if 0 <= steps[0] <= steps[1]:
+            return steps
+    raise Parallel3dError(f"the steps {text!r}: give FIRST:LAST, both included, such as 10:12")

@@ -1,4 +1,4 @@
-"""Progress: what a training run shows: a live line on a terminal, otherwise a line now and then."""
+"""Progress: shows a training run as a live line on a terminal, otherwise as a line from time to time."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
-except ImportError:  # of the extra cli: without it lines now and then, and no live one
+except ImportError:  # rich comes with the extra cli; without it there is no live line
     from parallel3d.observability.plain_lines import Bar, Console  # type: ignore[assignment]
 
     BarColumn = MofNCompleteColumn = TextColumn = TimeRemainingColumn = Column = Bar  # type: ignore
 
 
 WINDOW = 20
-"""Steps over which loss and speed are smoothed, and between two lines."""
-SHOWN_STRAGGLERS = 4  # lines for one step
-WIDE = 100  # columns of a terminal, from which on there is a bar
-SPEED_PERIOD = 600  # seconds behind the time that remains: several steps, also of slow ones
+"""Number of steps over which loss and speed are averaged, and between two lines."""
+SHOWN_STRAGGLERS = 4  # lines per step
+WIDE = 100  # least columns of a terminal for a bar
+SPEED_PERIOD = 600  # seconds of past steps from which the remaining time is estimated
 
 
 class _Console(Console):
-    """One whose reader may leave, as ``head`` does, or whose disk be full: that doesn't end a training."""
+    """A console that goes silent if its reader has ended, as ``head`` does, or its disk is full."""
 
     def on_broken_pipe(self) -> None:
         self.give_up("nobody reads standard output")
 
     def give_up(self, why: object) -> None:
-        """Shows nothing from now on."""
+        """Shows nothing any more, and warns."""
         self.quiet = True
-        with suppress(OSError):  # or Python, as it ends, tries once more and fails
+        with suppress(OSError):  # else Python writes again when it ends, and fails
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
@@ -48,15 +48,14 @@ class _Console(Console):
 
 
 class Progress:
-    """Shows the records of each step: a live line, for which it needs the package rich and a terminal; else a
-    line now and then.
+    """A sink that shows steps: a live line if rich is installed and stdout is a terminal, else some lines.
 
-    ``Metrics`` starts and ends the live line; as a context manager around more than the steps it is there
-    for longer. The loss must be logged as ``loss``; ``grad_norm`` is shown if it is.
+    ``Metrics`` starts and ends the live line; use it as a context manager to show the line for longer than
+    the steps. It shows the values logged as ``loss`` and ``grad_norm``.
 
     Args:
-        steps: of the whole run.
-        quiet: shows nothing, as on all ranks but one.
+        steps: number of steps of the whole run.
+        quiet: shows nothing, for all ranks but one.
     """
 
     in_dry_runs = True
@@ -67,18 +66,15 @@ class Progress:
         self.speeds: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
         self.began = time.perf_counter()
         self.console = _Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
-        # The text takes what the others leave, and is cut; by default it would push them all out of the line.
+        able = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = able and not quiet
+        # The text gets the width that is left and is cut; by default it would displace other columns.
         rest = Column(no_wrap=True, ratio=1)
-        columns = (
+        self.bar = Bar(
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             *((BarColumn(20),) if self.console.width >= WIDE else ()),
             TextColumn("{task.description}", markup=False, table_column=rest),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        )
-        able = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.live = able and not quiet
-        self.bar = Bar(
-            *columns,
             console=self.console,
             disable=not self.live,
             expand=True,
@@ -96,12 +92,12 @@ class Progress:
         self.bar.stop()
 
     def go_on_from(self, step: int) -> None:
-        """So many steps were done before."""
+        """Says that ``step`` steps were done before."""
         self.done = step
         self.bar.update(self.task, completed=step)
 
     def print(self, line: object) -> None:
-        """A line of its own."""
+        """Prints ``line`` above the live line."""
         try:
             self.console.print(str(line))
         except OSError as error:
@@ -111,32 +107,30 @@ class Progress:
         return f"Progress({self.steps})"
 
     def start(self, about: Mapping[str, Any]) -> None:
-        """What is known of the run."""
+        """Starts the live line."""
         self._total_memory = about.get("memory_total")
         self.bar.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Takes one step's record; shows it if it is time to."""
+        """Updates the live line, or prints a line for every ``WINDOW``-th step."""
         self.done += 1
         if "loss" in record:
             self.losses.append(record["loss"])
         seconds = record["step_seconds"]
-        first = not self.speeds  # of this process, which may go on from others' steps
+        first = not self.speeds  # the first step of this process
         self.speeds.append((record["tokens_per_second"] * seconds, seconds))
         if "exposed_seconds" in record:
             self._exposed = _shares(record["exposed_seconds"], seconds)
         line = self._line(record)
         self.bar.update(self.task, completed=self.done, description=line)
-        if not self.live and (first or self.done % WINDOW == 0 or self.done == self.steps):
-            self.print(f"step {self.done:4d}/{self.steps}  {line}")
+        regular = first or self.done % WINDOW == 0 or self.done == self.steps
+        lines = [line] if regular and not self.live else []
         slow = record.get("stragglers", ())
-        for straggler in slow[:SHOWN_STRAGGLERS]:
-            self.print(f"step {self.done:4d}/{self.steps}  {straggler['text']}")
+        lines += [straggler["text"] for straggler in slow[:SHOWN_STRAGGLERS]]
         if len(slow) > SHOWN_STRAGGLERS:
-            more = len(slow) - SHOWN_STRAGGLERS
-            self.print(
-                f"step {self.done:4d}/{self.steps}  and {more} more parts of the mesh are slow"
-            )
+            lines.append(f"and {len(slow) - SHOWN_STRAGGLERS} more parts of the mesh are slow")
+        for text in lines:
+            self.print(f"step {self.done:4d}/{self.steps}  {text}")
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = []
@@ -144,11 +138,11 @@ class Progress:
             parts.append(f"loss {record['loss']:.4f}")
         if "grad_norm" in record:
             parts.append(f"grad norm {record['grad_norm']:.3f}")
-        if active():  # a dry run, whose speed and memory are not the program's
+        if active():  # speed and memory of a dry run are not the program's
             return "  ".join(parts)
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if "mfu" in record:
-            # Of the same steps as the speed beside it.
+            # Averaged over the same steps as the speed.
             mfu = record["mfu"] / record["tokens_per_second"] * self.tokens_per_second
             parts.append(f"MFU {mfu:.1%}")
         if "memory_peak" in record:
@@ -165,13 +159,13 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the last steps."""
+        """Average of the last ``WINDOW`` steps."""
         seconds = sum(seconds for _, seconds in self.speeds)
         return sum(tokens for tokens, _ in self.speeds) / max(seconds, 1e-9)
 
     @property
     def result(self) -> str:
-        """Easy to parse: name=value, separated by blanks."""
+        """The run's figures as name=value, separated by spaces."""
         values = {"steps": f"{self.done}"}
         if self.losses:
             smoothed = sum(self.losses) / len(self.losses)
@@ -182,7 +176,7 @@ class Progress:
 
 
 def _shares(exposed: Mapping[str, float], seconds: float) -> str:
-    """``waits: shard 4%, tp 12%`` of the step; what is below half a percent is left out."""
+    """Returns ``waits: shard 4%, tp 12%`` of the step, without axes below half a percent."""
     shares = {axis: waited / seconds for axis, waited in exposed.items() if seconds}
     shown = [f"{axis} {share:.0%}" for axis, share in shares.items() if share >= 0.005]
     return f"waits: {', '.join(shown)}" if shown else ""

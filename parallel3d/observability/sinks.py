@@ -1,4 +1,4 @@
-"""JsonLines: a file with one JSON object a line, that a kill leaves readable."""
+"""Sinks: JsonLines, one JSON object per line, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _BLOCK = 1 << 16
 
 
 class JsonLines:
-    """Appends to a file: ``{"event": "start", ...}`` when a process begins, then an object a step.
+    """Appends to a file: ``{"event": "start", ...}`` when a process begins, then one object per step.
 
-    A line goes to the system in one write when its step ends, and nothing is held back. Where a kill has cut
-    a line (the system may cut a write between two pages) the next process that opens the file removes it, and
-    ``read_json_lines`` passes it over. Numbers that JSON lacks (NaN, infinity) are null. Steps that are done
-    again after a crash are there again.
+    A line is written in one call when its step ends, without buffering. If a kill has cut a line (the system
+    may cut a write between two pages), the next process that opens the file removes it, and
+    ``read_json_lines`` ignores it. NaN and infinity are written as null. A step repeated after a crash is
+    written again.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -33,10 +33,10 @@ class JsonLines:
         self._file: int | None = None
 
     def start(self, about: Mapping[str, Any]) -> None:
-        """Opens the file, and writes what is known of the run.
+        """Opens the file and writes the start line.
 
         Raises:
-            Parallel3dError: there is such a file, with something else in it.
+            Parallel3dError: the file exists and is not one of JSON lines.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -45,20 +45,19 @@ class JsonLines:
             raise Parallel3dError(
                 f"{self.path} is there already and is no file of JSON lines; give another one"
             )
-        whole = _end_of_last_line(self._file)
-        if whole < size:
-            os.ftruncate(self._file, whole)
+        complete = _end_of_last_line(self._file)
+        if complete < size:
+            os.ftruncate(self._file, complete)
         self.write({"event": "start", **about})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a line.
 
         Raises:
-            OSError: the line could not be written, and is not in the file.
+            OSError: the line could not be written; the file is unchanged.
         """
         assert self._file is not None, "start comes first"
-        text = json.dumps(_plain(record), allow_nan=False, separators=(", ", ": ")) + "\n"
-        data = text.encode()
+        data = (json.dumps(_plain(record), allow_nan=False) + "\n").encode()
         before = os.fstat(self._file).st_size
         try:
             done = os.write(self._file, data)
@@ -79,10 +78,10 @@ class JsonLines:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of ``JsonLines``, also while it is written.
+    """Yields the objects of a file of ``JsonLines``, also while it is written.
 
     Raises:
-        Parallel3dError: a line, not the last, is no JSON.
+        Parallel3dError: a line, other than an incomplete last one, is not JSON.
     """
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -95,13 +94,13 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def _end_of_last_line(file: int) -> int:
-    """How many bytes there are up to and with the last newline."""
+    """Returns the number of bytes up to and including the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
         begin = max(0, end - _BLOCK)
-        found = os.pread(file, end - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
+        newline = os.pread(file, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
         end = begin
     return 0
 
@@ -114,23 +113,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):  # numpy's too
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return str(value)
 
 
-# TensorBoard: the records as curves, through torch.utils.tensorboard.
-
-
 class TensorBoard:
-    """Writes each number of a record as a scalar of its name: ``loss``, ``exposed_seconds/shard``.
+    """Writes each number of a record as a scalar with its name: ``loss``, ``exposed_seconds/shard``.
 
     Needs the package tensorboard.
 
     Args:
         folder: for the event files.
-        every: steps between two that are written to the disk.
+        every: number of steps after which they are flushed to the disk.
 
     Raises:
         Parallel3dError: ``every`` is not a number of steps.
@@ -145,7 +141,7 @@ class TensorBoard:
         """Opens an event file.
 
         Raises:
-            Parallel3dError: tensorboard is not there.
+            Parallel3dError: tensorboard is not installed.
         """
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -168,17 +164,17 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the event file."""
         if self._writer is not None:
-            writer, self._writer = self._writer, None
-            writer.close()
+            self._writer.close()
+            self._writer = None
 
     def __repr__(self) -> str:
         return f"TensorBoard({self.folder!r})"
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a record and in what is nested in it; of a list, its length."""
+    """Yields the numbers in a record, nested ones too, and the lengths of lists."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")

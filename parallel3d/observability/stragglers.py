@@ -1,30 +1,30 @@
-"""find_stragglers: which coordinates of which axes are slow, from the time that each rank took for itself."""
+"""find_stragglers: finds slow coordinates of mesh axes from the time each rank took without waits."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from math import prod
 from statistics import median_low
 from typing import Any
 
 from parallel3d.errors import Parallel3dError
 
-_LEAST = 1e-3  # seconds: less is never called slow
+_LEAST = 1e-3  # seconds above the median below which no rank is slow
 
 Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """All ranks at ``coordinates`` are slow.
+    """A part of the mesh whose ranks are all slow.
 
     Attributes:
-        coordinates: axis -> coordinate; of an axis that is not there all ranks are meant.
-        times: the fastest of them over the median of all ranks.
-        cause: ``"loading data"`` where that makes the difference, else ``"computation"``.
+        coordinates: axis -> coordinate; on axes that are absent, all ranks.
+        times: the time of the fastest of them divided by the median of all ranks.
+        cause: ``"loading data"`` if they would not be slow without it, else ``"computation"``.
     """
 
     coordinates: dict[str, int]
@@ -37,7 +37,7 @@ class Straggler:
         return f"{where} is {self.times:.1f} x slower than the median{loading}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields for JSON."""
         return {"axes": self.coordinates, "times": round(self.times, 3), "cause": self.cause}
 
 
@@ -48,16 +48,16 @@ def find_stragglers(
     loading: Sequence[float] | None = None,
     slow: float = 1.2,
 ) -> list[Straggler]:
-    """Names slow ranks by as few coordinates as say it: ``shard 3`` if all ranks there are slow.
+    """Names slow ranks by as few coordinates as possible: ``shard 3`` if all ranks there are slow.
 
     Args:
-        own: seconds of a step that each rank took without its waits for others, in the mesh's order.
+        own: each rank's seconds of a step without its waits for others, in the mesh's order.
         axes: name -> size, outermost first.
-        loading: seconds of these in which it loaded data.
-        slow: how many times the median is slow. Of two ranks the faster is the median.
+        loading: each rank's seconds of these in which it loaded data.
+        slow: a rank is slow from this many times the median on. The median of two ranks is the faster one.
 
     Raises:
-        Parallel3dError: not a number for each rank, or ``slow`` not above 1.
+        Parallel3dError: there is not one number for each rank, or ``slow`` is not above 1.
     """
     places = list(product(*(range(size) for size in axes.values())))
     if len(own) != len(places) or (loading is not None and len(loading) != len(own)):
@@ -74,36 +74,26 @@ def find_stragglers(
         for index, place in enumerate(places)
         if own[index] >= slow * median and own[index] - median >= _LEAST
     }
-    found, names = [], list(axes)
-    for chosen in _choices(axes):
-        whole = len(places) // prod(axes[names[axis]] for axis in chosen)
-        for at, mine in sorted(_by_coordinates(left, chosen).items()):
-            if len(mine) < whole:
+    stragglers, names = [], list(axes)
+    long = [axis for axis, size in enumerate(axes.values()) if size > 1]
+    # Few axes first, as they name large parts of the mesh.
+    for chosen in chain.from_iterable(combinations(long, n) for n in range(1, len(long) + 1)):
+        size = len(places) // prod(axes[names[axis]] for axis in chosen)
+        by_coordinates: dict[Place, list[int]] = defaultdict(list)
+        for place, index in left.items():
+            by_coordinates[tuple(place[axis] for axis in chosen)].append(index)
+        for at, ranks in sorted(by_coordinates.items()):
+            if len(ranks) < size:
                 continue
-            for index in mine:
-                del left[places[index]]
-            # Whether they were slow if they loaded data as fast as the others do.
-            slowly = any(own[i] - max(0.0, loading[i] - usual) >= slow * median for i in mine)
-            found.append(
+            for rank in ranks:
+                del left[places[rank]]
+            # Whether they would be slow if they loaded data as fast as the median.
+            slowly = any(own[i] - max(0.0, loading[i] - usual) >= slow * median for i in ranks)
+            stragglers.append(
                 Straggler(
                     dict(zip((names[axis] for axis in chosen), at, strict=True)),
-                    min(own[i] for i in mine) / max(median, 1e-9),
+                    min(own[i] for i in ranks) / max(median, 1e-9),
                     "computation" if slowly else "loading data",
                 )
             )
-    return found
-
-
-def _choices(axes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
-    """Sets of the axes longer than 1, small sets first: these leave large parts of the mesh."""
-    long = [axis for axis, size in enumerate(axes.values()) if size > 1]
-    for count in range(1, len(long) + 1):
-        yield from combinations(long, count)
-
-
-def _by_coordinates(slow: Mapping[Place, int], chosen: Sequence[int]) -> dict[Place, list[int]]:
-    """Coordinates on the chosen axes -> slow ranks there."""
-    found: dict[Place, list[int]] = defaultdict(list)
-    for place, index in slow.items():
-        found[tuple(place[axis] for axis in chosen)].append(index)
-    return found
+    return stragglers

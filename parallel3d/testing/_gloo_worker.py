@@ -1,9 +1,9 @@
-"""What runs inside a worker process of ``GlooPool``.
+"""The worker process of ``GlooPool``.
 
-Talks over one pipe. The pool sends a ``Job``; the worker answers ``("done", result)`` or
-``("failed", (Failure, exception))`` and keeps its process group until the pool sends ``RELEASE``,
-so that no rank closes a connection its peers still read from; then it answers ``("idle", None)``, or
-``("spent", None)`` where the run has left threads behind: the pool ends it and starts another.
+Pool and worker talk over one pipe. The pool sends a ``Job``; the worker answers ``("done", result)`` or
+``("failed", (Failure, exception))`` and keeps its process group until the pool sends ``RELEASE``, so that no
+rank closes a connection its peers still read from. Then it answers ``("idle", b"")``, or ``("spent", b"")``
+if the run has left threads behind: the pool then replaces the worker.
 """
 
 import faulthandler
@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -29,34 +28,42 @@ from torch import distributed as dist
 from parallel3d._torch.dtensor import clear_dtensor_caches
 
 RELEASE = b"release"
-# More than that and groups of runs gone by are still there: 15 are torch's own. A thread of gloo wakes a
-# hundred times a second, so that some runs' worth of them take a core for nothing.
+# torch itself has 15 threads. More than this many: groups of earlier runs still exist, and a thread of gloo
+# wakes up a hundred times a second.
 _MOST_THREADS = 24
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run, as one rank sees it."""
+    """One run, as one rank gets it.
+
+    Attributes:
+        store: path of the store's file.
+        timeout: seconds after which a collective fails.
+        sys_path: the pool's ``sys.path``.
+        module: name and file of the module that defines the function.
+        call: the pickled function and arguments.
+    """
 
     rank: int
     world_size: int
-    store: str  # path of the store's file
-    timeout: float  # seconds after which a collective gives up
+    store: str
+    timeout: float
     sys_path: tuple[str, ...]
-    module: tuple[str, str | None]  # name and file of the module that defines the function
-    call: bytes  # pickled (function, arguments)
+    module: tuple[str, str | None]
+    call: bytes
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed.
+    """The failure of one rank.
 
     Attributes:
         rank: the rank.
-        summary: type and message of the exception, or what became of the process.
+        summary: type and message of the exception, or how the process ended.
         traceback: the remote traceback; empty if the process died or was ended.
-        exception: the exception itself where it can be pickled and loaded here, else None.
-        died: the process ended without a word, by a signal or ``os._exit``.
+        exception: the exception, or None if it can't be pickled and loaded here.
+        died: whether the process ended without an answer, by a signal or ``os._exit``.
     """
 
     rank: int
@@ -67,29 +74,27 @@ class Failure:
 
 
 def serve(connection: Connection, threads: int) -> None:
-    """Run jobs until the pool closes its end of the pipe or its process is gone."""
+    """Runs jobs until the pool closes its end of the pipe or its process has ended."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    faulthandler.enable()  # where a worker that crashes was
+    faulthandler.enable()  # prints where a worker crashed
     torch.set_num_threads(threads)
-    loopback = _loopback_interface()
-    if loopback is not None:  # gloo would look up the host name, which may not resolve
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    _send(connection, "ready", None)
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):  # else gloo looks up the host name, which may not resolve
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    _send(connection, "ready")
     modules = 0
     while True:
-        if len(sys.modules) > modules:
-            # What was imported stays: not to be looked through after each job.
+        if len(sys.modules) > modules:  # keep imported objects out of each job's garbage collection
             modules = len(sys.modules)
             gc.freeze()
         try:
-            job: Job = pickle.loads(connection.recv_bytes())
-            _run(connection, job)
+            _run(connection, pickle.loads(connection.recv_bytes()))
         except (EOFError, BrokenPipeError):
             return
 
 
 def _end_with_parent() -> None:
-    """End this process, even in the middle of a collective, once the pool's process is gone."""
+    """Ends this process, even inside a collective, when the pool's process has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -97,62 +102,56 @@ def _end_with_parent() -> None:
 
 
 def _run(connection: Connection, job: Job) -> None:
-    kind, answer, started = "done", None, False
+    kind, answer, started = "done", b"", False
     try:
         _start_group(job)
         started = True
         answer = pickle.dumps(_call(job))
-    except BaseException as error:  # also SystemExit: the worker outlives what it runs
+    except BaseException as error:  # also SystemExit: the worker goes on
         kind, answer = "failed", pickle.dumps(_failure(job.rank, error))
     _send(connection, kind, answer)
     if connection.recv_bytes() != RELEASE or not started:
-        # Where a peer died while groups were made, torch has counted this one all the same: the next
-        # would have another name than on the other ranks, and all would wait for each other.
+        # If a peer died while groups were made, torch has counted this group nevertheless: the next one would
+        # have another name than on the other ranks, and all would wait for each other.
         raise EOFError
     _clean_up()
-    _send(connection, "spent" if _threads() > _MOST_THREADS else "idle", None)
-
-
-def _threads() -> int:
-    """Of this process, also those that Python has not made; 0 where the system does not say."""
     try:
-        return len(os.listdir("/proc/self/task"))
+        threads = len(os.listdir("/proc/self/task"))  # all of the process, not only Python's
     except OSError:
-        return 0
+        threads = 0
+    _send(connection, "spent" if threads > _MOST_THREADS else "idle")
 
 
 def _start_group(job: Job) -> None:
-    timeout = timedelta(seconds=job.timeout)
     store = dist.FileStore(job.store, job.world_size)
-    os.environ.update(
-        RANK=str(job.rank),
-        LOCAL_RANK=str(job.rank),
-        WORLD_SIZE=str(job.world_size),
-        LOCAL_WORLD_SIZE=str(job.world_size),
-    )
+    for name, value in (("RANK", job.rank), ("WORLD_SIZE", job.world_size)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
     dist.init_process_group(
-        "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
+        "gloo",
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout),
     )
 
 
 def _call(job: Job) -> Any:
     sys.path.extend(path for path in job.sys_path if path not in sys.path)
     _import_module(*job.module)
-    fn: Callable[..., Any]
     fn, args = pickle.loads(job.call)
-    torch.manual_seed(0)  # a run does not depend on the runs before it
+    torch.manual_seed(0)  # a run does not depend on earlier runs
     return fn(*args)
 
 
 def _import_module(name: str, file: str | None) -> None:
-    """Make the module of the function importable, from its file where its name is not enough."""
+    """Imports the module of the function, from its file if it can't be found by name."""
     if name in sys.modules or file is None:
         return
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # the module was found; something it imports was not
+            raise  # the module was found, but not one that it imports
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
             raise
@@ -162,41 +161,34 @@ def _import_module(name: str, file: str | None) -> None:
 
 
 def _failure(rank: int, error: BaseException) -> tuple[Failure, bytes | None]:
-    """How ``error`` failed the rank; the error apart, as the pool may not be able to load it."""
+    """Returns the failure, and the pickled exception apart, as the pool may not be able to load it."""
     summary = "".join(traceback.format_exception_only(error)).strip()
-    while error.__traceback__ is not None:  # a reader wants the frames below this file's
+    while error.__traceback__ is not None:  # drop the frames of this file
         if error.__traceback__.tb_frame.f_code.co_filename != __file__:
             break
         error.__traceback__ = error.__traceback__.tb_next
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error.with_traceback(None))
-    except Exception:  # the text says it all the same
+    except Exception:
         pickled = None
     return Failure(rank, summary, text), pickled
 
 
 def _clean_up() -> None:
-    """Leave nothing of this run to the next."""
+    """Undoes what the run may have changed in this process."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if dist.is_initialized():
         dist.destroy_process_group()
     clear_dtensor_caches()
-    # Models and meshes in cycles keep their groups, whose threads wake up every few milliseconds.
+    # Models and meshes in reference cycles keep their groups, whose threads wake up every few milliseconds.
     gc.collect()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
 
 
-def _send(connection: Connection, kind: str, payload: bytes | None) -> None:
-    # Plain pickle, not Connection.send: torch teaches that one to share tensors by file
-    # descriptor, which would tie a result to the life of the worker.
+def _send(connection: Connection, kind: str, payload: bytes = b"") -> None:
+    # Not Connection.send: torch makes that one share tensors by file descriptor, which would tie a result to
+    # the life of the worker.
     connection.send_bytes(pickle.dumps((kind, payload)))
-
-
-def _loopback_interface() -> str | None:
-    for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):
-            return name
-    return None

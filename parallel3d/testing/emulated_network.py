@@ -1,17 +1,15 @@
-"""EmulatedNetwork: one process as one rank of many, whose collectives take the time a network would.
+"""EmulatedNetwork: one process acts as one rank of many, and its collectives take the time of a network.
 
 links = {"nic": Link(latency=20e-6, bandwidth=50e9), "nvlink": Link(latency=5e-6, bandwidth=450e9)}
 axes = {"replicate": "nic", "shard": "nic", "tp": "nvlink"}
 with EmulatedNetwork(world_size=64, links=links, axes=axes) as network:
     mesh = p3d.build_mesh(p3d.MeshLayout(2, 16, 2), device_type="cpu")
-    ...  # any engine: ours, torch's fully_shard, DDP
+    ...  # any engine: this one, torch's fully_shard, DDP
     print(network)
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import threading
 import time
@@ -25,14 +23,13 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel3d._torch.fake import add_fake_backend, cuda_sleep, fake_outputs_written, plain_group
+from parallel3d._torch.groups import COLLECTIVES
 from parallel3d._util.trace import issuing
+from parallel3d._util.trees import tensors_in
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.testing.worlds import check_no_group, check_rank, destroy_group
 
-# Lines: what a transfer occupies for its time. One per link on the CPU, one per link and GPU
-# beside it.
-
-_SPIN = 2e-4  # seconds before the end in which sleeping is not precise enough
+_SPIN = 2e-4  # seconds before the end of a wait in which time.sleep is not precise enough
 
 
 @dataclass(slots=True)
@@ -40,15 +37,15 @@ class Transfer:
     """One collective on an emulated link. Times are seconds of the network's clock.
 
     Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ... as ``Collective.op`` has it.
-        unit: the unit our engine issued it for; ``""`` elsewhere.
+        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ... as in ``Collective.op``.
+        unit: the unit that the engine issued it for; ``""`` for other callers.
         axis: mesh axis of its group; ``"world"`` for the default group.
         link: name of the link.
-        bytes: what this rank sends through the link.
-        issued: when it was called.
-        started: when the link was free for it.
-        ended: when it had gone through.
-        waited: seconds that callers have spent in ``wait``; on a GPU, where callers don't, 0.
+        bytes: number of bytes that this rank sends through the link.
+        issued: time of the call.
+        started: time at which the link was free for it.
+        ended: time at which it was complete.
+        waited: seconds that callers spent blocked in ``wait``; 0 on a GPU, where ``wait`` does not block.
     """
 
     op: str
@@ -64,18 +61,15 @@ class Transfer:
 
 
 class WallClock:
-    """Real time. Whoever waits sleeps, and so leaves the CPU to others."""
+    """Real time. A caller that waits sleeps, which leaves the CPU to other threads."""
 
     def __init__(self) -> None:
         self.now = time.perf_counter
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._open = True
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def sleep_until(self, moment: float) -> None:
-        """Sleeps, and spins for the last moment: a sleep alone wakes 50 us late and more."""
+        """Sleeps, then spins shortly before ``moment``: a sleep alone ends 50 us late or more."""
         left = moment - self.now()
         if left > _SPIN:
             time.sleep(left - _SPIN)
@@ -83,129 +77,121 @@ class WallClock:
             pass
 
     def rewind_to(self, moment: float) -> None:
-        """Real time doesn't."""
+        """Does nothing: real time can't be set back."""
 
-    def call_at(self, moment: float, what: Callable[[], None]) -> None:
-        """Calls ``what`` on a thread of the clock's, which sleeps in between."""
-        if moment <= self.now():
-            what()
+    def call_at(self, moment: float, function: Callable[[], None]) -> None:
+        """Calls ``function`` at ``moment`` on another thread, or now if that is past."""
+        delay = moment - self.now()
+        if delay <= 0:
+            function()
             return
-        with self._changed:
-            heapq.heappush(self._due, (moment, next(self._numbers), what))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, daemon=True, name="emulated network"
-                )
-                self._thread.start()
-            self._changed.notify()
+
+        def wait() -> None:
+            self._closed.wait(delay)
+            function()
+
+        thread = threading.Thread(target=wait, daemon=True, name="emulated network")
+        thread.start()
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
     def close(self) -> None:
-        """Calls all that is due at once."""
-        with self._changed:
-            self._open = False
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._open and (not self._due or self._due[0][0] > self.now()):
-                    self._changed.wait(self._due[0][0] - self.now() if self._due else None)
-                if not self._due:
-                    return
-                _, _, what = heapq.heappop(self._due)
-            what()
+        """Makes all pending calls now, and returns when they are done."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
 
 
 class VirtualClock:
-    """A clock that waiting moves on at once: nobody sleeps.
+    """A clock that a wait moves forward, without sleeping.
 
-    ``VirtualClock()`` stands still otherwise; compute takes what the model advances it by, and a schedule's
-    figures are exact. ``VirtualClock(time.process_time)`` goes on with this process's CPU time: figures of
-    real compute that don't depend on what else runs on the machine. A ``torch.futures.Future`` (DDP's) is
+    ``VirtualClock()`` changes in no other way: compute takes the time by which the model advances it, and the
+    times of a schedule are exact. ``VirtualClock(time.process_time)`` also counts this process's CPU time, so
+    that times of real compute do not depend on other processes. A ``torch.futures.Future`` (DDP uses them) is
     complete at once.
 
     Args:
-        runs_with: what it goes on with, in seconds; by default nothing.
+        runs_with: returns seconds; the clock advances as they do. By default they are constant.
     """
 
     def __init__(self, runs_with: Callable[[], float] = lambda: 0.0) -> None:
         self._runs_with = runs_with
-        self._ahead = -runs_with()
+        self._offset = -runs_with()
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
-        return self._runs_with() + self._ahead
+        """Returns the seconds since the clock was made."""
+        return self._runs_with() + self._offset
 
     def advance(self, seconds: float) -> None:
-        """What has computed for ``seconds``."""
-        self._ahead += seconds
+        """Adds ``seconds``, such as the time of a computation."""
+        self._offset += seconds
 
     def sleep_until(self, moment: float) -> None:
-        """Moves the clock on, never back."""
-        self._ahead += max(0.0, moment - self.now())
+        """Moves the clock forward to ``moment``, never back."""
+        self._offset += max(0.0, moment - self.now())
 
     def rewind_to(self, moment: float) -> None:
-        """What was computed since ``moment`` was not this process's work."""
-        self._ahead -= max(0.0, self.now() - moment)
+        """Moves the clock back to ``moment``: what ran since then does not count."""
+        self._offset -= max(0.0, self.now() - moment)
 
-    def call_at(self, moment: float, what: Callable[[], None]) -> None:
-        """Calls it now."""
-        what()
+    def call_at(self, moment: float, function: Callable[[], None]) -> None:
+        """Calls ``function`` now."""
+        function()
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
+
+
+Clock = WallClock | VirtualClock
+
+# A line carries the transfers of one link one after another: there is one per link for tensors on the CPU,
+# and one per link and GPU.
 
 
 class CpuLine:
-    """First come, first served: a transfer starts when all before it have ended."""
+    """Carries tensors on the CPU: a transfer starts when all before it have ended."""
 
-    def __init__(self, clock: WallClock | VirtualClock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.free = 0.0
 
     def values(self) -> AbstractContextManager[Any]:
-        """Where the values are written."""
+        """The context in which a collective's output is written."""
         return nullcontext()
 
     def begin(self, transfer: Transfer, seconds: float) -> None:
-        """Puts ``transfer`` behind what is under way."""
+        """Queues ``transfer``, which takes ``seconds``."""
         transfer.started = max(transfer.issued, self.free)
         transfer.ended = self.free = transfer.started + seconds
 
     def is_over(self, transfer: Transfer) -> bool:
-        """Whether it has gone through by now."""
+        """Whether ``transfer`` is complete."""
         return self.clock.now() >= transfer.ended
 
     def wait(self, transfer: Transfer) -> None:
-        """Blocks the caller until it has."""
+        """Blocks the caller until ``transfer`` is complete."""
         now = self.clock.now()
         if now < transfer.ended:
             self.clock.sleep_until(transfer.ended)
             transfer.waited += self.clock.now() - now
 
     def resolve(self, transfer: Transfer) -> None:
-        """Fills in times known by the device only."""
+        """Fills in times that only the device knows; there are none on the CPU."""
 
 
 class CudaLine:
-    """A stream that sleeps for a transfer's time: other streams go on; ``wait`` lets the current one wait.
+    """Carries tensors on a GPU: a stream sleeps for a transfer's time, and ``wait`` is a wait for its event.
 
-    That the line is first come, first served is the stream's own doing. Times come from events, so reading
-    them synchronizes.
+    The stream itself keeps the transfers in order. Their times are read from events, which synchronizes. The
+    methods are those of ``CpuLine``.
 
     Args:
-        clock: for the time at which the GPU's was taken.
-        device: ``torch.cuda``, or what stands for it in a test.
+        clock: the network's clock, to which times of the GPU are converted.
+        device: ``torch.cuda``, or a stand-in in tests.
         sleep: occupies the current stream for a number of cycles.
     """
 
     def __init__(
-        self,
-        clock: WallClock | VirtualClock,
-        device: Any,
-        sleep: Callable[[int], None] = cuda_sleep,
+        self, clock: Clock, device: Any, sleep: Callable[[int], None] = cuda_sleep
     ) -> None:
         self.device, self.sleep = device, sleep
         self.stream = device.Stream()
@@ -216,7 +202,7 @@ class CudaLine:
         self.zero_time = clock.now()
 
     def _calibrate(self, cycles: int = 20_000_000) -> float:
-        """By the second of two sleeps: the first also wakes the GPU up."""
+        """Measures the second of two sleeps: the first also wakes the GPU up."""
         begin, end = (self.device.Event(enable_timing=True) for _ in range(2))
         self.sleep(cycles)
         begin.record()
@@ -226,12 +212,10 @@ class CudaLine:
         return cycles / (begin.elapsed_time(end) * 1e-3)
 
     def values(self) -> AbstractContextManager[Any]:
-        """See ``CpuLine``. The line waits for what has made the input."""
-        self.stream.wait_stream(self.device.current_stream())
+        self.stream.wait_stream(self.device.current_stream())  # which has made the input
         return self.device.stream(self.stream)
 
     def begin(self, transfer: Transfer, seconds: float) -> None:
-        """See ``CpuLine``."""
         start, end = (self.device.Event(enable_timing=True) for _ in range(2))
         with self.device.stream(self.stream):
             start.record()
@@ -240,15 +224,13 @@ class CudaLine:
         transfer.events = (start, end)
 
     def is_over(self, transfer: Transfer) -> bool:
-        """See ``CpuLine``."""
         return bool(transfer.events[1].query())
 
     def wait(self, transfer: Transfer) -> None:
-        """Lets the current stream wait; the CPU goes on."""
+        """Lets the current stream wait, not the CPU."""
         self.device.current_stream().wait_event(transfer.events[1])
 
     def resolve(self, transfer: Transfer) -> None:
-        """See ``CpuLine``."""
         self.device.synchronize()
         start, end = transfer.events
         transfer.started = self.zero_time + self.zero.elapsed_time(start) * 1e-3
@@ -256,25 +238,21 @@ class CudaLine:
         transfer.events = None
 
 
-def line_for(device: torch.device, clock: WallClock | VirtualClock) -> CpuLine | CudaLine:
-    """The kind of line that carries tensors of ``device``."""
-    return CudaLine(clock, torch.cuda) if device.type == "cuda" else CpuLine(clock)
+Line = CpuLine | CudaLine
 
-
-# EmulatedGroup: a process group whose collectives are torch's fake ones, and take their time on a
-# link.
+# EmulatedGroup: a process group whose collectives run on torch's fake backend and take time on a link.
 
 BACKEND = "emulated"
 WORLD_AXIS = "world"
-_CPU_DEVICE = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class EmulatedWork(dist.Work):
-    """A transfer under way. Holds its tensors until it is waited for, as a real one must."""
+    """The handle of transfers. It holds their tensors until ``wait``, as a real one must."""
 
     def __init__(
         self,
-        line: CpuLine | CudaLine,
+        line: Line,
         transfers: list[Transfer],
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
@@ -283,22 +261,19 @@ class EmulatedWork(dist.Work):
         self.line, self.transfers, self.outputs, self.inputs = line, transfers, outputs, inputs
 
     def wait(self, timeout: Any = None) -> bool:
-        """Blocks the caller, or with CUDA the current stream, until it is over."""
+        """Blocks the caller, or the current stream on CUDA, until the transfers are complete."""
         for transfer in self.transfers:
             self.line.wait(transfer)
         self.outputs, self.inputs = [], []
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
         return all(self.line.is_over(transfer) for transfer in self.transfers)
 
-    def is_success(self) -> bool:
-        """Whether it is over: nothing fails here."""
-        return self.is_completed()
+    is_success = is_completed  # a transfer can't fail
 
     def get_future(self) -> Any:
-        """Complete, with the tensors, when the transfer is over (with CUDA: at once, on its stream)."""
+        """Returns a future of the outputs, complete with the transfers; on CUDA at once, on their stream."""
         line = self.line
         if isinstance(line, CpuLine):
             future: Any = torch.futures.Future()
@@ -307,16 +282,16 @@ class EmulatedWork(dist.Work):
             line.clock.call_at(end, lambda: future.set_result(outputs))
             return future
         future = torch.futures.Future(devices=[line.device.current_device()])
-        with line.device.stream(line.stream):  # whose end the reader's stream waits for
+        with line.device.stream(line.stream):  # the stream that a reader of the future waits for
             future.set_result(self.outputs)
         return future
 
 
 class EmulatedGroup(ProcessGroup):
-    """See the module's docstring. A subclass of ``ProcessGroup``, so that C++ (DDP's reducer) calls it too.
+    """The process group of an ``EmulatedNetwork``. C++ code such as DDP's reducer can call it too.
 
-    What is called here is called on ``inner``, a group that only dispatches: so values are those of torch's
-    fake group, and whatever looks at collectives as torch dispatches them sees these.
+    Each collective is also called on ``inner``, an ordinary group on torch's fake backend, so that values are
+    the fake backend's and a dispatch mode sees the collective.
     """
 
     def __init__(self, network: EmulatedNetwork, options: Any) -> None:
@@ -328,7 +303,6 @@ class EmulatedGroup(ProcessGroup):
         self._coalesced: list[EmulatedWork] | None = None
 
     def getBackendName(self) -> str:
-        """What torch calls it."""
         return BACKEND
 
     def _set_group_name(self, name: str) -> None:
@@ -348,28 +322,27 @@ class EmulatedGroup(ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> EmulatedWork:
         works, self._coalesced = self._coalesced or [], None
-        line = works[0].line if works else self.network.line(self.axis, device)
-        whole = EmulatedWork(line, [], [], [])
-        for work in works:
-            whole.transfers += work.transfers
-            whole.outputs += work.outputs
-            whole.inputs += work.inputs
-        return whole
+        return EmulatedWork(
+            works[0].line if works else self.network.line(self.axis, device),
+            [transfer for work in works for transfer in work.transfers],
+            [tensor for work in works for tensor in work.outputs],
+            [tensor for work in works for tensor in work.inputs],
+        )
 
-    def run(self, name: str, op: str, args: tuple, kwargs: dict) -> EmulatedWork:
-        """Calls ``name`` on the inner group and lets what it sends go through the link."""
+    def run(self, method: str, op: str, *args: Any, **kwargs: Any) -> EmulatedWork:
+        """Calls ``method`` of the inner group and sends the bytes of ``op`` through the link."""
         network, n = self.network, self.size()
         issued = network.clock.now()
-        outputs, inputs = list(_tensors(args[:1])), list(_tensors(args[1:2]))
-        held = outputs + inputs
-        line = network.line(self.axis, held[0].device if held else _CPU_DEVICE)
+        outputs, inputs = list(tensors_in(args[:1])), list(tensors_in(args[1:2]))
+        tensors = outputs + inputs
+        line = network.line(self.axis, tensors[0].device if tensors else _CPU)
         with line.values():
-            getattr(self.inner, name)(*args, **kwargs)
+            getattr(self.inner, method)(*args, **kwargs)
         network.clock.rewind_to(issued)
         transfers = []
         if n > 1:
-            size = max(_bytes(outputs), _bytes(inputs))
-            share = _SHARE[op](n) if op in _SHARE else 1
+            size = max(sum(tensor.nbytes for tensor in side) for side in (outputs, inputs))
+            share = _RING_FACTORS[op] * ((n - 1) / n) if op in _RING_FACTORS else 1
             transfers = [network.begin(line, op, self.axis, math.ceil(size * share), issued)]
         work = EmulatedWork(line, transfers, outputs, inputs)
         if self._coalesced is not None:
@@ -377,84 +350,44 @@ class EmulatedGroup(ProcessGroup):
         return work
 
 
-def _rest(n: int) -> float:
-    return (n - 1) / n
+# A rank of n sends this factor times (n - 1) / n of the whole tensor in a ring, which sends least: the
+# factors of "bus bandwidth" in NVIDIA's nccl-tests (doc/PERFORMANCE.md), after Patarasuk and Yuan, "Bandwidth
+# optimal all-reduce algorithms for clusters of workstations", 2009. Broadcast and the others send all of it.
+_RING_FACTORS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+
+_OPS = (
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather"),
+    *("scatter", "send", "recv", "barrier"),
+)
 
 
-# Of the whole tensor, the share that a rank of n sends in the algorithms that send least, rings: the factors
-# of "bus bandwidth" in NVIDIA's nccl-tests (doc/PERFORMANCE.md), after Patarasuk and Yuan, "Bandwidth
-# optimal all-reduce algorithms for clusters of workstations", 2009. Broadcast and the others: all of it.
-_SHARE: dict[str, Callable[[int], float]] = {
-    "all_gather": _rest,
-    "reduce_scatter": _rest,
-    "all_to_all": _rest,
-    "all_reduce": lambda n: 2 * _rest(n),
-}
-
-# Methods of ProcessGroup, by torch's names of 2.11 and of 2.13.
-_CALLS = {
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv",
-    "barrier": "barrier",
-}
+def _op_of(method: str) -> str:
+    """Returns ``all_gather`` for ``_allgather_base``, ``allgather_coalesced`` and so on."""
+    name = method.strip("_").replace("alltoall", "all_to_all")
+    name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+    return next(op for op in _OPS if name.startswith(op))
 
 
-def _method(name: str, op: str) -> Callable[..., EmulatedWork]:
-    def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> EmulatedWork:
-        return self.run(name, op, args, kwargs)
-
-    return call
+def _collective(method: str) -> Callable[..., EmulatedWork]:
+    op = _op_of(method)
+    return lambda group, *args, **kwargs: group.run(method, op, *args, **kwargs)
 
 
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    """The tensors in ``values`` and in the lists among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-for _name, _op in _CALLS.items():
-    if hasattr(ProcessGroup, _name):
-        setattr(EmulatedGroup, _name, _method(_name, _op))
+for _method in COLLECTIVES:
+    if hasattr(ProcessGroup, _method) and _method not in vars(EmulatedGroup):
+        setattr(EmulatedGroup, _method, _collective(_method))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What collectives of one or several mesh axes go through, one after another.
+    """Carries the collectives of one or several mesh axes, one after another.
 
     Attributes:
-        latency: seconds that a collective takes beside its bytes.
-        bandwidth: bytes a second, one way.
+        latency: seconds that a collective takes beside the time for its bytes.
+        bandwidth: bytes per second, one way.
 
     Raises:
-        Parallel3dError: a latency below 0, or a bandwidth not above 0.
+        Parallel3dError: ``latency`` is below 0, or ``bandwidth`` is not above 0.
     """
 
     latency: float = 0.0
@@ -467,40 +400,39 @@ class Link:
             raise Parallel3dError(f"bandwidth={self.bandwidth!r}: give bytes a second, more than 0")
 
     def seconds(self, size: int) -> float:
-        """What ``size`` bytes take: latency + size / bandwidth."""
+        """Returns the time of ``size`` bytes: latency + size / bandwidth."""
         return self.latency + size / self.bandwidth
 
 
 class EmulatedNetwork:
-    """This process becomes rank ``rank`` of ``world_size``; meshes made within have their groups on it.
+    """This process becomes rank ``rank`` of ``world_size``; meshes made within have emulated groups.
 
-    A collective of a group of n ranks sends what a ring algorithm sends (the factors of NVIDIA's nccl-tests,
+    In a group of n ranks a collective sends what a ring algorithm sends (the factors of NVIDIA's nccl-tests,
     doc/PERFORMANCE.md): (n - 1) / n of the whole tensor in an all-gather, reduce-scatter or all-to-all, twice
-    that in an all-reduce, all of it in a broadcast. It starts when those before it on its link have ended and
-    takes ``Link.seconds``, during which no CPU works for it. Where the data are on the CPU, ``wait`` sleeps
-    until the end; where they are on a GPU, a stream of the link's is busy for that time and ``wait`` lets the
-    current stream wait. Synchronous calls wait for themselves.
+    that in an all-reduce, all of it in a broadcast. It starts when all collectives before it on its link have
+    ended, takes ``Link.seconds``, and uses no CPU for that time. ``wait`` sleeps until the end for tensors on
+    the CPU; on a GPU a stream of the link is busy until then and ``wait`` lets the current stream wait.
 
     Values are those of torch's fake process group: finite, but not what ranks would exchange. A gather
-    repeats this rank's part, a reduction leaves it as it is. They are written when the call is made; in real
-    time that takes the CPU's (or the link's stream's): let transfers be long beside it. A ``VirtualClock``
-    does not count it.
+    repeats this rank's part, a reduction leaves its input unchanged. They are written when the collective is
+    called, which takes real time of the CPU (or of the link's stream): make transfers long compared with it,
+    or use a ``VirtualClock``, which does not count it.
 
     Args:
         world_size: number of ranks.
-        rank: which of them this process is.
+        rank: the rank that this process becomes.
         links: name -> link.
-        axes: mesh axis -> name of its link; all axes longer than 1 must be there. Without it all are on the
-            first link. A mesh of one axis as long as the world uses torch's default group, which no axis
-            names: it is ``"world"`` here, and on the first link unless named, until ``attach`` tells.
-        clock: ``VirtualClock()``, for figures that don't depend on the machine; by default real time.
+        axes: mesh axis -> name of its link; all axes longer than 1 must be listed. Without it all axes are on
+            the first link. A mesh of one axis as long as the world uses torch's default group, which does not
+            know its axis: it is ``"world"``, on the first link unless ``axes`` lists it, until ``attach``.
+        clock: ``VirtualClock()`` for times that do not depend on the machine; by default real time.
 
     Attributes:
         timeline: the transfers so far, in the order they were issued.
 
     Raises:
-        Parallel3dError: no links, an unknown link, a mesh axis without one.
-        MeshError: ``rank`` or ``world_size`` out of range.
+        Parallel3dError: there are no links, or an axis has an unknown link or none.
+        MeshError: ``rank`` or ``world_size`` is out of range.
         StateError: on entering, a default process group is already initialised.
     """
 
@@ -519,12 +451,12 @@ class EmulatedNetwork:
         for axis, name in (axes or {}).items():
             if name not in links:
                 raise Parallel3dError(
-                    f"axes: {axis!r} is on link {name!r}, but the links are {', '.join(map(repr, links))}"
+                    f"axes: {axis!r} is on link {name!r}, but the links are {_quoted(links)}"
                 )
         self.rank, self.world_size = rank, world_size
         self.links, self.axes = dict(links), axes if axes is None else dict(axes)
-        self.clock: WallClock | VirtualClock = clock or WallClock()
-        self._lines: dict[tuple[str, torch.device], CpuLine | CudaLine] = {}
+        self.clock: Clock = clock or WallClock()
+        self._lines: dict[tuple[str, torch.device], Line] = {}
         self._timeline: list[Transfer] = []
 
     def __enter__(self) -> EmulatedNetwork:
@@ -549,7 +481,7 @@ class EmulatedNetwork:
         self._undo.close()
 
     def attach(self, mesh: dist.DeviceMesh) -> None:
-        """Names the default group after the axis of ``mesh`` that uses it, and puts it on that one's link."""
+        """Assigns the default group to the axis of ``mesh`` that uses it, and so to that axis's link."""
         for axis in mesh.mesh_dim_names or ():
             group = mesh.get_group(axis)
             if isinstance(group, EmulatedGroup) and group.axis == WORLD_AXIS and group.size() > 1:
@@ -561,24 +493,21 @@ class EmulatedNetwork:
         """See the class. On a GPU, reading it synchronizes."""
         for transfer in self._timeline:
             if transfer.events is not None:
-                device, link = transfer.events[0].device, transfer.link
-                self._lines[link, device].resolve(transfer)
+                self._lines[transfer.link, transfer.events[0].device].resolve(transfer)
         return self._timeline
 
     def clear(self) -> None:
-        """Forgets the transfers so far; those under way go on."""
+        """Empties the timeline. Transfers that have not ended go on."""
         self._timeline = []
 
     def busy(self, link: str) -> float:
-        """Seconds that the transfers on ``link`` take in sum.
+        """Returns the sum of the seconds that the transfers on ``link`` take.
 
         Raises:
             Parallel3dError: there is no such link.
         """
         if link not in self.links:
-            raise Parallel3dError(
-                f"link {link!r}: the links are {', '.join(map(repr, self.links))}"
-            )
+            raise Parallel3dError(f"link {link!r}: the links are {_quoted(self.links)}")
         return sum(t.ended - t.started for t in self.timeline if t.link == link)
 
     def __str__(self) -> str:
@@ -593,34 +522,31 @@ class EmulatedNetwork:
             )
         return "\n".join([head, *rows])
 
-    # -- what the groups ask ---------------------------------------------------------------------------
+    # -- called by the groups --------------------------------------------------------------------------
 
     def check_axis(self, axis: str) -> None:
         """Raises Parallel3dError if mesh axis ``axis`` is on no link."""
         if self.axes is not None and axis not in self.axes and axis != WORLD_AXIS:
             raise Parallel3dError(
-                f"mesh axis {axis!r} is on no link: axes names {', '.join(map(repr, self.axes)) or 'none'}; "
-                f"add {axis!r} with one of the links {', '.join(map(repr, self.links))}"
+                f"mesh axis {axis!r} is on no link: axes names {_quoted(self.axes) or 'none'}; "
+                f"add {axis!r} with one of the links {_quoted(self.links)}"
             )
 
     def link_of(self, axis: str) -> str:
-        """The name of the link that groups of ``axis`` use."""
+        """Returns the name of the link of ``axis``."""
         return (self.axes or {}).get(axis) or next(iter(self.links))
 
-    def line(self, axis: str, device: torch.device) -> CpuLine | CudaLine:
-        """What groups of ``axis`` occupy for tensors of ``device``."""
-        if device.type != "cuda":
-            device = _CPU
-        key = (self.link_of(axis), device)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = line_for(device, self.clock)
-        return line
+    def line(self, axis: str, device: torch.device) -> Line:
+        """Returns the line that carries tensors of ``device`` for groups of ``axis``."""
+        on_gpu = device.type == "cuda"
+        key = (self.link_of(axis), device if on_gpu else _CPU)
+        if key not in self._lines:
+            line = CudaLine(self.clock, torch.cuda) if on_gpu else CpuLine(self.clock)
+            self._lines[key] = line
+        return self._lines[key]
 
-    def begin(
-        self, line: CpuLine | CudaLine, op: str, axis: str, size: int, issued: float
-    ) -> Transfer:
-        """Puts ``size`` bytes on ``line``."""
+    def begin(self, line: Line, op: str, axis: str, size: int, issued: float) -> Transfer:
+        """Queues ``size`` bytes on ``line``."""
         link = self.link_of(axis)
         transfer = Transfer(op, issuing.unit, axis, link, size, issued, issued, issued)
         line.begin(transfer, self.links[link].seconds(size))
@@ -628,7 +554,10 @@ class EmulatedNetwork:
         return transfer
 
 
-_CPU = torch.device("cpu")
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
 _entered: list[EmulatedNetwork] = []  # at most one: there is one default group
 
 

@@ -1,49 +1,45 @@
-"""verify: is the parallel model the plain one, and if not, which module is the first to differ?"""
+"""verify: compares a parallel model with the plain one, and names the first module that differs."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
-from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import Parallel3dError
-from parallel3d.mesh import MeshLayout, build_mesh
+from parallel3d.mesh import MeshLayout
+from parallel3d.mesh.seeding import StepSeed, number_at
+from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
-from parallel3d.testing.differences.dropout import DropoutMode
-from parallel3d.testing.differences.forward import Difference, owner_of
-from parallel3d.testing.differences.pair import Pair, SeedOf
-from parallel3d.testing.parity import (
-    Case,
-    LossFn,
-    Parity,
-    Run,
-    assert_parity,
-    inside,
-    outside,
-    runs_of,
-    world_of,
-)
+from parallel3d.testing.differences.dropout import DropoutMode, first_in_dropout
+from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
+from parallel3d.testing.differences.forward import Backward, Difference, Forward, owner_of
+from parallel3d.testing.differences.record import Recorder, Trace, Values, merged, own_ranks
+from parallel3d.testing.differences.state import State, gathered, joined
+from parallel3d.testing.parity import Case, LossFn, Parity, Run, Setup, compare, inside, runs_of
+
+SeedOf = Callable[[MeshLayout, int, int], int]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found.
+    """The result of ``verify``.
 
     Attributes:
         layout: the mesh.
-        difference: the first one; None: the parallel model computes what the plain one does.
-        parity: the largest differences that ``assert_parity`` saw; empty where it did not pass.
-        dropouts: how many calls of dropout were looked at.
-        without_gradient: trained parameters that the loss doesn't reach: of their gradients, and of outputs
-            that the loss doesn't read, nothing can be said.
+        difference: the first one; None if the parallel model computes what the plain one does.
+        parity: the largest differences that ``assert_parity`` saw; empty if it did not pass.
+        dropouts: number of calls of dropout that were checked.
+        without_gradient: trained parameters that the loss does not reach. Their gradients, and outputs that
+            the loss does not read, were not compared.
     """
 
     layout: MeshLayout
@@ -53,26 +49,10 @@ class Verification:
     without_gradient: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What to verify."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[torch.Tensor, ...]]
-    layout: MeshLayout
-    loss: LossFn
-    parallel: Callable[[nn.Module, DeviceMesh], nn.Module]
-    steps: int
-    micro_batches: int
-    defer: str
-    seed: int
-    seed_of: SeedOf | None
-
-
 def first_difference(
     build: Callable[[], nn.Module], batch: Callable[[int], Any], layout: MeshLayout, **options: Any
 ) -> Difference | None:
-    """The first place where the parallel model departs from the plain one; None if it doesn't.
+    """Returns the first place where the parallel model differs from the plain one, or None.
 
     The arguments are those of ``verify``.
     """
@@ -94,32 +74,33 @@ def verify(
     seed_of: SeedOf | None = None,
     **options: Any,
 ) -> Verification:
-    """Trains the plain and the parallel model side by side, by ``assert_parity``; names what differs first.
+    """Trains the plain and the parallel model side by side and names what differs first.
 
-    ``assert_parity`` decides whether losses, gradients and weights are equal. If they aren't, both models
-    run again with every module's inputs, outputs and gradients recorded, and the first that does not fit
-    is named: in the order of the forward, then of the backward, then weights after a step. Beyond that:
-    parameters that are tied, frozen or of another dtype in one model only, buffers, and dropout, which is
-    left out of the comparison and checked by its masks. Other random numbers in a forward would be a
-    difference; so are the running statistics of a batch norm, which data ranks don't share.
+    ``assert_parity`` decides whether losses, gradients and weights are equal. If they are not, both models
+    run again with every module's inputs, outputs and gradients recorded, and the first that does not fit is
+    named: in the order of the forward, then of the backward, then weights after a step. It also compares
+    buffers, and which parameters are tied, frozen or of another dtype. Dropout is switched off for this and
+    checked by its masks. Other random numbers in a forward are a difference; so are the running statistics of
+    a batch norm, which data ranks don't share.
 
     Without a process group the ranks are simulated in this process; within one every rank calls this.
 
     Args:
         build: makes the plain model; called after ``torch.manual_seed(seed)``.
-        batch: inputs of sample ``i``: a tensor, a tuple or list of tensors, or a dict of keyword arguments.
-        layout: the mesh; a size of -1 can't be.
-        loss: ``loss(model, *inputs)`` (of a dict: ``loss(model, **inputs)``) -> scalar. By default the
-            output's ``loss`` (an attribute, or in a dict), the output itself if it is a scalar, or the mean
+        batch: returns the inputs of sample ``i``: a tensor, a tuple or list of tensors, or a dict of keyword
+            arguments.
+        layout: the mesh; no size may be -1.
+        loss: ``loss(model, *inputs)`` (for a dict: ``loss(model, **inputs)``) -> scalar. By default the
+            output's ``loss`` (an attribute or dict entry), the output itself if it is a scalar, or the mean
             square of its first floating-point tensor.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
-        steps, micro_batches, fp32, tolerance: as of ``assert_parity``.
-        seed_of: ``seed_of(layout, rank, step)``, what your training seeds a rank's generators with; by
-            default what ``seed_step`` does. It decides what dropout draws.
+        steps, micro_batches, fp32, tolerance: as in ``assert_parity``.
+        seed_of: ``seed_of(layout, rank, step)`` returns the seed your training gives a rank's generators,
+            which decides what dropout draws; by default the seed of ``seed_step``.
         options: for ``parallelize``, such as ``tp_plan``.
 
     Raises:
-        Parallel3dError: sizes that can't be, a plan that doesn't fit, a loss that is no finite scalar.
+        Parallel3dError: an argument is out of range, a plan does not fit, or the loss is not a finite scalar.
     """
     layout = layout.resolve(layout.world_size)
     for name, value in (("steps", steps), ("micro_batches", micro_batches)):
@@ -128,102 +109,65 @@ def verify(
     if not (isinstance(tolerance, float) and 0 < tolerance < 1):
         raise Parallel3dError(f"tolerance={tolerance!r}: a number between 0 and 1, such as 1e-9")
     names: list[str] = []
-    job = _Job(
+    setup = Setup(
         build,
         _tuples(batch, names),
         layout,
         _loss_of(loss or default_loss, names),
         _applied(apply or (lambda model, mesh: parallelize(model, mesh, **options))),
-        steps,
         micro_batches,
         "all_reduce" if apply is None else "nothing",
         seed,
-        seed_of,
     )
     runs = runs_of(tolerance, fp32)
-    _check_plain(job, runs[0])
+    _check_plain(setup, runs[0])
     try:
         with DropoutMode():
-            parity = _assert(job, tolerance, fp32)
-    except Exception as error:  # the model's too: the search says where
-        return _located(job, runs, error)
-    # What assert_parity doesn't look at, of models that it has found equal.
-    search = _search(job, runs[0], 1)
-    return Verification(layout, search.found, parity, search.dropouts, search.without_gradient)
+            parity = compare(setup, runs, steps)
+    except Exception as error:  # an assertion, or the model's: the search finds the module
+        for run in runs:
+            result, sharded = _search(setup, run, steps, seed_of)
+            if result.difference is not None:
+                return result
+            if not sharded:
+                return Verification(layout, _unlocated(error))
+        # assert_parity requires parameters of the plain shapes; the search compared plain tensors by parts.
+        return result
+    # assert_parity compares neither structure nor buffers nor dropout.
+    result, _ = _search(setup, runs[0], 1, seed_of)
+    return replace(result, parity=parity)
 
 
-def _assert(job: _Job, tolerance: float, fp32: bool) -> Parity:
-    return assert_parity(
-        job.build,
-        job.batch,
-        job.layout,
-        loss=job.loss,
-        apply=job.parallel,
-        steps=job.steps,
-        micro_batches=job.micro_batches,
-        defer=job.defer,
-        fp32=fp32,
-        tolerance=tolerance,
-        seed=job.seed,
-    )
+def _unlocated(error: Exception) -> Difference:
+    """Returns a difference for an error that the search did not find again, in the module that it names."""
+    words = str(error).split()
+    named = next((w for w in words if "." in w and w.strip(".,:").isidentifier()), "")
+    return Difference(owner_of(named)[0], "error", f"{type(error).__name__}: {error}")
 
 
-def _located(job: _Job, runs: tuple[Run, ...], error: Exception) -> Verification:
-    """Which module it is that ``assert_parity`` has complained of."""
-    largest = Parity()
-    for run in runs:
-        search = _search(job, run, job.steps)
-        rest = largest, search.dropouts, search.without_gradient
-        if search.found is not None:
-            return Verification(job.layout, search.found, *rest)
-        if not search.local:
-            break
-    else:
-        # assert_parity wants parameters of the plain shapes; these were compared part by part.
-        return Verification(job.layout, None, *rest)
-    text = str(error)
-    named = next((w for w in text.split() if "." in w and w.strip(".,:").isidentifier()), "")
-    return Verification(
-        job.layout,
-        Difference(owner_of(named)[0], "error", f"{type(error).__name__}: {text}", module_type=""),
-    )
+def _search(
+    setup: Setup, run: Run, steps: int, seed_of: SeedOf | None
+) -> tuple[Verification, bool]:
+    """Trains both models, recorded, until the first difference.
 
-
-@dataclass(frozen=True)
-class _Search:
-    """The first difference, how many dropouts there are, and whether parameters are held as plain parts."""
-
-    found: Difference | None
-    dropouts: int
-    local: bool
-    without_gradient: tuple[str, ...]
-
-
-def _search(job: _Job, run: Run, steps: int) -> _Search:
-    """Trains both models recorded, until the first difference."""
-    torch.manual_seed(job.seed)
-    plain = job.build().to(run.dtype)
-    parallel = copy.deepcopy(plain)
-    types = {name: type(module).__name__ for name, module in plain.named_modules()}
-    with world_of(job.layout) as world, outside(world):
-        case = Case(run, world, job.layout, job.batch, job.loss, job.micro_batches, job.defer)
-        with inside(world):
-            mesh = build_mesh(job.layout, device_type="cpu")
-            parallel = job.parallel(parallel, mesh)
-        pair = Pair(case, plain, parallel, job.seed_of)
-        dropouts = 0
-        found = pair.first(steps)
-        if found is None:
-            found, dropouts = pair.dropout()
-        local = any(fit.index for fit in pair.state.forms.values())
-    if found is not None:
-        kind = types.get(found.module, "")
-        found = Difference(**{**found.__dict__, "module_type": kind})
-    return _Search(found, dropouts, local, pair.without_gradient)
+    The second result is whether ranks hold parts of parameters as plain tensors.
+    """
+    dropouts = 0
+    with setup.case(run) as case:
+        types = {name: type(module).__name__ for name, module in case.plain.named_modules()}
+        pair = Pair(case, seed_of)
+        difference = pair.first(steps)
+        if difference is None:
+            difference, dropouts = pair.dropout()
+        sharded = any(fit.index for fit in pair.state.forms.values())
+    if difference is not None:
+        difference = replace(difference, module_type=types.get(difference.module, ""))
+    result = Verification(setup.layout, difference, Parity(), dropouts, pair.without_gradient)
+    return result, sharded
 
 
 def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..., nn.Module]:
-    """``apply``, after which each simulated rank has its own of every parameter."""
+    """Returns ``apply``, after which each simulated rank has its own copy of every parameter."""
     guarded = _guarded(apply, "making the model parallel")
 
     def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -233,40 +177,207 @@ def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..
                 f"the function that makes the model parallel returned {type(made).__name__}, no nn.Module"
             )
         if ranks_are_simulated():
-            _give_to_each(made)
+            _copy_for_ranks(made)
         return made
 
     return parallel
 
 
-def _give_to_each(model: nn.Module) -> None:
-    """One tensor for all simulated ranks would be changed by each of them in a step. Ties stay."""
-    own: dict[int, nn.Parameter] = {}
-    own_buffers: dict[int, torch.Tensor] = {}
+def _copy_for_ranks(model: nn.Module) -> None:
+    """Replaces plain parameters and buffers, which every simulated rank would update. Tied ones stay tied.
+
+    Other tensors are each rank's own already; one with hooks can't be replaced.
+    """
+    copies: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
-            # What is no plain tensor is each rank's own; one with hooks can't be replaced.
-            if type(param) is not nn.Parameter or param._backward_hooks:
-                continue
-            if param._post_accumulate_grad_hooks:
-                continue
-            if id(param) not in own:
-                copied = torch.empty(param.shape, dtype=param.dtype).copy_(param.detach())
-                own[id(param)] = nn.Parameter(copied, requires_grad=param.requires_grad)
-            module._parameters[name] = own[id(param)]
-        for name, buffer in module._buffers.items():
-            if type(buffer) is torch.Tensor:
-                if id(buffer) not in own_buffers:
-                    copied = torch.empty(buffer.shape, dtype=buffer.dtype).copy_(buffer)
-                    own_buffers[id(buffer)] = copied
-                module._buffers[name] = own_buffers[id(buffer)]
+        own: Any
+        for own, kind in ((module._parameters, nn.Parameter), (module._buffers, torch.Tensor)):
+            for name, tensor in own.items():
+                if type(tensor) is not kind:
+                    continue
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                    continue
+                if id(tensor) not in copies:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+                    if kind is nn.Parameter:
+                        copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+                    copies[id(tensor)] = copy
+                own[name] = copies[id(tensor)]
+
+
+# ---- the search ----
+
+
+def step_seed(layout: MeshLayout, rank: int, step: int) -> int:
+    """Returns the seed that ``seed_step(mesh, seed=0, step=step)`` sets on ``rank``."""
+    return number_at(StepSeed(0, step, 0), layout.data_rank(rank))
+
+
+class Pair:
+    """Both models of a case. Methods run outside the simulation and enter it for the parallel model.
+
+    Args:
+        case: the run, with both models.
+        seed_of: returns the seed of a rank's generators in a step.
+
+    Attributes:
+        without_gradient: the plain model's parameters that the loss of the first step does not reach.
+    """
+
+    def __init__(self, case: Case, seed_of: SeedOf | None) -> None:
+        layout = case.layout
+        self.case, self.plain, self.parallel = case, case.plain, case.parallel
+        self.seed_of = seed_of or step_seed
+        self.own = own_ranks(None if case.world is None else case.world.size)
+        self.groups = [
+            Group(d, tuple(r for r in range(layout.world_size) if layout.data_rank(r) == d))
+            for d in range(layout.data_size)
+        ]
+        self.recorders = Recorder(self.plain, (0,)), Recorder(self.parallel, self.own)
+        self.state = State(self.plain, self.parallel, self.groups, self.own)
+        self.bound = case.run.grads
+        self.traces = Trace(), Trace()
+        self.forward = Forward(*self.traces, self.groups, self.bound)  # of the last step
+        self.without_gradient: tuple[str, ...] = ()
+
+    def first(self, steps: int) -> Difference | None:
+        """Returns the first difference in ``steps`` steps."""
+        difference = self.state.structure() or self.state.weights_at_start(self.bound)
+        if difference is not None:
+            return difference
+        optimizers = [self.case.run.optimizer(m.parameters()) for m in (self.plain, self.parallel)]
+        for step in range(steps):
+            difference = self._step(step, optimizers)
+            if difference is not None:
+                return difference
+        return None
+
+    def _step(self, step: int, optimizers: list[torch.optim.Optimizer]) -> Difference | None:
+        """Runs one step of both models and returns its first difference."""
+        before = self.state.keep_buffers()
+        plain_losses = self._run_plain(step)
+        losses, error = self._run_parallel(step)
+        difference = self._in_forward(step, plain_losses, losses, error)
+        if difference is None:
+            gaps = self.state.gaps("gradient", self.bound)
+            difference = Backward(self.forward, self.case.layout.data_size).first(gaps, step)
+            # A later module may undo a wrong output, as a norm does with a factor, but not its gradient.
+            if difference is not None:
+                difference = (
+                    self.forward.first(step) or self.forward.output_of(difference) or difference
+                )
+        if step == 0:
+            self.without_gradient = self.state.without_gradient()
+        if difference is not None:
+            # A difference in training mode explains what is computed, but not an error.
+            return difference if difference.kind == "error" else self.state.modes() or difference
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        with inside(self.case.world):
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        bound = self.case.run.weights
+        for name, gap in self.state.gaps("weight", bound).items():
+            module, own = owner_of(name)
+            what = f"{own} after step {step}, though its gradient is right"
+            return Difference.of_gap(module, "weight after a step", what, step, gap, bound)
+        return self.state.buffers_after(before, step, self.bound)
+
+    def _in_forward(
+        self, step: int, plain: list[Values], parallel: list[Values], error: Exception | None
+    ) -> Difference | None:
+        """Returns the first module whose output differs, or that raised; the loss, if only that differs."""
+        self.forward = Forward(*self.traces, self.groups, self.bound)
+        fits = (
+            Comparison(want, got, self.groups, self.bound).fit(WHOLE)
+            for want, got in zip(plain, parallel, strict=False)
+        )
+        gap = next((fit for fit in fits if isinstance(fit, Gap)), None)
+        if error is None and gap is None:
+            return None
+        difference = self.forward.first(step)
+        if difference is not None:
+            return difference
+        if error is not None:
+            stack = self.recorders[1].stack
+            text = " ".join(str(error).split())
+            what = f"{type(error).__name__}: {text[:500]}"
+            return Difference(stack[-1].key[0] if stack else "(loss)", "error", what, step)
+        assert gap is not None
+        return Difference.of_gap("(loss)", "loss", "loss", step, gap, self.bound)
+
+    def dropout(self) -> tuple[Difference | None, int]:
+        """Returns the first dropout with a wrong mask in a step that was compared, and how many there are."""
+        masks = Trace()
+        recorder = self.recorders[1]
+        with inside(self.case.world), DropoutMode(recorder, masks=True):
+            self._seed(0)
+            inputs = self.case.parallel_inputs(0, 0)
+            with recorder.recording(masks):
+                self.case.loss(self.parallel, *inputs)
+        return first_in_dropout(self.forward, merged(gathered(masks)))
+
+    def _run_plain(self, step: int) -> list[Values]:
+        """Returns the losses by micro-batch and data rank, and leaves the gradients of their mean."""
+        case, recorder, traces = self.case, self.recorders[0], []
+        losses: list[Values] = [{} for _ in range(case.micro_batches)]
+        count = case.layout.data_size * case.micro_batches
+        for group in self.groups:
+            traces.append(Trace())
+            recorder.own = (group.data_rank,)
+            for micro in range(case.micro_batches):
+                torch.default_generator.manual_seed(self.seed_of(case.layout, group.ranks[0], step))
+                with DropoutMode(recorder):
+                    inputs = case.inputs(step, micro, group.data_rank)
+                    with recorder.recording(traces[-1]):
+                        loss = case.loss(self.plain, *inputs)
+                    (loss / count).backward()
+                losses[micro][group.data_rank] = loss.detach()
+        self.traces = merged(traces), self.traces[1]
+        return losses
+
+    def _run_parallel(self, step: int) -> tuple[list[Values], Exception | None]:
+        """Returns the losses by micro-batch and rank until an error, and the error."""
+        trace, losses, error = Trace(), [], None
+        recorder = self.recorders[1]
+        try:
+            with inside(self.case.world), DropoutMode(recorder):
+                for micro in self._micro_batches():
+                    self._seed(step)
+                    inputs = self.case.parallel_inputs(step, micro)
+                    with recorder.recording(trace):
+                        loss = self.case.loss(self.parallel, *inputs)
+                    losses.append(recorder.values(loss))
+                    (loss / self.case.micro_batches).backward()
+        except Exception as caught:
+            error = caught
+        self.traces = self.traces[0], merged(gathered(trace))
+        return [joined(values) for values in losses], error
+
+    def _micro_batches(self) -> Iterator[int]:
+        """Yields their numbers; a model of this engine defers the all-reduce to the last."""
+        numbers = range(self.case.micro_batches)
+        ours = any(isinstance(m, FSDPModule) for m in self.parallel.modules())
+        deferred = self.case.defer == "all_reduce" and ours
+        yield from accumulate(self.parallel, numbers) if deferred else numbers
+
+    def _seed(self, step: int) -> None:
+        """Seeds the generator of each rank."""
+
+        def seed_rank(rank: int) -> None:
+            torch.default_generator.manual_seed(self.seed_of(self.case.layout, rank, step))
+
+        if self.case.world is None:
+            seed_rank(self.own[0])
+        else:
+            for_each_rank(seed_rank)
 
 
 # ---- inputs and losses ----
 
 
 def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """``fn``, whose errors are the user's to mend: they say in what they were raised."""
+    """Returns ``fn``; its errors become Parallel3dErrors, which say where they were raised."""
 
     def guarded(*args: Any) -> Any:
         try:
@@ -279,27 +390,24 @@ def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
     return guarded
 
 
-_INPUTS = "a tensor, a tuple of tensors or a dict of tensors is needed"
-
-
 def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], Any]:
-    """Inputs as a tuple; ``names`` are those of keyword arguments."""
+    """Returns ``batch`` with tuples as results; writes the names of keyword arguments into ``names``."""
+    needed = "a tensor, a tuple of tensors or a dict of tensors is needed"
 
     def inputs(index: int) -> tuple[torch.Tensor, ...]:
         value = batch(index)
         if isinstance(value, torch.Tensor):
             return (value,)
-        if not isinstance(value, Mapping | tuple | list) or not value:
-            empty = "an empty " if isinstance(value, Mapping | tuple | list) else ""
-            raise Parallel3dError(
-                f"the inputs of sample {index} are {empty}{type(value).__name__}: {_INPUTS}"
-            )
+        container = isinstance(value, Mapping | tuple | list)
+        if not container or not value:
+            what = f"{'an empty ' if container else ''}{type(value).__name__}"
+            raise Parallel3dError(f"the inputs of sample {index} are {what}: {needed}")
         parts = value if isinstance(value, Mapping) else dict(enumerate(value))
         for name, part in parts.items():
             if not isinstance(part, torch.Tensor):
-                number = "" if isinstance(value, Mapping) else "number "
+                what = f"{'' if isinstance(value, Mapping) else 'number '}{name}"
                 raise Parallel3dError(
-                    f"of the inputs of sample {index}, {number}{name} is {type(part).__name__}: {_INPUTS}"
+                    f"of the inputs of sample {index}, {what} is {type(part).__name__}: {needed}"
                 )
         if isinstance(value, Mapping):
             names[:] = list(value)
@@ -309,6 +417,8 @@ def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], An
 
 
 def _loss_of(loss: LossFn, names: list[str]) -> LossFn:
+    """Returns ``loss``, called with keyword arguments if there are ``names``."""
+
     def of(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
         if names:
             return loss(model, **dict(zip(names, inputs, strict=True)))
@@ -318,7 +428,7 @@ def _loss_of(loss: LossFn, names: list[str]) -> LossFn:
 
 
 def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-    """The model's own loss, or the mean square of what it puts out."""
+    """Returns the model's own loss, or the mean square of its output."""
     output = model(*args, **kwargs)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
@@ -332,17 +442,17 @@ def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) 
     return floats[0] if floats[0].dim() == 0 else floats[0].square().mean()
 
 
-def _check_plain(job: _Job, run: Run) -> None:
-    """Refuses what can't be compared with."""
-    torch.manual_seed(job.seed)
-    model = _guarded(job.build, "building the model")()
+def _check_plain(setup: Setup, run: Run) -> None:
+    """Raises if the plain model, its inputs or its loss can't be used for a comparison."""
+    torch.manual_seed(setup.seed)
+    model = _guarded(setup.build, "building the model")()
     if not isinstance(model, nn.Module):
         raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
     model = model.to(run.dtype)
-    inputs = _guarded(job.batch, "making the inputs of sample 0")(0)
+    inputs = _guarded(setup.batch, "making the inputs of sample 0")(0)
     cast = (t.to(run.dtype) if t.is_floating_point() else t for t in inputs)
     with DropoutMode():
-        loss = _guarded(job.loss, "the plain model's loss")(model, *cast)
+        loss = _guarded(setup.loss, "the plain model's loss")(model, *cast)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise Parallel3dError(f"the loss is {shape}: a scalar tensor with a gradient is needed")

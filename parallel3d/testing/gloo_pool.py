@@ -1,8 +1,7 @@
-"""Real processes for tests: gloo workers that live for the whole test run.
+"""GlooPool: worker processes on gloo for tests, started once for the whole test run.
 
-Starting eight processes that import torch costs seconds; the pool pays that once. Each run gets a
-fresh default process group. A run in which a rank fails or hangs ends with an error that says so,
-and the pool replaces the workers it had to end.
+Starting eight processes that import torch takes seconds. Each run gets a new default process group. A run in
+which a rank fails or hangs ends with an error that says so, and the pool replaces the workers it had to end.
 """
 
 import atexit
@@ -17,13 +16,13 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.testing._gloo_worker import RELEASE, Failure, Job, serve
+from parallel3d.testing.worlds import check_count, is_count
 
-# What each worker would otherwise import by itself; names that cannot be imported are passed over.
+# Imported once by the forkserver instead of by each worker; modules that are not installed are ignored.
 # torch._dynamo is imported by the first collective, pytest by modules of tests.
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "parallel3d.testing", "pytest"]
 _STARTUP = 180.0  # seconds a worker may take to import torch
@@ -32,11 +31,10 @@ _RELEASE_TIME = 10.0  # seconds to destroy a process group
 
 
 class WorkerError(RuntimeError):
-    """A rank failed in ``GlooPool.run``; its message holds every failed rank's traceback.
+    """A rank failed in ``GlooPool.run``; the message contains every failed rank's traceback.
 
     Attributes:
-        failures: how each failed rank failed, by rank, the first to fail first. The cause
-            (``__cause__``) is the first's exception.
+        failures: by rank, in the order in which they failed. ``__cause__`` is the first one's exception.
         unfinished: ranks that had neither returned nor failed and were ended.
     """
 
@@ -47,7 +45,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerTimeout(WorkerError, TimeoutError):
-    """A run took longer than its ``timeout``; ``unfinished`` says which ranks did not finish."""
+    """A run took longer than its ``timeout``; ``unfinished`` are the ranks that did not finish."""
 
 
 class _Worker:
@@ -60,23 +58,26 @@ class _Worker:
             target=serve, args=(remote, threads), name=f"gloo-worker-{index}", daemon=True
         )
         self.process.start()
-        remote.close()  # so that a worker's death is seen as end of file
+        remote.close()  # so that reading from a worker that died raises EOFError
         self.ready = False
 
     def send(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # it died; the next receive says so
+        with contextlib.suppress(OSError):  # it died; the next receive returns None
             self.connection.send_bytes(data)
 
-    def receive(self) -> tuple[str, bytes | None] | None:
-        """The next message, or None if the process died."""
-        try:
-            kind, payload = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            return None
-        return kind, payload
+    def receive(self, timeout: float | None = None) -> tuple[str, bytes] | None:
+        """Returns the next message, or None if the process died or does not answer within ``timeout``."""
+        with contextlib.suppress(EOFError, OSError):
+            if timeout is None or self.connection.poll(max(0.0, timeout)):
+                return pickle.loads(self.connection.recv_bytes())
+        return None
+
+    def exit_code(self) -> int | None:
+        self.process.join(5)
+        return self.process.exitcode
 
     def end(self) -> None:
-        """End the process, which may hang in a collective."""
+        """Ends the process, which may hang in a collective."""
         self.connection.close()
         if self.process.is_alive():
             self.process.terminate()
@@ -99,24 +100,23 @@ class GlooPool:
         with GlooPool(4) as pool:
             pool.run(total, 1)  # [tensor([10]), tensor([10]), tensor([10]), tensor([10])]
 
-    Workers start with the first ``run``. One pool runs one function at a time. In a script, make
-    it under ``if __name__ == "__main__":``, as with ``multiprocessing``.
+    Workers start with the first ``run``. A pool runs one function at a time. In a script, make it under
+    ``if __name__ == "__main__":``, as with ``multiprocessing``.
 
     Args:
         size: number of workers, the largest world the pool can run.
         threads: torch threads in each worker.
-        start_method: ``"forkserver"`` (one import of torch for all) or ``"spawn"`` (one each);
-            by default the first that the platform has.
+        start_method: ``"forkserver"`` (torch is imported once) or ``"spawn"`` (once per worker); by default
+            the first that the platform has.
 
     Raises:
         MeshError: ``size`` or ``threads`` is not a positive integer.
-        Parallel3dError: unknown ``start_method``.
+        Parallel3dError: ``start_method`` is unknown.
     """
 
     def __init__(self, size: int, *, threads: int = 1, start_method: str | None = None) -> None:
-        for name, value in (("size", size), ("threads", threads)):
-            if not _is_count(value):
-                raise MeshError(f"{name}={value!r}: must be a positive integer")
+        check_count("size", size)
+        check_count("threads", threads)
         known = [m for m in ("forkserver", "spawn") if m in multiprocessing.get_all_start_methods()]
         start_method = known[0] if start_method is None else start_method
         if start_method not in known:
@@ -140,39 +140,39 @@ class GlooPool:
         world_size: int | None = None,
         timeout: float = 120.0,
     ) -> list[Any]:
-        """``fn(*args)`` on every rank of a fresh gloo world; the results by rank.
+        """Calls ``fn(*args)`` on every rank of a new gloo world and returns the results by rank.
 
         Args:
-            fn: a function at the top level of a module the workers can import. Arguments and
-                results are pickled by value; a result must hold CPU tensors only. Every run
-                starts with ``torch.manual_seed(0)``.
-            world_size: number of ranks, 1 to ``size``; all workers by default.
-            timeout: seconds the whole run may take, also the timeout of its process groups.
+            fn: a function at the top level of a module that the workers can import. Arguments and results are
+                pickled by value; tensors in a result must be on the CPU. Every run starts with
+                ``torch.manual_seed(0)``.
+            world_size: number of ranks, 1 to ``size``; by default all workers.
+            timeout: seconds that the whole run may take, also the timeout of its process groups.
 
         Raises:
-            WorkerError: a rank raised or died. Ranks that do not end within two seconds after
-                that are ended and their workers replaced.
+            WorkerError: a rank raised or died. Ranks that do not end within two seconds after that are ended
+                and their workers replaced.
             WorkerTimeout: the run took too long; the ranks still running are ended likewise.
-            MeshError: ``world_size`` out of range.
+            MeshError: ``world_size`` is out of range.
             StateError: the pool is closed, or already running a function.
-            Parallel3dError: ``fn`` or an argument cannot be pickled; ``timeout`` not positive.
+            Parallel3dError: ``fn`` or an argument can't be pickled, or ``timeout`` is not positive.
         """
         world_size = self.size if world_size is None else world_size
         self._check_run(world_size, timeout)
-        call = _pickle_call(fn, args)
+        job = _job(fn, args, world_size, timeout)
         self._running = True
         try:
             workers = self._start(world_size)
             with tempfile.TemporaryDirectory(prefix="gloo-pool-") as directory:
-                job = _job(fn, call, world_size, timeout, directory)
+                # A file, because a TCPStore looks up host names, which can take 5 s even on loopback (m).
+                store = os.path.join(directory, "store")
                 for rank, worker in enumerate(workers):
-                    worker.send(pickle.dumps(dataclasses.replace(job, rank=rank)))
+                    worker.send(pickle.dumps(dataclasses.replace(job, rank=rank, store=store)))
                 results, failures = self._collect(workers, timeout)
-                reported = results.keys() | failures.keys()
-                unfinished = [rank for rank in range(world_size) if rank not in reported]
+                unfinished = sorted(set(range(world_size)) - results.keys() - failures.keys())
                 self._release(workers, unfinished)
         except BaseException:
-            self._end_all()  # interrupted in the middle: nobody knows what they are doing
+            self._end_all()  # interrupted: the state of the workers is unknown
             raise
         finally:
             self._running = False
@@ -181,19 +181,14 @@ class GlooPool:
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End the workers. A closed pool cannot run again; closing twice is allowed."""
+        """Ends the workers. A closed pool can't run again; closing twice is allowed."""
         self._closed = True
         self._end_all()
 
     def __enter__(self) -> "GlooPool":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _check_run(self, world_size: int, timeout: float) -> None:
@@ -201,7 +196,7 @@ class GlooPool:
             raise StateError("run: this GlooPool is closed; make a new one")
         if self._running:
             raise StateError("run: this GlooPool is already running a function; wait for it")
-        if not _is_count(world_size) or world_size > self.size:
+        if not is_count(world_size) or world_size > self.size:
             raise MeshError(
                 f"world_size={world_size!r}: must be an integer from 1 to {self.size}, "
                 "the number of workers of this pool"
@@ -210,32 +205,27 @@ class GlooPool:
             raise Parallel3dError(f"timeout={timeout!r}: must be a positive number of seconds")
 
     def _start(self, count: int) -> list[_Worker]:
-        """The first ``count`` workers, started and ready."""
-        for index in range(count):
-            worker = self._workers[index]
+        """Returns the first ``count`` workers, started and ready."""
+        for index, worker in enumerate(self._workers[:count]):
             if worker is None or not worker.process.is_alive():
-                if worker is not None:
-                    worker.end()
+                self._end(index)
                 self._workers[index] = _Worker(self._context, index, self._threads)
         workers = [worker for worker in self._workers[:count] if worker is not None]
         for index, worker in enumerate(workers):
-            if worker.ready:
-                continue
-            alive = worker.connection.poll(_STARTUP)
-            message = worker.receive() if alive else None
-            if message is None:
-                what = f"exited with code {_exit_code(worker)}" if alive else "does not answer"
+            worker.ready = worker.ready or worker.receive(_STARTUP) is not None
+            if not worker.ready:
+                code = worker.exit_code()
+                what = "does not answer" if code is None else f"exited with code {code}"
                 raise StateError(
                     f"GlooPool: worker {index} {what} while starting; in a script, make the pool "
                     'under if __name__ == "__main__":'
                 )
-            worker.ready = True
         return workers
 
     def _collect(
         self, workers: list[_Worker], timeout: float
     ) -> tuple[dict[int, Any], dict[int, Failure]]:
-        """Results and failures by rank; a rank in neither did not finish in time."""
+        """Returns results and failures by rank; a rank in neither did not finish in time."""
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -253,23 +243,20 @@ class GlooPool:
                     failures[rank] = outcome
                 else:
                     (results[rank],) = outcome
-        # A process that died is the reason for its peers' lost connections, even if read later.
+        # A process that died is the cause of its peers' lost connections, even if it is read later.
         ordered = sorted(failures.values(), key=lambda failure: not failure.died)
         return results, {failure.rank: failure for failure in ordered}
 
     def _release(self, workers: list[_Worker], unfinished: list[int]) -> None:
-        """Let finished workers destroy their groups; end and forget the others, and those that are spent."""
+        """Lets finished workers destroy their groups; ends the others, and those that answer "spent"."""
         for rank in unfinished:  # first: peers may wait for their sockets to close
             self._end(rank)
-        finished = [
-            (rank, worker) for rank, worker in enumerate(workers) if self._workers[rank] is worker
-        ]
+        finished = [(rank, worker) for rank, worker in enumerate(workers) if rank not in unfinished]
         for _, worker in finished:
             worker.send(RELEASE)
         deadline = time.monotonic() + _RELEASE_TIME
         for rank, worker in finished:
-            answered = worker.connection.poll(max(0.0, deadline - time.monotonic()))
-            message = worker.receive() if answered else None
+            message = worker.receive(deadline - time.monotonic())
             if message is None or message[0] == "spent":
                 self._end(rank)
 
@@ -292,59 +279,43 @@ def _close_pools() -> None:
         pool.close()
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _job(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> Job:
+    """Returns the job without its rank and store."""
     try:
-        return pickle.dumps((fn, args))
+        call = pickle.dumps((fn, args))
     except Exception as error:
         raise Parallel3dError(
             f"GlooPool.run({getattr(fn, '__qualname__', fn)!r}): cannot be sent to the workers "
             f"({error}); pass a function defined at the top level of a module and arguments "
             "that can be pickled"
         ) from error
-
-
-def _job(
-    fn: Callable[..., Any], call: bytes, world_size: int, timeout: float, directory: str
-) -> Job:
-    name = getattr(fn, "__module__", None) or "__main__"
+    module = getattr(fn, "__module__", None) or "__main__"
     return Job(
-        rank=-1,  # each worker gets its own
+        rank=-1,
         world_size=world_size,
-        # A file, because a TCPStore looks up host names, which can take 5 s even on loopback (m).
-        store=os.path.join(directory, "store"),
-        # Gloo's own timeout comes second, so that the pool's names the ranks.
-        timeout=timeout + _GRACE,
+        store="",
+        timeout=timeout + _GRACE,  # the pool's own error names the ranks: let it come first
         sys_path=tuple(os.path.abspath(path) for path in sys.path),
-        module=(name, getattr(sys.modules.get(name), "__file__", None)),
+        module=(module, getattr(sys.modules.get(module), "__file__", None)),
         call=call,
     )
 
 
 def _outcome(rank: int, worker: _Worker) -> Failure | tuple[Any]:
-    """What a rank that has something to say says."""
+    """Reads one rank's answer: its failure, or a tuple with its result."""
     message = worker.receive()
     if message is None:
-        return Failure(rank, f"process died with exit code {_exit_code(worker)}", died=True)
+        return Failure(rank, f"process died with exit code {worker.exit_code()}", died=True)
     kind, payload = message
-    assert payload is not None
     if kind == "failed":
         failure, pickled = pickle.loads(payload)
-        with contextlib.suppress(Exception):  # such as a constructor with arguments of its own
+        with contextlib.suppress(Exception):  # its constructor may take other arguments
             return dataclasses.replace(failure, exception=pickle.loads(pickled))
         return failure
     try:
         return (pickle.loads(payload),)
     except Exception as error:
         return Failure(rank, f"its result cannot be unpickled here: {error}", exception=error)
-
-
-def _exit_code(worker: _Worker) -> int | None:
-    worker.process.join(5)
-    return worker.process.exitcode
 
 
 def _error(
@@ -364,11 +335,10 @@ def _error(
     lines = [f"{name}: rank {first.rank} failed first: {first.summary}"]
     if unfinished:
         lines.append(f"rank(s) {ended} did not finish after that and were ended")
-    # Ranks that fail together mostly fail alike: show each traceback once.
-    alike: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}  # ranks often fail alike: show each traceback once
     for failure in failures.values():
-        alike.setdefault(failure.traceback.rstrip() or failure.summary, []).append(failure.rank)
-    for text, ranks in alike.items():
+        ranks_of.setdefault(failure.traceback.rstrip() or failure.summary, []).append(failure.rank)
+    for text, ranks in ranks_of.items():
         lines.append(f"--- rank(s) {', '.join(map(str, ranks))}\n{text}")
     error = WorkerError("\n".join(lines), failures, unfinished)
     error.__cause__ = first.exception

@@ -1,8 +1,8 @@
 """Worlds of many ranks in one process.
 
-``fake_world`` plays one rank of a world whose collectives do nothing: shapes, placements and the
-list of collectives are real, numbers are not. ``local_world`` plays all ranks at once, with real
-numbers. Both destroy their process group on exit, also when the body raises.
+In ``fake_world`` this process is one rank of a world whose collectives do nothing: shapes, placements and the
+list of collectives are real, values are not. ``local_world`` simulates all ranks, with real values. Both
+destroy their process group on exit, also when the body raises.
 """
 
 import functools
@@ -29,21 +29,20 @@ from parallel3d._torch.simulated import (
     value_on_rank,
 )
 from parallel3d._util.recorder import active_recorders, collective_signature
+from parallel3d._util.trees import tensors_in
 from parallel3d.errors import MeshError, StateError
-
-# How simulated ranks run an operation: torch's ``LocalTensorMode``, stricter and several times
-# quicker.
-#
-# torch flattens every argument list, saves and restores the generators' states for each rank,
-# gives views the storage of their base (which asks Python for sizes three times) and keeps sizes
-# in Python. Nothing of that changes what an ordinary operation computes, so those go a short way
-# here; random numbers, collectives and whatever else is special go torch's.
 
 _SIZES = (torch.ops.aten.sym_size.default, torch.ops.aten.size.default)
 
 
 class SimulationMode(LocalTensorMode):
-    """torch's mode, quick, and with an error where it would compute nothing."""
+    """torch's ``LocalTensorMode``, several times faster, and with an error for collectives on plain tensors.
+
+    For every operation torch flattens all argument lists, saves and restores the state of the generators for
+    each rank, gives views the storage of their base (which asks Python for sizes three times) and keeps sizes
+    in Python. None of that changes the result of an ordinary operation, so these skip it; random numbers,
+    collectives and other special operations are run by torch's mode.
+    """
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
@@ -51,7 +50,7 @@ class SimulationMode(LocalTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's way of skipping wraps each call; untraced, below, does not
+        return False  # torch's way of skipping wraps each call; ``untraced`` does not
 
     @untraced
     def __torch_dispatch__(
@@ -67,19 +66,16 @@ class SimulationMode(LocalTensorMode):
                 return func(*args, **kwargs)
             _check_not_plain(func, types)
         if DTensor in types:
-            return NotImplemented  # DTensor's own turn, which comes back with local tensors
+            return NotImplemented  # DTensor dispatches first, then calls this with local tensors
         if any(kind is not LocalTensor for kind in types):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if types and func in _SIZES:
             return tuple(args[0]._size)
         if types and func is torch.ops.aten.dim.default:
             return len(args[0]._size)
-        # Plain tensors stay plain; but a mesh's coordinates, which it computes, are each rank's own.
-        if (
-            not types
-            and func.namespace != "device_mesh"
-            and _hold_tensors((args, *kwargs.values()))
-        ):
+        # Plain tensors stay plain, except a mesh's coordinates, which differ by rank.
+        values = (*args, *kwargs.values())
+        if not types and func.namespace != "device_mesh" and list(tensors_in(values)):
             return func(*args, **kwargs)
         if _is_ordinary(func):
             return self._on_each_rank(func, args, kwargs)
@@ -93,7 +89,7 @@ class SimulationMode(LocalTensorMode):
             return make_simulated({rank: cb(rank) for rank in self._order}, self.ranks)
 
     def _on_each_rank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func`` rank by rank."""
+        """Calls ``func`` once for each rank."""
         results = {}
         for rank in self._order:
             on_rank = [value_on_rank(a, rank) for a in args]
@@ -107,22 +103,21 @@ class SimulationMode(LocalTensorMode):
         return self._join(results)
 
     def _join(self, results: dict[int, Any]) -> Any:
-        """One value from those of all ranks: tensors, lists of tensors, or None."""
+        """Joins the ranks' results, which are tensors, lists of tensors, or None."""
         first = results[self._order[0]]
         if isinstance(first, torch.Tensor):
             return make_simulated(results, self.ranks)
         if first is None:
             return None
-        columns = [
-            self._join({rank: values[i] for rank, values in results.items()})
-            for i in range(len(first))
-        ]
-        return type(first)(columns)
+        by_rank = results.items()
+        return type(first)(
+            [self._join({rank: values[i] for rank, values in by_rank}) for i in range(len(first))]
+        )
 
 
 @functools.cache
 def _is_ordinary(func: Any) -> bool:
-    """Whether ``func`` on all ranks is just ``func`` on each: tensors in, tensors out."""
+    """Whether ``func`` can be called rank by rank: it maps tensors to tensors and has no other effect."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     schema = func._schema
@@ -134,8 +129,7 @@ def _is_ordinary(func: Any) -> bool:
     return all(str(value.type) in _TENSORS for value in schema.returns)
 
 
-# hash_tensor has torch's own case for empty tensors.
-_SPECIAL = frozenset({"aten::hash_tensor"})
+_SPECIAL = frozenset({"aten::hash_tensor"})  # torch's mode has a case for empty tensors
 _TENSORS = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]"})
 
 
@@ -144,20 +138,10 @@ def _changes_sizes(func: Any) -> bool:
     return isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags
 
 
-def _hold_tensors(values: Sequence[Any]) -> bool:
-    """Whether a tensor is among ``values``, or in a list among them."""
-    return any(
-        _hold_tensors(value)
-        if isinstance(value, (list, tuple))
-        else isinstance(value, torch.Tensor)
-        for value in values
-    )
-
-
 def _check_not_plain(func: Any, types: Sequence[Any]) -> None:
-    """A collective whose tensors are all plain would go to the fake group: a silent no-op.
+    """Raises StateError for a collective on plain tensors only, which would silently do nothing.
 
-    Which is right for a barrier and for a broadcast of what is the same on all ranks.
+    A barrier, and a broadcast of a tensor that is equal on all ranks, need to do nothing.
     """
     signature = None if types else collective_signature(func)
     if signature is not None and signature.op not in ("barrier", "broadcast"):
@@ -170,7 +154,7 @@ def _check_not_plain(func: Any, types: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class FakeWorld:
-    """What ``fake_world`` yields: this process's ``rank`` and the world's ``size``."""
+    """Yielded by ``fake_world``: this process's ``rank`` and the ``size`` of the world."""
 
     rank: int
     size: int
@@ -180,29 +164,25 @@ class FakeWorld:
 def fake_world(rank: int, world_size: int) -> Iterator[FakeWorld]:
     """This process becomes rank ``rank`` of ``world_size`` on torch's fake process group.
 
-    Collectives return at once and leave their outputs as they were, so a world of thousands of
-    ranks costs nothing: use it for shapes, placements and counts, not for numbers.
+    Collectives return at once without communicating, so a world of thousands of ranks costs nothing. Use it
+    for shapes, placements and counts, not for values.
 
     Args:
         rank: this process's global rank, ``0 <= rank < world_size``.
         world_size: number of ranks, at least 1.
 
     Raises:
-        MeshError: ``rank`` or ``world_size`` out of range.
+        MeshError: ``rank`` or ``world_size`` is out of range.
         StateError: a default process group is already initialised.
     """
     check_rank(rank, world_size)
     check_no_group("fake_world")
-    init_fake_group(rank, world_size)
-    try:
-        with fake_outputs_written():
-            yield FakeWorld(rank, world_size)
-    finally:
-        destroy_group()
+    with _fake_group(rank, world_size), fake_outputs_written():
+        yield FakeWorld(rank, world_size)
 
 
 class LocalWorld:
-    """Simulated ranks, as ``local_world`` yields them.
+    """The simulated ranks that ``local_world`` yields.
 
     Attributes:
         size: number of simulated ranks.
@@ -213,11 +193,10 @@ class LocalWorld:
         self._mode = mode
 
     def map(self, fn: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """A tensor that is ``fn(rank)`` on each rank: per-rank inputs or parameters.
+        """Returns a tensor that is ``fn(rank)`` on each rank: per-rank inputs or parameters.
 
-        Sizes may differ by rank; dtype, device and number of dims may not. ``fn`` runs with the
-        simulation paused, so the tensors it makes are plain. The result is a leaf without
-        gradient; call ``requires_grad_()`` on it if it needs one.
+        Sizes may differ by rank; dtype, device and number of dims may not. ``fn`` runs with the simulation
+        paused, so the tensors it makes are plain. The result is a leaf that does not require a gradient.
 
         Raises:
             StateError: ``fn`` returned something other than a plain tensor.
@@ -235,9 +214,9 @@ class LocalWorld:
         return self._mode.rank_map(plain)
 
     def per_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank holds of ``tensor``, by rank; of a DTensor its local tensors.
+        """Returns each rank's ``tensor``, or local tensor of a DTensor, in the order of the ranks.
 
-        A plain tensor is the same on every rank and is repeated. Not copies: writing to one
+        A plain tensor, the same on every rank, is repeated. The tensors are not copies: writing to one
         changes that rank's tensor.
         """
         if isinstance(tensor, DTensor):
@@ -247,13 +226,13 @@ class LocalWorld:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend the simulation, so that a plain model is built and runs quickly."""
+        """Suspends the simulation, so that a plain model is built and runs fast."""
         with self._mode.disable():
             yield
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Within ``paused()``: the simulation on again for a while."""
+        """Within ``paused()``: switches the simulation on again."""
         self._mode.enable_()
         try:
             yield
@@ -263,64 +242,69 @@ class LocalWorld:
 
 @contextmanager
 def local_world(n: int) -> Iterator[LocalWorld]:
-    """``n`` simulated ranks with real numbers, all in this process.
+    """Simulates ``n`` ranks with real values in this process.
 
-    Inside, tensors made by factory calls (``torch.zeros``, ``torch.empty``) hold one tensor per
-    rank, ``dist`` collectives exchange real values, and a mesh's ``get_local_rank`` is symbolic;
-    tensors made outside stay plain. Build the plain model outside, or under ``paused()``.
+    Inside, tensors made by factory calls (``torch.zeros``, ``torch.empty``) hold one tensor per rank,
+    ``dist`` collectives exchange real values, and a mesh's ``get_local_rank`` is symbolic; tensors made
+    outside stay plain. Build the plain model outside, or under ``paused()``.
 
     Args:
         n: number of ranks, at least 1.
 
     Raises:
         MeshError: ``n`` is not a positive integer.
-        StateError: a default process group is already initialised; in the body, a collective on
-            a plain tensor, which would silently do nothing.
+        StateError: a default process group is already initialised; in the body, a collective is called on a
+            plain tensor, which would silently do nothing.
     """
-    _check_size("n", n)
+    check_count("n", n)
     check_no_group("local_world")
     if active_recorders:
         raise StateError(
             f"local_world({n}) was entered inside record_collectives(), which would then see no "
             "collective: enter record_collectives() inside local_world()"
         )
-    init_fake_group(0, n)
+    with _fake_group(0, n), uneven_matmuls(), SimulationMode(n) as mode:
+        yield LocalWorld(n, mode)
+
+
+@contextmanager
+def _fake_group(rank: int, world_size: int) -> Iterator[None]:
+    init_fake_group(rank, world_size)
     try:
-        with uneven_matmuls(), SimulationMode(n) as mode:
-            yield LocalWorld(n, mode)
+        yield
     finally:
         destroy_group()
 
 
 def destroy_group() -> None:
-    """Ends the default process group, and what torch remembers of its meshes."""
-    # The body may have destroyed it already, which is no reason to hide the body's own error.
-    if dist.is_initialized():
+    """Destroys the default process group and clears torch's caches of its meshes."""
+    if dist.is_initialized():  # the body may have destroyed it
         dist.destroy_process_group()
     clear_dtensor_caches()
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether ``value`` is an integer of at least ``least``, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check_size(name: str, value: object) -> None:
-    if not _is_int(value) or value < 1:  # type: ignore[operator]
-        raise MeshError(f"{name}={value!r}: a world has a positive integer number of ranks")
+def check_count(name: str, value: object) -> None:
+    """Raises MeshError unless ``value`` is a positive integer."""
+    if not is_count(value):
+        raise MeshError(f"{name}={value!r}: must be a positive integer")
 
 
-def check_rank(rank: object, world_size: object) -> None:
-    """Raises MeshError unless ``rank`` is one of a world of ``world_size``."""
-    _check_size("world_size", world_size)
-    if not _is_int(rank) or not 0 <= rank < world_size:  # type: ignore[operator]
+def check_rank(rank: Any, world_size: Any) -> None:
+    """Raises MeshError unless ``rank`` is a rank of a world of ``world_size``."""
+    check_count("world_size", world_size)
+    if not is_count(rank, 0) or rank >= world_size:
         raise MeshError(
-            f"rank={rank!r}: must be an integer from 0 to {world_size - 1} "  # type: ignore[operator]
-            f"in a world of {world_size}"
+            f"rank={rank!r}: must be an integer from 0 to {world_size - 1} in a world of {world_size}"
         )
 
 
 def check_no_group(what: str) -> None:
-    """Raises StateError if this process has a default process group."""
+    """Raises StateError if this process already has a default process group."""
     if dist.is_initialized():
         raise StateError(
             f"{what}: this process is already rank {dist.get_rank()} of a default process group "

@@ -96,8 +96,9 @@ def test_nothing_is_left_of_an_error() -> None:
                 1 / 0  # noqa: B018
             with metrics.step(1):
                 pass
-            with pytest.raises(StateError, match="step 3 begins within step 2"), metrics.step(2):
-                metrics.begin(3)
+            nested = pytest.raises(StateError, match="step 3 begins within step 2")
+            with nested, metrics.step(2), metrics.step(3):
+                pass
         assert [r["step"] for r in kept.records] == [1]
         assert dist.ProcessGroup.allreduce is allreduce
 
@@ -159,12 +160,12 @@ def test_steps_belong_within_the_run() -> None:
     """Before, nobody has said which rank writes; afterwards the sinks are closed."""
     with fake_world(0, 1):
         metrics = one(sinks=[Kept()])
-        with pytest.raises(StateError, match="with metrics:"):
-            metrics.begin(0)
+        with pytest.raises(StateError, match="with metrics:"), metrics.step(0):
+            pass
         with metrics, metrics.step(0):
             pass
-        with pytest.raises(StateError, match="with metrics:"):
-            metrics.begin(1)
+        with pytest.raises(StateError, match="with metrics:"), metrics.step(1):
+            pass
 
 
 def test_memory_between_steps_is_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.testing.differences.fit import Fit, Gap, Group, fit_gradient, fit_value
+from parallel3d.testing.differences.fit import WHOLE, Comparison, Fit, Gap, Group
 
 GROUPS = [Group(0, (0, 1)), Group(1, (2, 3))]
 torch.manual_seed(0)
@@ -40,7 +40,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
     parallel, want, odd = FORMS[name]
-    fit = fit_value(PLAIN, parallel, GROUPS, 1e-9)
+    fit = Comparison(PLAIN, parallel, GROUPS, 1e-9).fit()
     assert isinstance(fit, Fit), fit
     assert (fit.kind, fit.dim) == (want.kind, want.dim)
     assert odd in fit.odd and bool(odd) == bool(fit.odd)
@@ -49,7 +49,7 @@ def test_forms(name: str) -> None:
 def test_all_groups_must_fit() -> None:
     parallel = held(lambda x: x[:, :3], lambda x: x[:, 3:])
     parallel[2] = parallel[2] * 1.5
-    gap = fit_value(PLAIN, parallel, GROUPS, 1e-9)
+    gap = Comparison(PLAIN, parallel, GROUPS, 1e-9).fit()
     assert isinstance(gap, Gap) and gap.rank == 2 and 0.1 < gap.difference < 1
 
 
@@ -63,43 +63,45 @@ def test_all_groups_must_fit() -> None:
     ],
 )
 def test_hints(cuts, hint: str) -> None:
-    gap = fit_value(PLAIN, held(*cuts), GROUPS, 1e-9)
+    gap = Comparison(PLAIN, held(*cuts), GROUPS, 1e-9).fit()
     assert isinstance(gap, Gap) and hint in gap.hint, gap
 
 
 def test_a_known_form_is_required() -> None:
     """A sum that a style says is whole."""
     parallel = FORMS["sum"][0]
-    gap = fit_value(PLAIN, parallel, GROUPS, 1e-9, kinds=frozenset({"whole"}))
+    gap = Comparison(PLAIN, parallel, GROUPS, 1e-9).fit(WHOLE)
     assert isinstance(gap, Gap) and "a reduction is missing" in gap.hint
 
 
 def test_gradients_of_shared_heads() -> None:
     """Each rank's own copy has a part of it, or all of it."""
-    fit = fit_value(PLAIN, FORMS["shared heads"][0], GROUPS, 1e-9)
+    fit = Comparison(PLAIN, FORMS["shared heads"][0], GROUPS, 1e-9).fit()
     assert isinstance(fit, Fit)
     whole = FORMS["shared heads"][0]
     parts = {r: t.clone() for r, t in whole.items()}
     for rank in (1, 3):
         parts[rank][..., :2] = 0  # columns 4 and 5, which the other rank has
-    assert fit_gradient(fit, PLAIN, whole, GROUPS, 1e-9, 0.0) == "whole"
-    assert fit_gradient(fit, PLAIN, parts, GROUPS, 1e-9, 0.0) == "partial"
+    assert Comparison(PLAIN, whole, GROUPS, 1e-9).fit_gradient(fit) == "whole"
+    assert Comparison(PLAIN, parts, GROUPS, 1e-9).fit_gradient(fit) == "partial"
     parts[0] *= 2
-    assert isinstance(fit_gradient(fit, PLAIN, parts, GROUPS, 1e-9, 0.0), Gap)
+    assert isinstance(Comparison(PLAIN, parts, GROUPS, 1e-9).fit_gradient(fit), Gap)
 
 
 def test_infinities_and_nans_in_the_same_places_are_equal() -> None:
     mask = torch.full((4, 4), -math.inf).triu(1)
     mask[3, 3] = math.nan
     one = [Group(0, (0, 1))]
-    assert fit_value({0: mask}, {0: mask.clone(), 1: mask.clone()}, one, 1e-9) == Fit("whole")
+    assert Comparison({0: mask}, {0: mask.clone(), 1: mask.clone()}, one, 1e-9).fit() == Fit(
+        "whole"
+    )
     other = mask.clone()
     other[0, 1] = 0.0
-    assert isinstance(fit_value({0: mask}, {0: mask, 1: other}, one, 1e-9), Gap)
+    assert isinstance(Comparison({0: mask}, {0: mask, 1: other}, one, 1e-9).fit(), Gap)
 
 
 def test_biases_of_one_dim() -> None:
     bias = torch.arange(6.0)
     exchanged = {0: bias[3:], 1: bias[:3]}
-    fit = fit_value({0: bias}, exchanged, [Group(0, (0, 1))], 1e-9)
+    fit = Comparison({0: bias}, exchanged, [Group(0, (0, 1))], 1e-9).fit()
     assert isinstance(fit, Fit) and fit.odd

@@ -1,14 +1,14 @@
-"""Dropout: left out where models are compared, and its masks compared by themselves.
+"""Dropout: switched off while models are compared, and its masks compared by themselves.
 
-Masks can't be those of the plain model: tp ranks must drop different elements of their parts, and the
-plain model has no parts. What can be checked is who draws alike: data ranks never, the ranks of one tp
-group where they hold the same tensor, and only there.
+Masks can't be those of the plain model: tp ranks must drop different elements of their shards, and the plain
+model has no shards. What can be checked is which ranks draw the same mask: data ranks never, the ranks of one
+tp group if and only if they hold the same tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from parallel3d.testing.differences.fit import Group
 from parallel3d.testing.differences.forward import Difference, Forward
 from parallel3d.testing.differences.record import FUNCTION, Key, Recorder, Trace, Values
 
-_SURE = 25.0  # nats: that two independent masks are equal has the chance exp(-25)
+_SURE = 25.0  # nats: two independent masks are equal with probability exp(-25)
 _BY_ELEMENT = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 _OTHER = (F.alpha_dropout, F.feature_alpha_dropout, torch.feature_dropout, torch.alpha_dropout)
 _ATTENTION = F.scaled_dot_product_attention
@@ -29,11 +29,11 @@ _MHA_RATE, _MHA_TRAINING = 10, 13
 
 
 class DropoutMode(TorchFunctionMode):
-    """Within it nothing is dropped; or, with ``masks``, all is dropped as ever and noted.
+    """Switches dropout off; or, with ``masks``, leaves it on and records the masks.
 
     Args:
-        recorder: told of every dropout.
-        masks: whether to drop.
+        recorder: records every call of dropout.
+        masks: whether to drop elements.
     """
 
     def __init__(self, recorder: Recorder | None = None, *, masks: bool = False) -> None:
@@ -59,13 +59,7 @@ class DropoutMode(TorchFunctionMode):
             self.recorder.function(name, inputs, rate, mask)
 
     def _elements(
-        self,
-        func: Any,
-        input: Tensor,
-        p: float = 0.5,
-        training: Any = None,
-        *rest: Any,
-        **more: Any,
+        self, func: Any, input: Tensor, p: float = 0.5, training: Any = None, *_: Any, **more: Any
     ) -> Tensor:
         training = more.get("train", training)
         if training is None:
@@ -88,7 +82,7 @@ class DropoutMode(TorchFunctionMode):
         *rest: Any,
         **more: Any,
     ) -> Tensor:
-        """With ``masks``: the weights are what it makes of an identity matrix for values."""
+        """With ``masks``, gets the attention weights, and so the mask, from an identity matrix as values."""
 
         def attend(value: Tensor, rate: float) -> Tensor:
             return _ATTENTION(query, key, value, attn_mask, rate, *rest, **more)
@@ -106,7 +100,7 @@ class DropoutMode(TorchFunctionMode):
 
 
 def _without_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any, Any]:
-    """The rate of an attention (its own calls are not seen), and its arguments without it."""
+    """Returns the rate of a multi-head attention, whose calls are not seen, and its arguments without it."""
     training = kwargs.get("training", args[_MHA_TRAINING] if len(args) > _MHA_TRAINING else True)
     if len(args) > _MHA_RATE:
         rate = args[_MHA_RATE]
@@ -116,93 +110,77 @@ def _without_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float,
     return float(rate) if training else 0.0, args, kwargs
 
 
-def first_in_dropout(
-    plain: Trace, parallel: Trace, masks: Trace, forward: Forward, groups: Sequence[Group]
-) -> tuple[Difference | None, int]:
-    """The first dropout that is not as it must be, and how many were looked at.
+def first_in_dropout(forward: Forward, masks: Trace) -> tuple[Difference | None, int]:
+    """Returns the first dropout with a wrong rate or mask, and how many masks were compared.
 
     Args:
-        plain, parallel: without dropout.
-        masks: of the parallel model, with dropout.
-        forward: how the parallel model's tensors fit the plain one's.
+        forward: recorded without dropout.
+        masks: the parallel model's calls, recorded with dropout.
     """
-    count = 0
+    plain, parallel, count = forward.plain, forward.parallel, 0
     for what, key in plain.events:
         if what != "enter" or FUNCTION not in key[0]:
             continue
-        theirs, ours = plain.calls[key], parallel.calls.get(key)
-        if ours is not None and not math.isclose(theirs.rate, ours.rate, rel_tol=1e-6):
-            drops = f"it drops {ours.rate:g} of the elements, in the plain model {theirs.rate:g}"
-            return _found(key, drops, 0), count
-        call = masks.calls.get(key)
-        if call is None or call.mask is None:
+        rate, call, drawn = plain.calls[key].rate, parallel.calls.get(key), masks.calls.get(key)
+        if call is not None and not math.isclose(rate, call.rate, rel_tol=1e-6):
+            drops = f"it drops {call.rate:g} of the elements, in the plain model {rate:g}"
+            return _difference(key, drops), count
+        if drawn is None or drawn.mask is None:
             continue
         count += 1
         fit = forward.fits.get(("enter", key, 0))
         kind = "" if fit is None else fit.kind
-        problem = _between_tp(call.mask, kind, call.rate, groups) or _between_data(
-            call.mask, call.rate, groups
-        )
-        if problem:
-            return _found(key, problem[0], problem[1]), count
+        for text, rank in _wrong_masks(drawn.mask, kind, drawn.rate, forward.groups):
+            return _difference(key, text, rank), count
     return _in_one_model(plain, parallel), count
 
 
 def _in_one_model(plain: Trace, parallel: Trace) -> Difference | None:
-    """A dropout that the other model hasn't: neither there, nor as much of it in another place."""
-    theirs, ours = _drops(plain), _drops(parallel)
-    lost = {key: rate for key, rate in theirs.items() if key not in parallel.calls}
-    new = {key: rate for key, rate in ours.items() if key not in plain.calls}
-    for key, rate in lost.items():
-        if not _among(rate, new.values()):
-            return _found(key, f"it drops nothing, in the plain model {rate:g} of the elements", 0)
-    for key, rate in new.items():
-        in_parts = [theirs[other] for other in theirs if other[0] == key[0]]
-        if not _among(rate, [*lost.values(), *in_parts]):
-            return _found(key, f"it drops {rate:g} of the elements, in the plain model nothing", 0)
+    """Finds a dropout in one model only, unless the other drops as much in another place."""
+    plain_rates, rates = (
+        {key: call.rate for key, call in trace.calls.items() if call.rate}
+        for trace in (plain, parallel)
+    )
+    removed = {key: rate for key, rate in plain_rates.items() if key not in parallel.calls}
+    added = {key: rate for key, rate in rates.items() if key not in plain.calls}
+    for key, rate in removed.items():
+        if not _among(rate, added.values()):
+            text = f"it drops nothing, in the plain model {rate:g} of the elements"
+            return _difference(key, text)
+    for key, rate in added.items():
+        of_module = [r for k, r in plain_rates.items() if k[0] == key[0]]
+        if not _among(rate, [*removed.values(), *of_module]):
+            return _difference(
+                key, f"it drops {rate:g} of the elements, in the plain model nothing"
+            )
     return None
-
-
-def _drops(trace: Trace) -> dict[Key, float]:
-    return {key: call.rate for key, call in trace.calls.items() if call.rate}
 
 
 def _among(rate: float, rates: Iterable[float]) -> bool:
     return any(math.isclose(rate, other, rel_tol=1e-6) for other in rates)
 
 
-def _found(key: Key, what: str, rank: int) -> Difference:
+def _difference(key: Key, what: str, rank: int = 0) -> Difference:
     return Difference(key[0].partition(FUNCTION)[0], "dropout", what, rank=rank)
 
 
-def _between_tp(
+def _wrong_masks(
     mask: Values, kind: str, rate: float, groups: Sequence[Group]
-) -> tuple[str, int] | None:
+) -> Iterator[tuple[str, int]]:
+    """Yields pairs of ranks that must draw the same mask and don't, or the reverse: (text, rank)."""
     for group in groups:
-        first = mask[group.ranks[0]]
+        first = group.ranks[0]
         for rank in group.ranks[1:]:
-            if kind == "whole" and not _alike(first, mask[rank]):
-                ranks = f"{group.ranks[0]} and {rank}"
-                return (
-                    f"the ranks {ranks} of one tp group drop other elements of the same tensor",
-                    rank,
-                )
-            if kind in ("shard",) and _surely_alike(first, mask[rank], rate):
-                ranks = f"{group.ranks[0]} and {rank}"
-                return (
-                    f"the ranks {ranks} of one tp group drop the same elements of their parts",
-                    rank,
-                )
-    return None
-
-
-def _between_data(mask: Values, rate: float, groups: Sequence[Group]) -> tuple[str, int] | None:
-    for i, group in enumerate(groups):
-        for other in groups[:i]:
-            a, b = other.ranks[0], group.ranks[0]
+            ranks = f"the ranks {first} and {rank} of one tp group"
+            if kind == "whole" and not _alike(mask[first], mask[rank]):
+                yield f"{ranks} drop other elements of the same tensor", rank
+            if kind == "shard" and _surely_alike(mask[first], mask[rank], rate):
+                yield f"{ranks} drop the same elements of their parts", rank
+    firsts = [group.ranks[0] for group in groups]
+    for i, b in enumerate(firsts):
+        for a in firsts[:i]:
             if _surely_alike(mask[a], mask[b], rate):
-                return f"the data ranks of ranks {a} and {b} drop the same elements", b
-    return None
+                yield f"the data ranks of ranks {a} and {b} drop the same elements", b
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -211,7 +189,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _surely_alike(a: Tensor, b: Tensor, rate: float) -> bool:
-    """Alike, and of so many elements that it is no chance."""
+    """Whether the masks are equal, and have too many elements for it to be chance."""
     count = min(a.numel(), b.numel())
     drawn = int(((a.flatten()[:count] != 0) | (b.flatten()[:count] != 0)).sum())
     nats = -drawn * math.log(rate**2 + (1 - rate) ** 2) if 0 < rate < 1 else 0.0

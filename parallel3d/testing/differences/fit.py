@@ -1,23 +1,25 @@
-"""How the tensors that tp ranks hold make up the plain model's: whole, cut, in slices, or parts of a sum.
+"""How the tensors of tp ranks make up the plain model's: copies, shards, slices, or parts of a sum.
 
-Pure functions of plain tensors. A form is believed only if it fits the ranks of every tp group.
+Pure functions of plain tensors. A form is accepted only if it fits the ranks of every tp group.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-_SINGLE = 1e-6
+_SINGLE = 1e-6  # relative differences below this may be float32's rounding
 
 
 Kind = Literal["whole", "shard", "slices", "partial"]
 ALL: frozenset[str] = frozenset({"whole", "shard", "slices", "partial"})
+WHOLE: frozenset[str] = frozenset({"whole"})
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Fit:
-    """A form that fits.
+    """A form in which tp ranks hold a tensor.
 
     Attributes:
-        kind: ``"shard"``: one after another along ``dim``. ``"slices"``: other entries along ``dim``, such
-            as packed sections or heads that ranks share. ``"partial"``: their sum is the whole.
-        index: of each tp rank: which entries along ``dim`` it has.
-        odd: why it is seldom meant; ``""`` where it is usual.
+        kind: ``"whole"``: each rank has all of it. ``"shard"``: one after another along ``dim``.
+            ``"slices"``: other entries along ``dim``, such as packed sections or heads that ranks share.
+            ``"partial"``: the ranks' tensors add up to it.
+        index: for each tp rank, the entries along ``dim`` that it has.
+        odd: why the form is seldom intended; ``""`` for a usual one.
     """
 
     kind: Kind
@@ -47,7 +50,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Gap:
-    """That nothing fits: the smallest relative difference of any form, a rank that has it, and a guess."""
+    """No form fits: the smallest relative difference of any form, a rank that has it, and a guess why."""
 
     difference: float
     rank: int
@@ -55,7 +58,7 @@ class Gap:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; nan is equal to nan. Of other shapes it is infinite."""
+    """Returns the largest absolute difference; nan equals nan. It is infinite for different shapes."""
     if a.shape != b.shape:
         return math.inf
     if not a.numel():
@@ -67,103 +70,128 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def take(whole: Tensor, fit: Fit, tp_rank: int) -> Tensor:
-    """What a tp rank holds of ``whole``, of a fit that is not ``partial``."""
-    return (
-        whole.index_select(fit.dim, fit.index[tp_rank])
-        if fit.kind in ("shard", "slices")
-        else whole
-    )
+    """Returns what a tp rank holds of ``whole``, for a fit that is not ``partial``."""
+    return whole.index_select(fit.dim, fit.index[tp_rank]) if fit.index else whole
 
 
-def fit_value(
-    plain: Mapping[int, Tensor],
-    parallel: Mapping[int, Tensor],
-    groups: Sequence[Group],
-    bound: float,
-    floor: float = 0.0,
-    kinds: frozenset[str] = ALL,
-) -> Fit | Gap:
-    """The form in which the ranks hold the plain model's values, or how far the nearest is off.
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of the plain model and what the ranks of the parallel model hold of it.
 
-    Args:
-        plain: by data rank.
-        parallel: by rank.
-        bound: of the difference relative to the largest plain value.
-        floor: what that is taken for at least.
-        kinds: the forms that may be; others are not tried.
+    Attributes:
+        plain: the plain model's tensor by data rank.
+        parallel: the parallel model's by rank.
+        bound: largest accepted difference, relative to the largest plain value.
+        floor: lower bound of that largest value.
     """
-    best: Gap | None = None
-    for fit in _candidates(plain, parallel, groups, kinds, bound):
-        gap = _gap(plain, groups, floor, _sides(fit, plain, parallel))
-        if gap.difference <= bound:
-            return fit
-        if best is None or gap.difference < best.difference:
-            best = gap
-    hint = hint_of(plain, parallel, groups, bound, floor)
-    if best is None:
-        rank = groups[0].ranks[0]
-        shapes = tuple(parallel[rank].shape), tuple(plain[groups[0].data_rank].shape)
-        best = Gap(math.inf, rank)
-        hint = hint or f"shape {shapes[0]} where the plain model has {shapes[1]}"
-    return Gap(best.difference, best.rank, hint)
 
+    plain: Mapping[int, Tensor]
+    parallel: Mapping[int, Tensor]
+    groups: Sequence[Group]
+    bound: float
+    floor: float = 0.0
 
-def fit_gradient(
-    fit: Fit,
-    plain: Mapping[int, Tensor],
-    parallel: Mapping[int, Tensor],
-    groups: Sequence[Group],
-    bound: float,
-    floor: float,
-) -> Literal["whole", "partial"] | Gap:
-    """Whether gradients of what fits as ``fit`` are each rank's part of the plain one, or parts of a sum."""
-    held = Fit("whole") if fit.kind == "partial" else fit
-    whole = _gap(plain, groups, floor, _sides(held, plain, parallel))
-    if whole.difference <= bound:
-        return "whole"
-    if len(groups[0].ranks) > 1:
-        summed = _gap(plain, groups, floor, _sums(held, plain, parallel))
-        if summed.difference <= bound:
+    def fit(self, kinds: frozenset[str] = ALL) -> Fit | Gap:
+        """Returns the form of ``kinds`` in which the ranks hold the tensor, or how far off the nearest is."""
+        best: Gap | None = None
+        for fit in self._candidates(kinds):
+            gap = self._gap(fit)
+            if gap.difference <= self.bound:
+                return fit
+            if best is None or gap.difference < best.difference:
+                best = gap
+        hint = self.hint()
+        if best is None:
+            want, got = self._first()
+            best = Gap(math.inf, self.groups[0].ranks[0])
+            shapes = f"shape {tuple(got.shape)} where the plain model has {tuple(want.shape)}"
+            hint = hint or shapes
+        return replace(best, hint=hint)
+
+    def fit_gradient(self, fit: Fit) -> Literal["whole", "partial"] | Gap:
+        """Fits the gradient of a tensor held as ``fit``: ranks have their parts of it, or parts of a sum."""
+        if fit.kind == "partial":
+            fit = Fit("whole")
+        whole = self._gap(fit)
+        if whole.difference <= self.bound:
+            return "whole"
+        several = len(self.groups[0].ranks) > 1
+        if several and self._gap(replace(fit, kind="partial")).difference <= self.bound:
             return "partial"
-    return Gap(whole.difference, whole.rank, hint_of(plain, parallel, groups, bound, floor))
+        return replace(whole, hint=self.hint())
 
-
-def hint_of(
-    plain: Mapping[int, Tensor],
-    parallel: Mapping[int, Tensor],
-    groups: Sequence[Group],
-    bound: float,
-    floor: float = 0.0,
-) -> str:
-    """What relates them, if it is simple: a factor, a sum left out, ranks that disagree."""
-    first = groups[0]
-    want, got = plain[first.data_rank], parallel[first.ranks[0]]
-    if want.shape != got.shape or not want.numel():
+    def hint(self) -> str:
+        """Names a simple relation of the two, if there is one: a factor, a missing sum, ranks that differ."""
+        first, (want, got) = self.groups[0], self._first()
+        if want.shape != got.shape or not want.numel():
+            return ""
+        whole = Fit("whole")
+        if self.bound < self._gap(whole).difference < _SINGLE:
+            return "as small as float32 rounds: is something computed in it?"
+        factor = _factor(want, got)
+        if factor is not None and abs(factor - 1) > self.bound:
+            scaled = {rank: value * factor for rank, value in self.plain.items()}
+            if replace(self, plain=scaled)._gap(whole).difference <= self.bound:
+                axes = _axes(factor, len(first.ranks), len(self.groups))
+                return f"{factor:.4g} times the plain model's{axes}"
+        if len(first.ranks) > 1:
+            if self._gap(Fit("partial")).difference <= self.bound:
+                return "the sum over the tp ranks is the plain model's: a reduction is missing"
+            apart = max(
+                distance(self.parallel[rank], self.parallel[group.ranks[0]])
+                for group in self.groups
+                for rank in group.ranks[1:]
+            )
+            if apart > self.bound * _scale(want, self.floor):
+                return "the ranks of one tp group have different values"
         return ""
-    whole = _gap(plain, groups, floor, _sides(Fit("whole"), plain, parallel))
-    if bound < whole.difference < _SINGLE:
-        return "as small as float32 rounds: is something computed in it?"
-    factor = _factor(want, got)
-    if factor is not None and abs(factor - 1) > bound:
-        scaled = {rank: value * factor for rank, value in plain.items()}
-        off = _gap(scaled, groups, floor, _sides(Fit("whole"), scaled, parallel)).difference
-        if off <= bound:
-            return f"{factor:.4g} times the plain model's{_axes(factor, len(first.ranks), len(groups))}"
-    if len(first.ranks) > 1:
-        if _gap(plain, groups, floor, _sums(Fit("whole"), plain, parallel)).difference <= bound:
-            return "the sum over the tp ranks is the plain model's: a reduction is missing"
-        others = [
-            distance(parallel[rank], parallel[group.ranks[0]])
-            for group in groups
-            for rank in group.ranks[1:]
-        ]
-        if max(others) > bound * _scale(want, floor):
-            return "the ranks of one tp group have different values"
-    return ""
+
+    def _first(self) -> tuple[Tensor, Tensor]:
+        """Returns the tensors of the first group: the plain model's and the first rank's."""
+        first = self.groups[0]
+        return self.plain[first.data_rank], self.parallel[first.ranks[0]]
+
+    def _gap(self, fit: Fit) -> Gap:
+        """Returns the largest relative difference between what ranks hold and what ``fit`` says."""
+        worst = Gap(-1.0, self.groups[0].ranks[0])
+        for group in self.groups:
+            want = self.plain[group.data_rank]
+            parts = [self.parallel[rank] for rank in group.ranks]
+            scale = _scale(want, self.floor)
+            if fit.kind == "partial":
+                pairs = [(_total(parts, fit, want), want)]
+            else:
+                pairs = [(part, take(want, fit, i)) for i, part in enumerate(parts)]
+            for rank, (got, expected) in zip(group.ranks, pairs, strict=False):
+                apart = distance(got, expected) / scale
+                if apart > worst.difference:
+                    worst = Gap(apart, rank)
+        return worst
+
+    def _candidates(self, kinds: frozenset[str]) -> Iterator[Fit]:
+        whole, _ = self._first()
+        parts = [self.parallel[rank] for rank in self.groups[0].ranks]
+        alike = all(part.shape == whole.shape for part in parts)
+        if alike and "whole" in kinds:
+            yield Fit("whole")
+        if len(parts) == 1:
+            return
+        dim = _sharded_dim(whole, parts)
+        if dim is not None:
+            sizes = [part.shape[dim] for part in parts]
+            if sum(sizes) == whole.shape[dim] and "shard" in kinds:
+                yield Fit("shard", dim, tuple(torch.arange(whole.shape[dim]).split(sizes)))
+            if "slices" in kinds:
+                index = tuple(_entries(whole, part, dim, self.bound) for part in parts)
+                if all(len(entries) == size for entries, size in zip(index, sizes, strict=True)):
+                    yield Fit("slices", dim, index, _oddity(index, whole.shape[dim]))
+        # Infinities can't be told from their sum, nor can integers that are ids.
+        if alike and "partial" in kinds and whole.is_floating_point() and whole.isfinite().all():
+            yield Fit("partial", odd="each tp rank has a part of a sum that was not reduced here")
 
 
 def _axes(factor: float, tp: int, data: int) -> str:
-    """Which axis of the mesh has that many ranks."""
+    """Names the axis whose size, or its inverse, is ``factor``."""
     for name, size in (("tp", tp), ("the number of data ranks", data)):
         if size > 1 and abs(factor - size) < 1e-6:
             return f" ({name} is {size})"
@@ -189,111 +217,25 @@ def _factor(want: Tensor, got: Tensor) -> float | None:
     return float(a @ b) / norm if norm > 0 and math.isfinite(norm) else None
 
 
-Side = Iterator[tuple[int, Tensor, Tensor]]  # (rank, found, wanted)
+def _total(parts: Sequence[Tensor], fit: Fit, want: Tensor) -> Tensor:
+    """Adds up the parts, each at its index if ``fit`` has one; an empty tensor if shapes do not allow it."""
+    if not fit.index:
+        numbers = [part.double() if part.dtype == torch.bool else part for part in parts]
+        alike = all(part.shape == parts[0].shape for part in parts)
+        return sum(numbers[1:], numbers[0]) if alike else torch.zeros(0)
+    total = torch.zeros_like(want)
+    for part, index in zip(parts, fit.index, strict=True):
+        if part.shape != want.index_select(fit.dim, index).shape:
+            return torch.zeros(0)
+        total.index_add_(fit.dim, index, part.to(total.dtype))
+    return total
 
 
-def _gap(
-    plain: Mapping[int, Tensor],
-    groups: Sequence[Group],
-    floor: float,
-    sides: Callable[[Group], Side],
-) -> Gap:
-    worst = Gap(-1.0, groups[0].ranks[0])
-    for group in groups:
-        scale = _scale(plain[group.data_rank], floor)
-        for rank, found, wanted in sides(group):
-            apart = distance(found, wanted) / scale
-            if apart > worst.difference:
-                worst = Gap(apart, rank)
-    return worst
-
-
-def _sides(
-    fit: Fit, plain: Mapping[int, Tensor], parallel: Mapping[int, Tensor]
-) -> Callable[[Group], Side]:
-    if fit.kind == "partial":
-        return _sums(Fit("whole"), plain, parallel)
-
-    def sides(group: Group) -> Side:
-        for i, rank in enumerate(group.ranks):
-            yield rank, parallel[rank], take(plain[group.data_rank], fit, i)
-
-    return sides
-
-
-def _sums(
-    fit: Fit, plain: Mapping[int, Tensor], parallel: Mapping[int, Tensor]
-) -> Callable[[Group], Side]:
-    """The ranks' tensors added up, each where it belongs."""
-
-    def sides(group: Group) -> Side:
-        want = plain[group.data_rank]
-        if fit.kind == "whole":
-            shapes = {parallel[rank].shape for rank in group.ranks}
-            total = sum(_real(parallel[rank]) for rank in group.ranks) if len(shapes) == 1 else None
-        else:
-            total = torch.zeros_like(want)
-            for i, rank in enumerate(group.ranks):
-                part = parallel[rank]
-                if part.shape != take(want, fit, i).shape:
-                    total = None
-                    break
-                total.index_add_(fit.dim, fit.index[i], part.to(total.dtype))
-        yield (
-            group.ranks[0],
-            torch.zeros(0) if total is None else total,  # type: ignore[misc]
-            want,
-        )
-
-    return sides
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype == torch.bool else tensor
-
-
-# ---- candidates ----
-
-
-def _candidates(
-    plain: Mapping[int, Tensor],
-    parallel: Mapping[int, Tensor],
-    groups: Sequence[Group],
-    kinds: frozenset[str],
-    bound: float,
-) -> Iterator[Fit]:
-    group = groups[0]
-    whole, parts = plain[group.data_rank], [parallel[rank] for rank in group.ranks]
-    alike = all(part.shape == whole.shape for part in parts)
-    if alike and "whole" in kinds:
-        yield Fit("whole")
-    if len(parts) == 1:
-        return
-    dim = _cut_dim(whole, parts)
-    if dim is not None:
-        sizes = [part.shape[dim] for part in parts]
-        if sum(sizes) == whole.shape[dim] and "shard" in kinds:
-            yield Fit("shard", dim, tuple(torch.arange(whole.shape[dim]).split(sizes)))
-        if "slices" in kinds:
-            index = tuple(_entries(whole, part, dim, bound) for part in parts)
-            if all(len(found) == size for found, size in zip(index, sizes, strict=True)):
-                yield Fit("slices", dim, index, _oddity(index, whole.shape[dim]))
-    if alike and "partial" in kinds and _may_be_summed(whole):
-        yield Fit("partial", odd="each tp rank has a part of a sum that was not reduced here")
-
-
-def _may_be_summed(whole: Tensor) -> bool:
-    """Sums of infinities and of numbers of things say nothing."""
-    return whole.is_floating_point() and bool(whole.isfinite().all())
-
-
-def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """The only dim in which the parts have other sizes than the whole."""
-    dims = set()
-    for part in parts:
-        if part.dim() != whole.dim():
-            return None
-        dims |= {d for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
+def _sharded_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+    """Returns the only dim in which the parts are smaller than the whole."""
+    if any(part.dim() != whole.dim() for part in parts):
+        return None
+    dims = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
     if len(dims) != 1:
         return None
     (dim,) = dims
@@ -301,21 +243,21 @@ def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def _oddity(index: Sequence[Tensor], size: int) -> str:
-    """What no packed or shared layout does."""
+    """Names what no packed or shared layout does."""
     if torch.unique(torch.cat(tuple(index))).numel() < size:
         return "entries of the plain model's that no tp rank has"
-    ascending = all(bool((found[1:] > found[:-1]).all()) for found in index)
-    starts = [int(found[0]) for found in index if found.numel()]
+    ascending = all(bool((entries[1:] > entries[:-1]).all()) for entries in index)
+    starts = [int(entries[0]) for entries in index if entries.numel()]
     if not ascending or starts != sorted(starts):
         return "the plain model's entries in another order"
     return ""
 
 
 def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
-    """Where along ``dim`` of ``whole`` each entry of ``part`` is; shorter where one isn't found.
+    """Finds each entry of ``part`` along ``dim`` of ``whole``; the result is shorter if one isn't found.
 
-    Entries are compared by a random projection of theirs; of equal ones the one that goes on longest
-    from the one before is taken.
+    Entries are compared by a random projection. Of several that are equal, the one is taken after which most
+    entries agree.
     """
     a, b = (_doubles(t).movedim(dim, 0).unsqueeze(-1).flatten(1) for t in (whole, part))
     generator = torch.Generator().manual_seed(0)
@@ -323,21 +265,17 @@ def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
     keys, wanted = (a @ weights).tolist(), (b @ weights).tolist()
     near = 10 * bound * max(1e-30, *map(abs, keys)) if keys else 0.0
 
-    def same(i: int, j: int) -> bool:
-        return i < len(keys) and abs(keys[i] - wanted[j]) <= near
-
     def run(i: int, j: int) -> int:
-        count = 0
-        while j + count < len(wanted) and same(i + count, j + count):
-            count += 1
-        return count
+        """Counts how many entries agree, from ``i`` of the whole and ``j`` of the part on."""
+        pairs = zip(keys[i:], wanted[j:], strict=False)
+        return len(list(takewhile(lambda pair: abs(pair[0] - pair[1]) <= near, pairs)))
 
-    found: list[int] = []
-    while len(found) < len(wanted):
-        j = len(found)
-        starts = [i for i in range(len(keys)) if same(i, j)]
+    entries: list[int] = []
+    while len(entries) < len(wanted):
+        j = len(entries)
+        starts = [i for i, key in enumerate(keys) if abs(key - wanted[j]) <= near]
         if not starts:
             break
         best = max(starts, key=lambda i: run(i, j))
-        found.extend(range(best, best + run(best, j)))
-    return torch.tensor(found, dtype=torch.long)
+        entries.extend(range(best, best + run(best, j)))
+    return torch.tensor(entries, dtype=torch.long)

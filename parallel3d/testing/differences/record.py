@@ -1,4 +1,4 @@
-"""Records what goes into and comes out of every module, and the gradients of it, on every rank."""
+"""Records the inputs and outputs of every module, and their gradients, on every rank."""
 
 from __future__ import annotations
 
@@ -15,28 +15,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.simulated import tensors_by_rank
 from parallel3d._util.trees import map_tensors, tensors_in
-from parallel3d.testing.differences.fit import ALL
+from parallel3d.testing.differences.fit import ALL, WHOLE
 
-Values = dict[int, Tensor]
+Values = dict[int, Tensor]  # by rank
+Key = tuple[str, int]  # a call: the module's name, and the number of the call
+Place = tuple[str, Key, int]  # "enter" or "exit" of a call, and which of its tensors
 
-
-Key = tuple[str, int]  # of a call: the module's name, and which call of it
-
-
-Place = tuple[str, Key, int]  # what a call's "enter" or "exit" brought: which tensor
-
-
-FUNCTION = (
-    "::"  # between a module's name and that of a function its code calls, which counts as one too
-)
-
-
-# The wrappers that people put around modules, which names of the plain model don't have.
+FUNCTION = "::"  # between the names of a module and of a function that it calls, which is recorded as a call
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """A module's or parameter's name without torch's wrappers."""
+    """Returns a module's or parameter's name without torch's wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -45,12 +35,12 @@ class Call:
     """One call of one module.
 
     Attributes:
-        parent: the call it was made in.
-        reads: (which input, the place that just this tensor was at before).
-        inputs, outputs, input_grads, output_grads: tensors by position, each by rank.
-        kinds: in which forms its outputs may be, where that is known.
-        rate: of a dropout: how much it drops, 0 in evaluation.
-        mask: of a dropout: what it kept, if that was asked for.
+        parent: the call in which it was made.
+        reads: (number of an input, an earlier place of the same tensor).
+        inputs, outputs, input_grads, output_grads: tensors by position, then by rank.
+        kinds: the forms (see ``fit``) that an output may have, where they are known.
+        rate: of a dropout: its probability, 0 in evaluation mode.
+        mask: of a dropout: the elements it kept, if recorded.
         done: whether it returned.
     """
 
@@ -66,17 +56,23 @@ class Call:
     mask: Values | None = None
     done: bool = False
 
+    def tensors(self, event: str, grads: bool = False) -> dict[int, Values]:
+        """Returns the inputs (``event`` is "enter") or outputs ("exit"), or their gradients."""
+        if event == "enter":
+            return self.input_grads if grads else self.inputs
+        return self.output_grads if grads else self.outputs
+
 
 @dataclass
 class Trace:
-    """The calls of one forward and backward, and ("enter" or "exit", call) in the order they happened."""
+    """The calls of one forward and backward, and ("enter" or "exit", call) in order."""
 
     calls: dict[Key, Call] = field(default_factory=dict)
     events: list[tuple[str, Key]] = field(default_factory=list)
 
 
 def merged(traces: list[Trace]) -> Trace:
-    """One trace of what several ranks have recorded each by itself; the first says the order."""
+    """Merges the traces of several ranks into the first, whose order of events is kept."""
     first = traces[0]
     for trace in traces[1:]:
         for key, call in trace.calls.items():
@@ -93,35 +89,35 @@ def merged(traces: list[Trace]) -> Trace:
 
 
 class Recorder:
-    """Hooks on every module of ``model``. They record while ``trace`` is set.
+    """Has hooks on every module of ``model``, which record while ``trace`` is set.
 
-    A module's inputs pass through a view each, so that every reader of a tensor has a gradient of its
-    own; what a model computes is the same.
+    Each input of a module is replaced by a view of it, so that each reader of a tensor has its own gradient.
+    The results of the model do not change.
 
     Attributes:
-        trace: where to record; None: don't.
-        own: which ranks an ordinary tensor is of.
-        stack: the calls under way; after an exception those that it came through.
+        trace: the trace being recorded, or None.
+        own: the ranks that hold an ordinary tensor of this process.
+        stack: the calls that have not returned; after an exception those it passed through.
     """
 
     def __init__(self, model: nn.Module, own: tuple[int, ...]) -> None:
         self.trace: Trace | None = None
         self.own = own
         self.stack: list[Call] = []
-        self._made: dict[int, list[Place]] = {}
+        self._places: dict[int, list[Place]] = {}
         self._alive: list[Tensor] = []
         for name, module in model.named_modules():
             self._watch(plain_name(name), module)
 
     @contextmanager
     def recording(self, trace: Trace) -> Iterator[None]:
-        """Within it a forward is recorded in ``trace``, and later its backward."""
+        """Records the forward in the body, and later its backward, in ``trace``."""
         self.trace, self.stack = trace, []
         try:
             yield
         finally:
             self.trace = None
-            self._made.clear()
+            self._places.clear()
             self._alive.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -139,10 +135,9 @@ class Recorder:
             call.done = True
             self.trace.events.append(("exit", call.key))
             for at, tensor in enumerate(tensors_in(output)):
-                kinds = _known_kinds(module, tensor) if at == 0 else None
-                self._output(call, at, tensor, kinds)
+                self._output(call, at, tensor, _known_kinds(module, tensor) if at == 0 else None)
 
-        # First and last: what other hooks do is the module's doing.
+        # First and last, so that what other hooks do counts as the module's work.
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
 
@@ -157,7 +152,7 @@ class Recorder:
         return call
 
     def _input(self, call: Call | None) -> Callable[[Tensor], Tensor]:
-        """What a module's input goes through: a view, and a place in ``call``."""
+        """Returns a function that replaces an input by a view and records it in ``call``."""
         count = 0
 
         def view(tensor: Tensor) -> Tensor:
@@ -167,7 +162,7 @@ class Recorder:
             seen = tensor.view_as(tensor) if trained else tensor
             if call is not None:
                 call.inputs[at] = self.values(tensor)
-                before = self._made.get(id(tensor), [])
+                before = self._places.get(id(tensor), [])
                 call.reads += [(at, place) for place in before]
                 self._keep(seen, [*before, ("enter", call.key, at)])
                 if trained:
@@ -180,13 +175,13 @@ class Recorder:
         call.outputs[at] = self.values(tensor)
         if kinds is not None:
             call.kinds[at] = kinds
-        self._keep(tensor, [*self._made.get(id(tensor), []), ("exit", call.key, at)])
+        self._keep(tensor, [*self._places.get(id(tensor), []), ("exit", call.key, at)])
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(self._grad_hook(call.output_grads, at))
 
     def _keep(self, tensor: Tensor, places: list[Place]) -> None:
-        """Notes where ``tensor`` was, and keeps it, so that no other one gets its id."""
-        self._made[id(tensor)] = places
+        """Notes the places of ``tensor``, and keeps it alive so that no other tensor gets its id."""
+        self._places[id(tensor)] = places
         self._alive.append(tensor)
 
     def _grad_hook(self, into: dict[int, Values], at: int) -> Callable[[Tensor], None]:
@@ -198,7 +193,7 @@ class Recorder:
     def function(
         self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Tensor | None
     ) -> None:
-        """Records that the code that runs calls a function that may drop out."""
+        """Records that the running module calls a function that may drop elements."""
         if self.trace is None or not self.stack:
             return
         call = self._new(self.stack[-1].key[0] + FUNCTION + name)
@@ -207,25 +202,22 @@ class Recorder:
             call.mask = self.values(mask)
 
     def values(self, tensor: Tensor) -> Values:
-        """Copies of what each rank has."""
+        """Returns copies of what each rank holds."""
         tensor = tensor.detach() if _is_usual(tensor) else tensor
         if isinstance(tensor, DTensor):
             tensor = get_local_tensor(tensor)
-        if not _is_usual(tensor):
-            with (
-                torch.no_grad()
-            ):  # logits that are split, collectives under way: their plain values
-                whole = getattr(tensor, "full_tensor", None)
-                tensor = tensor.clone() if whole is None else whole()
+        if not _is_usual(tensor):  # such as vocabulary-parallel logits, or an async collective
+            with torch.no_grad():
+                full_tensor = getattr(tensor, "full_tensor", tensor.clone)
+                tensor = full_tensor()
         by_rank = tensors_by_rank(tensor)
         if by_rank is not None:
             return {rank: part.detach().clone() for rank, part in by_rank.items()}
-        copy = tensor.detach().clone()
-        return dict.fromkeys(self.own, copy)
+        return dict.fromkeys(self.own, tensor.detach().clone())
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """An ordinary tensor, simulated ranks' or a DTensor."""
+    """Whether ``tensor`` is an ordinary tensor, simulated ranks' or a DTensor."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         or isinstance(tensor, DTensor)
@@ -234,28 +226,26 @@ def _is_usual(tensor: Tensor) -> bool:
 
 
 def _known_kinds(module: nn.Module, output: Tensor) -> frozenset[str] | None:
-    """In which forms ``output`` may be: what its placements or the module's style say."""
+    """Returns the forms that ``output`` may have by its placements or the module's style, or None."""
+    cut = frozenset({"shard", "slices"})
     if isinstance(output, DTensor):
         names = output.device_mesh.mesh_dim_names or ()
         if "tp" not in names:
             return None
         placement = output.placements[names.index("tp")]
         if isinstance(placement, Replicate):
-            return frozenset({"whole"})
-        return frozenset({"partial"} if isinstance(placement, Partial) else {"shard", "slices"})
-    if not _is_usual(output):
-        return None
+            return WHOLE
+        return frozenset({"partial"}) if isinstance(placement, Partial) else cut
     style = getattr(getattr(module, "_parallel3d_tp", None), "style", None)
-    if type(style).__name__ not in ("Colwise", "Rowwise", "VocabParallel", "SequenceParallel"):
+    known = ("Colwise", "Rowwise", "VocabParallel", "SequenceParallel")
+    if not _is_usual(output) or type(style).__name__ not in known:
         return None
     after = style.random_after  # type: ignore[union-attr]
-    return {"whole": frozenset({"whole"}), "": ALL - {"partial"}}.get(
-        after, frozenset({"shard", "slices"})
-    )
+    return {"whole": WHOLE, "": ALL - {"partial"}}.get(after, cut)
 
 
 def own_ranks(simulated: int | None) -> tuple[int, ...]:
-    """Of which ranks an ordinary tensor here is: of all simulated ones, or of this process's."""
+    """Returns the ranks that hold an ordinary tensor of this process: all simulated ones, or its own."""
     if simulated is not None:
         return tuple(range(simulated))
     return (dist.get_rank() if dist.is_initialized() else 0,)

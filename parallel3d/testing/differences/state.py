@@ -1,9 +1,9 @@
-"""Parameters and buffers: the same ones, and the same values, as in the plain model."""
+"""Compares parameters and buffers, and their gradients, with those of the plain model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,34 +12,34 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.simulated import tensors_by_rank
-from parallel3d.testing.differences.fit import (
-    Fit,
-    Gap,
-    Group,
-    distance,
-    fit_value,
-    hint_of,
-    take,
-)
+from parallel3d.testing.differences.fit import Comparison, Fit, Gap, Group, distance, take
 from parallel3d.testing.differences.forward import Difference, owner_of
 from parallel3d.testing.differences.record import Values, plain_name
 from parallel3d.testing.parity import shards_of
 
+_CUT = frozenset({"whole", "shard", "slices"})
+Part = tuple[int, str, Tensor, Tensor]  # (rank, which part, what the rank has, what it should have)
+
 
 def gathered(value: Any) -> list[Any]:
-    """``value`` of every real rank; with simulated ones, or one process, this one's."""
+    """Returns ``value`` of every real rank; with simulated ranks or one process only this one's."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def joined(values: Values) -> Values:
+    """Returns the tensors by rank that all real ranks have together."""
+    return {rank: tensor for part in gathered(values) for rank, tensor in part.items()}
 
 
 class State:
-    """The parameters and buffers of both models, side by side.
+    """The parameters and buffers of both models.
 
     Attributes:
-        forms: how ranks hold the parameters that are no DTensors, by name.
+        forms: how ranks hold the parameters that are not DTensors, by name.
     """
 
     def __init__(
@@ -49,75 +49,65 @@ class State:
         self.forms: dict[str, Fit] = {}
         self.buffers: dict[str, Fit] = {}
 
-    def names(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Parameters by the plain model's names, tied ones by each of theirs."""
-        found = model.named_parameters(remove_duplicate=False)
-        return {plain_name(name): param for name, param in found}
+    def parameters(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """Returns both models' parameters by the plain model's names, tied ones by each of their names."""
+        plain, parallel = (
+            {plain_name(name): p for name, p in m.named_parameters(remove_duplicate=False)}
+            for m in (self.plain, self.parallel)
+        )
+        return plain, parallel
 
-    # ---- before anything runs ----
+    # ---- before the first step ----
 
     def structure(self) -> Difference | None:
-        """A parameter that one model lacks, freezes, ties or has in another dtype."""
-        theirs, ours = self.names(self.plain), self.names(self.parallel)
-        for name in [*theirs, *ours]:
-            module, own = owner_of(name)
-            if name not in ours or name not in theirs:
-                which = "parallel" if name in theirs else "plain"
-                return Difference(
-                    module, "structure", f"{own}: the {which} model has no such parameter"
-                )
-            p, q = theirs[name], ours[name]
-            if p.requires_grad != q.requires_grad:
-                frozen = "parallel" if p.requires_grad else "plain"
-                return Difference(
-                    module, "structure", f"{own} is frozen in the {frozen} model only"
-                )
-            if p.dtype != q.dtype:
-                which_dtype = f"{own} is {_dtype(q)}, in the plain model {_dtype(p)}"
-                return Difference(module, "structure", which_dtype)
-        return self._ties(theirs, ours)
-
-    def _ties(
-        self, theirs: dict[str, nn.Parameter], ours: dict[str, nn.Parameter]
-    ) -> Difference | None:
-        first: dict[int, str] = {}
-        first_of_ours: dict[int, str] = {}
-        for name, param in theirs.items():
-            one = first.setdefault(id(param), name)
-            other = first_of_ours.setdefault(id(ours[name]), name)
-            if one != other:
-                module, own = owner_of(name)
-                what = f"{own} is no longer the same parameter as {one}"
-                if one == name:
-                    what = f"{own} has become the same parameter as {other}"
-                return Difference(module, "structure", what)
+        """Finds a parameter that is absent, frozen, tied or of another dtype in one model only."""
+        for name, what in self._structures():
+            return Difference(owner_of(name)[0], "structure", what)
         return None
 
+    def _structures(self) -> Iterator[tuple[str, str]]:
+        plain, parallel = self.parameters()
+        for name in [*plain, *parallel]:
+            p, q, own = plain.get(name), parallel.get(name), owner_of(name)[1]
+            if p is None or q is None:
+                which = "plain" if p is None else "parallel"
+                yield name, f"{own}: the {which} model has no such parameter"
+            elif p.requires_grad != q.requires_grad:
+                which = "parallel" if p.requires_grad else "plain"
+                yield name, f"{own} is frozen in the {which} model only"
+            elif p.dtype != q.dtype:
+                yield name, f"{own} is {_dtype(q)}, in the plain model {_dtype(p)}"
+        first_names: tuple[dict[int, str], dict[int, str]] = {}, {}
+        for name, p in plain.items():
+            own, tied = owner_of(name)[1], first_names[0].setdefault(id(p), name)
+            tied_in_parallel = first_names[1].setdefault(id(parallel[name]), name)
+            if tied != tied_in_parallel and tied == name:
+                yield name, f"{own} has become the same parameter as {tied_in_parallel}"
+            elif tied != tied_in_parallel:
+                yield name, f"{own} is no longer the same parameter as {tied}"
+
     def modes(self) -> Difference | None:
-        """The first module that is in evaluation in one model and in training in the other."""
-        ours = {plain_name(name): module.training for name, module in self.parallel.named_modules()}
+        """Finds the first module that is in training mode in one model only."""
+        training = {plain_name(name): m.training for name, m in self.parallel.named_modules()}
         for name, module in self.plain.named_modules():
-            if ours.get(plain_name(name), module.training) != module.training:
+            if training.get(plain_name(name), module.training) != module.training:
                 which = "parallel" if module.training else "plain"
                 what = f"it is in evaluation mode in the {which} model only"
                 return Difference(plain_name(name), "structure", what)
         return None
 
     def without_gradient(self) -> tuple[str, ...]:
-        """The plain model's trained parameters that have no gradient now."""
-        return tuple(
-            name
-            for name, param in self.plain.named_parameters()
-            if param.requires_grad and param.grad is None
-        )
+        """Returns the plain model's trained parameters that have no gradient now."""
+        named = self.plain.named_parameters()
+        return tuple(name for name, p in named if p.requires_grad and p.grad is None)
 
     def weights_at_start(self, bound: float) -> Difference | None:
-        """A weight or buffer that begins with another value. Notes in which form ranks hold them."""
-        ours, gaps = self.names(self.parallel), {}
-        for name, p in self.names(self.plain).items():
-            q = ours[name]
-            if not isinstance(q, DTensor):
-                fit = self._fit(p.detach(), q.detach(), bound)
+        """Finds a parameter or buffer with another initial value, and notes how ranks hold them."""
+        plain, parallel = self.parameters()
+        gaps = {}
+        for name, p in plain.items():
+            if not isinstance(parallel[name], DTensor):
+                fit = self._fit(p.detach(), parallel[name].detach(), bound)
                 if isinstance(fit, Fit):
                     self.forms[name] = fit
                 else:
@@ -125,75 +115,63 @@ class State:
         gaps |= self.gaps("weight", bound, only_dtensors=True)
         for name, gap in gaps.items():
             module, own = owner_of(name)
-            return Difference(
-                module, "weight at the start", f"{own} at the start", 0, gap.rank,
-                gap.difference, bound, gap.hint,
-            )  # fmt: skip
-        return self._buffers_at_start(bound)
-
-    def _fit(self, whole: Tensor, part: Tensor, bound: float) -> Fit | Gap:
-        kinds = frozenset({"whole", "shard", "slices"})
-        plain = {group.data_rank: whole for group in self.groups}
-        return fit_value(plain, self.everywhere(part), self.groups, bound, kinds=kinds)
-
-    def everywhere(self, tensor: Tensor) -> Values:
-        """What every rank has of it."""
-        by_rank = tensors_by_rank(tensor)
-        mine = dict(by_rank) if by_rank is not None else dict.fromkeys(self.own, tensor.detach())
-        found: Values = {}
-        for each in gathered(mine):
-            found |= each
-        return found
-
-    # ---- buffers ----
-
-    def _pairs_of_buffers(self) -> list[tuple[str, Tensor, Tensor]]:
-        ours = {plain_name(name): b for name, b in self.parallel.named_buffers()}
-        theirs = {plain_name(name): b for name, b in self.plain.named_buffers()}
-        return [
-            (name, b, ours[name])
-            for name, b in theirs.items()
-            if name in ours and not isinstance(ours[name], DTensor)
-        ]
-
-    def _buffers_at_start(self, bound: float) -> Difference | None:
-        for name, b, c in self._pairs_of_buffers():
-            fit = self._fit(b, c, max(bound, 1e-6))  # a cast of the whole model rounds a table anew
+            what = f"{own} at the start"
+            return Difference.of_gap(module, "weight at the start", what, 0, gap, bound)
+        for name, b, c in self._buffer_pairs():
+            fit = self._fit(b, c, max(bound, 1e-6))  # casting the model rounds a table again
+            if isinstance(fit, Fit) and fit.kind == "slices" and fit.odd:
+                fit = Gap(math.inf, 0, fit.odd)
             if isinstance(fit, Gap):
-                return self._of_buffer(name, "at the start", 0, fit, bound)
-            if fit.kind == "slices" and fit.odd:
-                return self._of_buffer(name, "at the start", 0, Gap(math.inf, 0, fit.odd), bound)
+                return _of_buffer(name, "at the start", 0, fit, bound)
             self.buffers[name] = fit
         return None
 
+    def _fit(self, whole: Tensor, part: Tensor, bound: float) -> Fit | Gap:
+        plain = {group.data_rank: whole for group in self.groups}
+        held = joined(self._on_own_ranks(part))
+        return Comparison(plain, held, self.groups, bound).fit(_CUT)
+
+    def _on_own_ranks(self, tensor: Tensor) -> Values:
+        """Returns ``tensor`` by rank, for all simulated ranks or this one."""
+        by_rank = tensors_by_rank(tensor)
+        return dict.fromkeys(self.own, tensor.detach()) if by_rank is None else dict(by_rank)
+
+    # ---- buffers ----
+
+    def _buffer_pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        parallel = {plain_name(name): b for name, b in self.parallel.named_buffers()}
+        for name, b in self.plain.named_buffers():
+            c = parallel.get(plain_name(name))
+            if c is not None and not isinstance(c, DTensor):
+                yield plain_name(name), b, c
+
     def keep_buffers(self) -> dict[str, Tensor]:
-        """The plain model's buffers now."""
-        return {name: b.clone() for name, b, _ in self._pairs_of_buffers()}
+        """Returns copies of the plain model's buffers."""
+        return {name: b.clone() for name, b, _ in self._buffer_pairs()}
 
     def buffers_after(
         self, before: dict[str, Tensor], step: int, bound: float
     ) -> Difference | None:
-        """A buffer that should have stayed, or that ranks have different values of.
+        """Finds a buffer that should not have changed, or whose values differ between ranks.
 
-        Of what the plain model changes its own values say nothing: it has seen the data ranks' samples
-        one after another.
+        Where the plain model changes a buffer, its value is not compared: the plain model has seen the data
+        ranks' samples one after another.
         """
-        for name, b, c in self._pairs_of_buffers():
-            fit, values = self.buffers.get(name), self.everywhere(c)
+        for name, b, c in self._buffer_pairs():
+            fit = self.buffers.get(name)
             if fit is None:
                 continue
+            gap: Fit | Gap
             if torch.equal(b, before[name]):
                 gap = self._fit(b, c, max(bound, 1e-6))
-                if isinstance(gap, Gap):
-                    return self._of_buffer(name, f"after step {step}", step, gap, bound)
-                continue
-            gap2 = self._apart(values, fit)
-            if gap2.difference > bound:
-                return self._of_buffer(name, f"after step {step}", step, gap2, bound)
+            else:
+                gap = self._gap_between_ranks(joined(self._on_own_ranks(c)), fit)
+            if isinstance(gap, Gap) and gap.difference > bound:
+                return _of_buffer(name, f"after step {step}", step, gap, bound)
         return None
 
-    def _apart(self, values: Values, fit: Fit) -> Gap:
-        """How far ranks that should have the same buffer are apart."""
+    def _gap_between_ranks(self, values: Values, fit: Fit) -> Gap:
+        """Returns the largest difference between ranks that should have the same buffer."""
         worst = Gap(0.0, 0)
         first = self.groups[0]
         for group in self.groups:
@@ -202,131 +180,96 @@ class State:
                 scale = max(float(like.abs().max()) if like.numel() else 0.0, 1e-30)
                 apart = distance(values[rank].double(), like.double()) / scale
                 if apart > worst.difference:
-                    worst = Gap(
-                        apart, rank, "the ranks have different values: it isn't synchronised"
-                    )
+                    hint = "the ranks have different values: it isn't synchronised"
+                    worst = Gap(apart, rank, hint)
         return worst
-
-    def _of_buffer(self, name: str, when: str, step: int, gap: Gap, bound: float) -> Difference:
-        module, own = owner_of(name)
-        what = f"buffer {own} {when}"
-        return Difference(module, "buffer", what, step, gap.rank, gap.difference, bound, gap.hint)
 
     # ---- gradients and weights ----
 
     def gaps(self, what: str, bound: float, *, only_dtensors: bool = False) -> dict[str, Gap]:
-        """The parameters whose ``"gradient"`` or ``"weight"`` differs, in the model's order."""
-        theirs, ours = self.names(self.plain), self.names(self.parallel)
-        scale = self._largest_gradient() if what == "gradient" else 0.0
-        read: Callable[[Any], Any] = _grad if what == "gradient" else _data
-        found: dict[str, Gap] = {}
-        for name, p in theirs.items():
-            q = ours[name]
+        """Returns the parameters whose ``"gradient"`` or ``"weight"`` differs, in the model's order."""
+        plain, parallel = self.parameters()
+        grads = [p.grad for p in plain.values() if p.grad is not None and p.grad.numel()]
+        largest = max((float(g.abs().max()) for g in grads), default=0.0)
+        gaps: dict[str, Gap] = {}
+        for name, p in plain.items():
+            q = parallel[name]
             if only_dtensors and not isinstance(q, DTensor):
                 continue
-            a, b = read(p), read(q)
+            a, b = (t.grad if what == "gradient" else t.detach() for t in (p, q))
             if a is None or b is None:
-                if (a is None) != (b is None):
+                if a is not b:
                     which = "plain" if a is None else "parallel"
-                    found[name] = Gap(math.inf, self.own[0], f"none in the {which} model")
+                    gaps[name] = Gap(math.inf, self.own[0], f"none in the {which} model")
                 continue
+            scale = largest if what == "gradient" else 0.0
             gap = self._gap(a, b, scale, self.forms.get(name, Fit("whole")), bound)
             if not gap.difference <= bound:
-                found[name] = gap
-        return _agreed(found)
-
-    def _largest_gradient(self) -> float:
-        grads = [p.grad for p in self.plain.parameters() if p.grad is not None]
-        return max((float(g.abs().max()) for g in grads if g.numel()), default=0.0)
+                gaps[name] = gap
+        return _merged(gaps)
 
     def _gap(self, whole: Tensor, part: Tensor, scale: float, form: Fit, bound: float) -> Gap:
         scale = max(scale or (float(whole.double().abs().max()) if whole.numel() else 1.0), 1e-30)
-        pairs = self._parts(whole, part, form)
+        parts = self._parts(whole, part, form)
         worst = Gap(0.0, self.own[0])
-        for rank, _, got, want in pairs:
+        for rank, _, got, want in parts:
             apart = distance(got, want) / scale
             if not apart <= worst.difference:
                 worst = Gap(apart, rank)
         if worst.difference <= bound:
             return worst
-        return Gap(worst.difference, worst.rank, self._hint(pairs, worst.rank, bound, scale))
+        return Gap(worst.difference, worst.rank, self._hint(parts, worst.rank, bound, scale))
 
-    def _parts(
-        self, whole: Tensor, part: Tensor, form: Fit
-    ) -> list[tuple[int, str, Tensor, Tensor]]:
-        """(rank, which part, what it has, what it should have)."""
+    def _parts(self, whole: Tensor, part: Tensor, form: Fit) -> list[Part]:
         if isinstance(part, DTensor):
             if part.shape != whole.shape:
                 return [(self.own[0], "", torch.zeros(0), whole)]
             return [(rank, str(box), got, whole[box]) for rank, box, got in shards_of(part)]
         places = {rank: i for group in self.groups for i, rank in enumerate(group.ranks)}
-        by_rank = tensors_by_rank(part)
-        values = by_rank if by_rank is not None else dict.fromkeys(self.own, part.detach())
         return [
             (rank, str(places[rank] if form.index else ""), got, take(whole, form, places[rank]))
-            for rank, got in values.items()
+            for rank, got in self._on_own_ranks(part).items()
         ]
 
-    def _hint(
-        self,
-        pairs: list[tuple[int, str, Tensor, Tensor]],
-        rank: int,
-        bound: float,
-        scale: float,
-    ) -> str:
-        """What relates the worst rank's part to the plain one, or those of the ranks that share it."""
-        mine = next((p for p in pairs if p[0] == rank), None)
-        if mine is None or mine[2].shape != mine[3].shape or not mine[2].numel():
+    def _hint(self, parts: list[Part], rank: int, bound: float, scale: float) -> str:
+        """Names a simple relation of the plain tensor and the rank's part, or the parts of several ranks."""
+        worst = next((p for p in parts if p[0] == rank), None)
+        if worst is None or worst[2].shape != worst[3].shape or not worst[2].numel():
             return ""
-        # As if every rank had what this one has: only a factor, or rounding, can then be seen.
-        wants = {group.data_rank: mine[3] for group in self.groups}
-        gots = {rank: mine[2] for group in self.groups for rank in group.ranks}
-        hint = hint_of(wants, gots, self.groups, bound, scale)
+        _, box, got, want = worst
+        # As if every rank had this part, which shows a factor or rounding only.
+        plain = {group.data_rank: want for group in self.groups}
+        held = {rank: got for group in self.groups for rank in group.ranks}
+        hint = Comparison(plain, held, self.groups, bound, scale).hint()
         if hint:
             return hint
-        same = {r: got for r, part, got, _ in pairs if part == mine[1]}
-        for group in self.groups:
-            if rank in group.ranks and set(group.ranks) <= set(same) and len(group.ranks) > 1:
-                total = torch.stack([same[r] for r in group.ranks]).sum(0)
-                if distance(total, mine[3]) <= bound * scale * 10:
-                    return "the sum over the tp ranks is the plain model's: a reduction is missing"
-        data = [
-            same[group.ranks[i]]
-            for group in self.groups
-            for i in range(len(group.ranks))
-            if rank in (group.ranks[i], self.groups[0].ranks[i]) or _place(self.groups, rank) == i
-            if group.ranks[i] in same
-        ]
-        if len(data) > 1 and distance(torch.stack(data).mean(0), mine[3]) <= bound * scale * 10:
+        near = bound * scale * 10
+        same = {r: got for r, part, got, _ in parts if part == box}
+        group = next(group for group in self.groups if rank in group.ranks)
+        tp = [same[r] for r in group.ranks if r in same]
+        if len(tp) == len(group.ranks) > 1 and distance(torch.stack(tp).sum(0), want) <= near:
+            return "the sum over the tp ranks is the plain model's: a reduction is missing"
+        place = group.ranks.index(rank)
+        data = [same[g.ranks[place]] for g in self.groups if g.ranks[place] in same]
+        if len(data) > 1 and distance(torch.stack(data).mean(0), want) <= near:
             return "the mean over the data ranks is the plain model's: it isn't reduced over them"
         return ""
 
 
-def _place(groups: Sequence[Group], rank: int) -> int:
-    """The tp coordinate of a rank."""
-    return next(group.ranks.index(rank) for group in groups if rank in group.ranks)
-
-
-def _grad(param: nn.Parameter) -> Tensor | None:
-    return param.grad
-
-
-def _data(param: nn.Parameter) -> Tensor:
-    return param.detach()
+def _of_buffer(name: str, when: str, step: int, gap: Gap, bound: float) -> Difference:
+    module, own = owner_of(name)
+    return Difference.of_gap(module, "buffer", f"buffer {own} {when}", step, gap, bound)
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _agreed(mine: dict[str, Gap]) -> dict[str, Gap]:
-    """What any real rank has found, in the order of the model."""
-    everyone = gathered(mine)
-    if len(everyone) == 1:
-        return mine
+def _merged(own_gaps: dict[str, Gap]) -> dict[str, Gap]:
+    """Returns the largest gap that any real rank has found for each parameter."""
     worst: dict[str, Gap] = {}
-    for each in everyone:
-        for name, gap in each.items():
+    for gaps in gathered(own_gaps):
+        for name, gap in gaps.items():
             if name not in worst or gap.difference > worst[name].difference:
                 worst[name] = gap
     return worst
