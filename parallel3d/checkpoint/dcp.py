@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``, as torch's own FSDP2 and torchtitan write them, in and out."""
+"""Loads and saves folders of ``torch.distributed.checkpoint``, as FSDP2 and torchtitan write them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,21 @@ from uuid import uuid4
 import torch
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, ranks_of
 from parallel3d.checkpoint.torch_formats.folder import (
     DcpFolder,
     DcpTensor,
     StoredAt,
     archive_at,
-    blob_of,
-    small,
+    read_small,
 )
-from parallel3d.checkpoint.torch_formats.loading import Contents, load
-from parallel3d.checkpoint.torch_formats.model_target import (
-    cleaned,
-    find_model,
-    find_optimizer,
-    others,
-    state_at_rest,
-)
-from parallel3d.checkpoint.torch_formats.optimizer_target import saved_in_names
+from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load
+from parallel3d.checkpoint.torch_formats.model_target import state_at_rest
+from parallel3d.checkpoint.torch_formats.names import without_wrappers
+from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer, saved_in_names
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
 
@@ -56,88 +48,68 @@ def load_dcp(
 ) -> None:
     """Loads a folder that ``torch.distributed.checkpoint.save`` has written on any mesh, by any program.
 
-    Every rank of the model's mesh must call it. Read are the usual forms:
-    ``{"model": ..., "optimizer": ...}`` of ``get_model_state_dict`` and ``get_optimizer_state_dict`` (or of
-    the ``state_dict()`` of both), a model's state dict at the top, ``{"app": ...}`` as in torch's tutorial,
-    torchtitan's, and flattened optimizers.
+    Every rank of the model's mesh must call it. It reads the usual forms: ``{"model": ..., "optimizer":
+    ...}`` of ``get_model_state_dict`` and ``get_optimizer_state_dict`` (or of the ``state_dict()`` of both),
+    a model's state dict at the top, ``{"app": ...}`` as in torch's tutorial, torchtitan's, and flattened
+    optimizers.
 
-    Each rank reads the chunks that it holds something of, twice, one at a time: first all ranks see that
-    everything is there, fits and has the checksum it was written with; then values are copied. Nothing in the
-    folder is executed. State that the optimizer doesn't have yet is made, laid out as its parameters are.
+    Each rank reads the chunks that contain a part of what it holds twice, one at a time: first all ranks
+        check
+    that everything is there, fits and has its checksum; then values are copied. Nothing in the folder is
+    executed. State that the optimizer doesn't have yet is allocated, placed as its parameters are.
 
     Args:
-        optimizer: one over parameters of ``model``, also of ``parallel3d.optim``; None: the model alone.
-        model_prefix, optimizer_prefix: what the folder's names have before the model's and before
-            "param_groups", "app.model." say. None: found out.
-        strict: all of the model's names must be there, and no other ones beside them.
+        optimizer: an optimizer of ``model``'s parameters, also of ``parallel3d.optim``; None: load the model
+            alone.
+        model_prefix, optimizer_prefix: what precedes the model's names, and "param_groups", in the folder's
+            names, such as "app.model."; None: search for it.
+        strict: require all of the model's names, and no others.
         cast: convert values of another dtype.
-        checksums: compare them. False: for what was written under
+        checksums: verify them. False: for what was written under
             ``torch.serialization.set_crc32_options(False)``.
-        trusted: read values of classes that torch doesn't write, by ``pickle``, which runs whatever
-            the folder says: only for folders you made.
+        trusted: read values of classes that torch doesn't write, by ``pickle``, which runs code that the
+            folder contains: only for folders you made.
 
     Raises:
         CheckpointError: on every rank, naming what is wrong; a CorruptCheckpointError if it is damaged. Model
             and optimizer are unchanged.
     """
-    read = partial(
-        _read,
-        Path(folder),
-        with_optimizer=optimizer is not None,
-        prefixes=(model_prefix, optimizer_prefix),
-        checksums=checksums,
-        trusted=trusted,
-    )
-    load(model, optimizer, read, strict=strict, cast=cast, share=False)
+    options = LoadOptions(model_prefix, optimizer_prefix, strict, cast, checksums, trusted)
+    load("load_dcp", model, optimizer, partial(_Folder, Path(folder)), options)
 
 
-def _read(
-    path: Path,
-    state: dict[str, Any],
-    *,
-    with_optimizer: bool,
-    prefixes: tuple[str | None, str | None],
-    checksums: bool,
-    trusted: bool,
-) -> Contents:
-    """What the folder has for a model with the state dict ``state``."""
-    folder = DcpFolder.read(path, trusted=trusted)
-    tensors = {n: DcpTensor(n, folder, s, checksums) for n, s in folder.tensors.items()}
-    stored = cleaned({**tensors, **folder.blobs})
-    value = partial(_value, folder, checksums=checksums, trusted=trusted)
-    before = find_model(list(state), stored, given=prefixes[0])
-    mine = {name.removeprefix(before): name for name in stored if name.startswith(before)}
-    unexpected = others(mine, state, beside=not before)
-    found = {name: value(stored[mine[name]], mine[name]) for name in state if name in mine}
-    if not with_optimizer:
-        return Contents(found, unexpected, None)
-    at = find_optimizer(stored, given=prefixes[1], model=before)
-    parts = tuple(f"{at}{part}" for part in ("state.", "param_groups"))
-    flat = {
-        name.removeprefix(at): value(each, name)
-        for name, each in stored.items()
-        if name.startswith(parts)
-    }
-    flat = {
-        name: small(each, at + name)
-        if isinstance(each, DcpTensor) and name.startswith("param_groups")
-        else each
-        for name, each in flat.items()
-    }
-    unexpected = [name for name in unexpected if not mine[name].startswith(parts)]
-    return Contents(found, unexpected, saved_in_names(flat, state))
+class _Folder(Checkpoint):
+    """A DCP folder."""
 
+    def __init__(self, path: Path, options: LoadOptions) -> None:
+        self._folder, self._options = DcpFolder.read(path, trusted=options.trusted), options
+        tensors = {
+            name: DcpTensor(name, self._folder, stored, options.checksums)
+            for name, stored in self._folder.tensors.items()
+        }
+        self.names = without_wrappers({**tensors, **self._folder.blobs})
 
-def _value(folder: DcpFolder, stored: Any, name: str, *, checksums: bool, trusted: bool) -> Any:
-    """A tensor's source, or the value of a blob."""
-    if not isinstance(stored, StoredAt):
-        return stored
-    archive = archive_at(folder, stored, f"{folder.path}: {name}", checksums=checksums)
-    if not trusted:
-        return blob_of(archive)
-    for entry in archive.entries.values():
-        entry.verify()
-    return torch.load(io.BytesIO(archive.raw()), map_location="cpu", weights_only=False)
+    def value(self, name: str) -> Any:
+        stored = self.names[name]
+        if not isinstance(stored, StoredAt):
+            return stored
+        what = f"{self._folder.path}: {name}"
+        archive = archive_at(self._folder, stored, what, checksums=self._options.checksums)
+        if not self._options.trusted:
+            return archive.with_tensors(archive.value)
+        for entry in archive.entries.values():
+            entry.verify()
+        return torch.load(io.BytesIO(archive.raw()), map_location="cpu", weights_only=False)
+
+    def optimizer(self, prefix: str, params: Mapping[str, Any]) -> SavedOptimizer:
+        flat = {}
+        for name in self.names:
+            key = name.removeprefix(prefix)
+            if name.startswith(prefix) and key.startswith(("state.", "param_groups")):
+                value = self.value(name)
+                option = key.startswith("param_groups") and isinstance(value, DcpTensor)
+                flat[key] = read_small(value, name) if option else value
+        return saved_in_names(flat, params)
 
 
 def save_dcp(
@@ -156,37 +128,36 @@ def save_dcp(
     ``{"model": ..., "optimizer": ...}`` made by these, and sets it with ``set_state_dict``.
 
     Args:
-        folder: must not be there, or be empty; it appears under its name when everything is written.
-        optimizer: one over parameters of ``model``; None: the model alone. It is saved as it is: one that has
-            taken no step has no state, and torch's loading, which first makes some, doesn't find it.
-        model_prefix, optimizer_prefix: what stands before the names; "" puts a model at the top, as
-            torchtitan does.
+        folder: must not exist, or be empty; it gets its name when everything is written.
+        optimizer: an optimizer of ``model``'s parameters; None: save the model alone. Before its first step
+            it has no state, which torch's loading, which first makes some, then doesn't find.
+        model_prefix, optimizer_prefix: precede the names; "" puts a model at the top, as torchtitan does.
         flatten_optimizer: as the option ``flatten_optimizer_state_dict`` does.
 
     Raises:
-        CheckpointError: on every rank; nothing is left of what was written.
+        CheckpointError: on every rank; what was written is removed.
     """
     ranks = ranks_of(model, "save_dcp")
     path = Path(folder)
-    written = ranks.first(lambda: _begin(path))
+
+    def write() -> None:
+        state: dict[str, Any] = {}
+        _put(state, model_prefix, state_at_rest(model, "saving a checkpoint"))
+        if optimizer is not None:
+            _put(state, optimizer_prefix, _optimizer_state(model, optimizer, flatten_optimizer))
+        _write(temporary, state, ranks)
+
+    temporary = ranks.first(lambda: _make_temporary(path))
     try:
-        ranks.all(
-            lambda: _write(
-                written,
-                _nested(
-                    model, optimizer, model_prefix, optimizer_prefix, flatten=flatten_optimizer
-                ),
-                ranks,
-            )
-        )
-        ranks.first(lambda: os.replace(written, path))
+        ranks.all(write)
+        ranks.first(lambda: os.replace(temporary, path))
     finally:
         if ranks.is_first:
-            shutil.rmtree(written, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _begin(path: Path) -> Path:
-    """A new folder beside ``path``, for what is to become it."""
+def _make_temporary(path: Path) -> Path:
+    """Makes a folder next to ``path``, to be renamed to it."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise CheckpointError(f"{path} is there already, and no folder")
     if path.is_dir() and any(path.iterdir()):
@@ -194,14 +165,14 @@ def _begin(path: Path) -> Path:
             f"{path} is there already, with files in it; give another, or remove it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
-    made.mkdir()
-    return made
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    temporary.mkdir()
+    return temporary
 
 
 def _write(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a process is alone
+        warnings.simplefilter("ignore")  # DCP warns that a process is alone
         torch_checkpoint.save(
             state,
             storage_writer=torch_checkpoint.FileSystemWriter(path),
@@ -212,79 +183,35 @@ def _write(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
 
 class _Planner(torch_checkpoint.DefaultSavePlanner):
-    """torch's, of tensors whose memory holds their values: with the conjugate bit, or the negative one,
-    it would hold others, and what torch writes then isn't read by all."""
+    """torch's planner, for tensors with a conjugate or negative bit, which torch does not store portably."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        found = super().transform_object(write_item, object)
-        return found.resolve_conj().resolve_neg() if isinstance(found, torch.Tensor) else found
+        value = super().transform_object(write_item, object)
+        return value.resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
-def _nested(
-    model: nn.Module, optimizer: Any, model_at: str, optimizer_at: str, *, flatten: bool
-) -> dict[str, Any]:
-    """What is saved, as nested as the prefixes say."""
-    state: dict[str, Any] = {}
-    _put(state, model_at, state_at_rest(model, "saving a checkpoint"))
-    if optimizer is not None:
-        found = optim_state_dict(
-            model, optimizer, type=StateDictType.SHARDED_STATE_DICT, offload_to_cpu=False
-        )
-        for group in found["param_groups"]:
-            group.pop("param_names", None)  # params are names already
-        _put(state, optimizer_at, _flattened(found) if flatten else found)
-    return state
-
-
-def _put(state: dict[str, Any], at: str, values: dict[str, Any]) -> None:
-    for part in filter(None, at.split(".")):
+def _put(state: dict[str, Any], prefix: str, values: dict[str, Any]) -> None:
+    """Puts ``values`` into the nested dict that ``prefix`` leads to."""
+    for part in filter(None, prefix.split(".")):
         state = state.setdefault(part, {})
     state.update(values)
 
 
-def _flattened(found: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_state(model: nn.Module, optimizer: Any, flatten: bool) -> dict[str, Any]:
+    nested = optim_state_dict(
+        model, optimizer, type=StateDictType.SHARDED_STATE_DICT, offload_to_cpu=False
+    )
+    for group in nested["param_groups"]:
+        group.pop("param_names", None)  # params are names already
+    if not flatten:
+        return nested
     flat = {
         f"state.{name}.{key}": value
-        for name, state in found["state"].items()
+        for name, state in nested["state"].items()
         for key, value in state.items()
     }
-    for group in found["param_groups"]:
+    for group in nested["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
         for name in group["params"]:
-            for key, value in group.items():
-                if key != "params":
-                    flat[f"param_groups.{name}.{key}"] = value
+            flat |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
     return flat
-
-
-# What DCP raises when a rank fails, as errors of this package.
-
-HALF_READ = (
-    "This came while values were read in: some are the checkpoint's now, others not. "
-    "Load again before you go on"
-)
-
-
-@contextmanager
-def dcp_errors(*, alone: bool, size: int = 1) -> Iterator[None]:
-    """Turns a CheckpointException, which DCP raises on all ranks, into one CheckpointError.
-
-    Args:
-        alone: for one process, where DCP warns that it is.
-        size: how many ranks there are, to name those that failed if not all did.
-    """
-    try:
-        if alone:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                yield
-        else:
-            yield
-    except CheckpointException as error:
-        problems = {rank: problem for rank, (problem, _) in error.failures.items()}
-        for problem in problems.values():
-            if not isinstance(problem, Exception):  # a KeyboardInterrupt
-                raise problem from error
-        found = as_checkpoint_error(problems, size)  # type: ignore[arg-type]
-        if error.args[0] == "read":
-            found = CheckpointError(f"{found}\n{HALF_READ}")
-        raise found from error

@@ -1,9 +1,8 @@
-"""Stored: the tensors that checkpoint.json's values name."""
+"""Stored: the tensors that values in checkpoint.json refer to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -12,25 +11,24 @@ from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.reader import read_whole
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-_MOST = 1 << 30  # bytes
+_LIMIT = 1 << 30  # bytes
 
 
 class Stored:
-    """A checkpoint's tensors, for values that name them: each in its own place alone, and once.
+    """Resolves the names of tensors in values: each may be used once, and only where it belongs.
 
-    Without that a value could name a parameter, which would then be read in the value's place.
+    Otherwise a value could name a parameter, which would then be read in the value's place.
     """
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
         self._taken: set[str] = set()
-        self._left = _MOST
+        self._left = _LIMIT
 
     def take(self, name: str, where: str) -> TensorEntry:
-        """The entry of a tensor that a value of ``where`` names.
+        """Returns the entry of the tensor ``name``, which a value of ``where`` refers to.
 
-        Raises:
-            CorruptCheckpointError: it isn't stored, belongs elsewhere, or has been taken.
+        Raises CorruptCheckpointError if it is not stored, belongs elsewhere, or has been taken.
         """
         entry = self.index.tensors.get(name)
         if entry is None:
@@ -47,19 +45,20 @@ class Stored:
         )
 
     def reader(self, where: str) -> Callable[[str], Tensor]:
-        """For ``decode``: reads tensors that values of ``where`` name, whole, to the CPU.
+        """Returns the ``tensor`` argument of ``decode`` for values of ``where``: reads whole tensors to the
+        CPU.
 
-        What it returns raises a CheckpointError before all that is so read would be more than a GiB.
+        It raises a CheckpointError when all tensors read in this way would exceed 1 GiB.
         """
 
         def read(name: str) -> Tensor:
             entry = self.take(name, where)
-            self._left -= prod(entry.shape) * entry.dtype.itemsize
+            self._left -= entry.nbytes
             if self._left < 0:
                 raise CheckpointError(
                     f"{self.folder}: {name!r:.200}, {entry.dtype} of shape {entry.shape}, is not read whole "
-                    f"by every rank: what has no place to be read into may have {_MOST >> 30} GiB in all; "
-                    "if it is of extra, give load a tensor for it: extra={...}, in the structure saved"
+                    f"by every rank: tensors without a target to read into may have {_LIMIT >> 30} GiB in "
+                    "all; if it is of extra, give load a tensor for it: extra={...}, in the structure saved"
                 )
             return read_whole(self.folder, self.index, name)
 

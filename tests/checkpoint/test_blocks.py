@@ -4,7 +4,7 @@ import zlib
 
 import torch
 
-from parallel3d.checkpoint.format.safetensors_file import BLOCK, bytes_of, crc32, crcs_of
+from parallel3d.checkpoint.format.files import BLOCK, bytes_of, crc32, crcs_of
 
 
 def test_crc32() -> None:

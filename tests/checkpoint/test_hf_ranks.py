@@ -93,13 +93,13 @@ def same_error_everywhere(match: str, call) -> None:
 
 
 class Full:
-    """``os.pwrite`` on a full disk."""
+    """``os.write`` on a full disk."""
 
     def __enter__(self) -> None:
-        self.real, os.pwrite = os.pwrite, self.fail
+        self.real, os.write = os.write, self.fail
 
     def __exit__(self, *_: object) -> None:
-        os.pwrite = self.real
+        os.write = self.real
 
     def fail(self, *_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,33 +1,30 @@
-"""The index of a checkpoint: which chunks of which tensors lie where, with their checksums. JSON.
+"""The index of a checkpoint: which chunks of which tensors are stored where, with their checksums. JSON.
 
-Read from a file that anybody may have written, so nothing in it is believed before it is checked.
+Anybody may have written the file, so everything in it is checked before it is used.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import reprlib
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.safetensors_file import BLOCK, DTYPES, NAMES
+from parallel3d.checkpoint.format.boxes import Box, tile
+from parallel3d.checkpoint.format.files import BLOCK, loads, shown
+from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_DIMS, NAMES
 from parallel3d.errors import CorruptCheckpointError
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
-_LARGEST = 1 << 62  # numbers are below
-_MOST_DIMS = 64  # that torch's kernels take
-_MOST_CUTS = 8  # dims that a tensor is cut in; a mesh has three axes
+_LIMIT = 1 << 62  # all numbers are smaller
 
 
 def file_name(rank: int) -> str:
-    """The file that ``rank`` writes."""
+    """Returns the name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -36,9 +33,9 @@ class Chunk:
     """A box of a tensor, stored contiguously.
 
     Attributes:
-        offsets, sizes: where it is in the whole tensor, by dim.
-        file: the name of the file.
-        begin: its first byte there.
+        offsets, sizes: the box.
+        file: name of the file.
+        begin: its first byte in the file.
         crc: CRC-32 of each of its blocks.
     """
 
@@ -48,24 +45,36 @@ class Chunk:
     begin: int
     crc: tuple[int, ...]
 
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
 
 @dataclass
 class TensorEntry:
-    """A stored tensor: its dtype, the whole's shape, and the chunks that make it up."""
+    """A stored tensor: its dtype, its global shape and the chunks it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: list[Chunk] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Returns the size of a chunk in bytes."""
+        return prod(chunk.sizes) * self.dtype.itemsize
+
 
 @dataclass
 class Index:
-    """All that is stored.
+    """Everything that is stored.
 
     Attributes:
         tensors: by name.
         files: size in bytes of each file.
-        objects: what is stored that is no tensor: name -> JSON value.
+        objects: values that are not tensors: name -> JSON value.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -84,158 +93,103 @@ class Index:
         content = {"block": BLOCK, "files": self.files, "tensors": tensors, "objects": self.objects}
         return json.dumps(content, separators=(",", ":"))
 
-    @staticmethod
-    def from_json(text: str | bytes) -> Index:
-        """Raises CorruptCheckpointError unless all of ``text`` is as ``to_json`` makes it."""
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Index:
+        """Raises CorruptCheckpointError unless all of ``text`` is as ``to_json`` writes it."""
         content = loads(text, "index.json")
-        _expect(isinstance(content, dict), "it is no JSON object")
-        _expect(content.get("block") == BLOCK, f"its block size isn't {BLOCK}")
-        index = Index()
-        for name, size in _items(content, "files"):
-            _expect(bool(_FILE.fullmatch(name)), f"{name!r} is no name of a checkpoint's file")
+        try:
+            return cls._from_content(content)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"index.json is damaged: {error}") from None
+
+    @classmethod
+    def _from_content(cls, content: Any) -> Index:
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        if content.get("block") != BLOCK:
+            raise ValueError(f"its block size is not {BLOCK}")
+        index = cls()
+        for name, size in _table(content, "files").items():
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a checkpoint's file")
             index.files[name] = _number(size, f"size of {name}")
-        for name, entry in _items(content, "tensors"):
+        for name, entry in _table(content, "tensors").items():
             index.tensors[name] = _tensor(name, entry, index.files)
-        _check_apart(index.tensors)
-        index.objects = dict(_items(content, "objects"))
+        _check_disjoint(index.tensors)
+        index.objects = _table(content, "objects")
         return index
 
 
-def loads(text: str | bytes, what: str) -> Any:
-    """``json.loads``, whose errors are CorruptCheckpointErrors; so is a key that an object has twice."""
-    try:
-        text = text.decode() if isinstance(text, bytes) else text  # not another encoding than UTF-8
-        return json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{what} is no valid JSON: {error}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
-        raise ValueError(f"it has the key {twice[:80]!r} twice")
-    return found
-
-
 def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
-    _expect(isinstance(entry, dict), f"{name!r} is no tensor")
-    kind = entry.get("dtype")
-    _expect(isinstance(kind, str) and kind in DTYPES, f"{name!r} has the dtype {shown(kind)}")
-    dtype, shape = DTYPES[kind], _numbers(entry.get("shape"), f"shape of {name!r}")
-    _expect(len(shape) <= _MOST_DIMS, f"{name!r} has {len(shape)} dims")
-    nbytes = prod(max(n, 1) for n in shape) * dtype.itemsize
-    _expect(nbytes < _LARGEST, f"{name!r} has a shape of too many elements")
-    chunks = entry.get("chunks")
-    _expect(isinstance(chunks, list), f"{name!r} has no chunks")
-    result = TensorEntry(dtype, shape)
-    found = [_chunk(name, chunk, dtype, shape, files) for chunk in chunks]
-    result.chunks = [chunk for chunk in found if prod(chunk.sizes)]
-    _expect(tile(shape, result.chunks), f"the chunks of {name!r} overlap or leave parts out")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name!r} is not a tensor")
+    kind, chunks = entry.get("dtype"), entry.get("chunks")
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(f"{name!r} has the dtype {shown(kind)}")
+    result = TensorEntry(DTYPES[kind], _numbers(entry.get("shape"), f"shape of {name!r}"))
+    if len(result.shape) > MAX_DIMS:
+        raise ValueError(f"{name!r} has {len(result.shape)} dims")
+    if prod(max(n, 1) for n in result.shape) * result.dtype.itemsize >= _LIMIT:
+        raise ValueError(f"{name!r} has a shape of too many elements")
+    if not isinstance(chunks, list):
+        raise ValueError(f"{name!r} has no chunks")
+    parts = [_chunk(name, chunk, result, files) for chunk in chunks]
+    result.chunks = [chunk for chunk in parts if prod(chunk.sizes)]
+    if not tile(result.shape, [chunk.box for chunk in result.chunks]):
+        raise ValueError(f"the chunks of {name!r} overlap or leave elements out")
     return result
 
 
-def _chunk(
-    name: str, chunk: Any, dtype: torch.dtype, shape: tuple[int, ...], files: dict[str, int]
-) -> Chunk:
-    if (
-        not isinstance(chunk, list) or len(chunk) != 5
-    ):  # texts are made for errors alone: there are many
-        _expect(False, f"a chunk of {name!r} has not 5 fields")
+def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> Chunk:
+    if not isinstance(chunk, list) or len(chunk) != 5:
+        raise ValueError(f"a chunk of {name!r} doesn't have 5 fields")
     offsets, sizes = (
-        _numbers(chunk[0], "offsets in a chunk"),
-        _numbers(chunk[1], "sizes in a chunk"),
+        _numbers(chunk[0], "offsets of a chunk"),
+        _numbers(chunk[1], "sizes of a chunk"),
     )
-    if not len(offsets) == len(sizes) == len(shape):
-        _expect(False, f"a chunk of {name!r} has other dims")
-    if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-        _expect(False, f"a chunk of {name!r} reaches beyond its shape {shape}")
+    if not len(offsets) == len(sizes) == len(entry.shape):
+        raise ValueError(f"a chunk of {name!r} has another number of dims")
+    if any(o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
+        raise ValueError(f"a chunk of {name!r} exceeds its shape {entry.shape}")
     file, begin = chunk[2], _number(chunk[3], "begin of a chunk")
     if not isinstance(file, str) or file not in files:
-        _expect(False, f"{name!r} lies in {shown(file)}, not listed")
-    size = prod(sizes) * dtype.itemsize
+        raise ValueError(f"{name!r} is stored in {shown(file)}, which is not listed")
+    result = Chunk(offsets, sizes, file, begin, _numbers(chunk[4], "checksums of a chunk"))
+    size = entry.chunk_bytes(result)
     if begin + size > files[file]:
-        _expect(False, f"a chunk of {name!r} reaches beyond the end of {file}")
-    crc = _numbers(chunk[4], "checksums of a chunk")
-    if len(crc) != -(-size // BLOCK):
-        _expect(False, f"a chunk of {name!r} has {len(crc)} checksums")
-    return Chunk(offsets, sizes, file, begin, crc)
+        raise ValueError(f"a chunk of {name!r} exceeds the end of {file}")
+    if len(result.crc) != -(-size // BLOCK):
+        raise ValueError(f"a chunk of {name!r} has {len(result.crc)} checksums")
+    return result
 
 
-class Boxed(Protocol):
-    """A box of a tensor."""
-
-    @property
-    def offsets(self) -> tuple[int, ...]: ...
-
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-
-
-def tile(shape: tuple[int, ...], chunks: Sequence[Boxed]) -> bool:
-    """Whether each element of a tensor is in exactly one of ``chunks``, in one pass.
-
-    The differences of a box's indicator along all dims are +1 and -1 at its corners, by the parity of its
-    upper ends, and 0 elsewhere; and they determine the indicator. So boxes tile the whole exactly if their
-    corners add up to the whole's. Dims that no chunk is cut in add nothing.
-    """
-    cut = [d for d, n in enumerate(shape) if any(c.sizes[d] != n for c in chunks)]
-    if len(cut) > _MOST_CUTS:
-        return False
-    strides, count = [], 1  # a corner's number, from its place in each dim
-    for d in cut:
-        strides.append((d, count))
-        count *= shape[d] + 1
-    corners: dict[int, int] = {}
-    whole = Chunk((0,) * len(shape), shape, "", 0, ())
-    both: list[tuple[int, Sequence[Boxed]]] = [(1, chunks), (-1, [whole] if prod(shape) else [])]
-    for sign, boxes in both:
-        for box in boxes:
-            ends = [(sum(box.offsets[d] * stride for d, stride in strides), sign)]
-            for d, stride in strides:
-                ends += [(at + box.sizes[d] * stride, -parity) for at, parity in ends]
-            for at, parity in ends:
-                corners[at] = corners.get(at, 0) + parity
-    return not any(corners.values())
-
-
-def _check_apart(tensors: dict[str, TensorEntry]) -> None:
-    """Raises if two chunks have a byte of a file in common."""
+def _check_disjoint(tensors: dict[str, TensorEntry]) -> None:
+    """Raises ValueError if two chunks share a byte of a file."""
     by_file: dict[str, list[tuple[int, int, str]]] = {}
     for name, entry in tensors.items():
         for chunk in entry.chunks:
-            end = chunk.begin + prod(chunk.sizes) * entry.dtype.itemsize
+            end = chunk.begin + entry.chunk_bytes(chunk)
             by_file.setdefault(chunk.file, []).append((chunk.begin, end, name))
     for file, ranges in by_file.items():
-        ranges.sort()
-        for (_, end, name), (begin, _, other) in pairwise(ranges):
+        for (_, end, name), (begin, _, following) in pairwise(sorted(ranges)):
             if begin < end:
-                _expect(False, f"{name!r} and {other!r} share bytes of {file}")
+                raise ValueError(f"{name!r} and {following!r} share bytes of {file}")
 
 
-def _items(content: dict[str, Any], key: str) -> Any:
-    found: Any = content.get(key)
-    _expect(isinstance(found, dict), f"it has no {key!r}")
-    return found.items()
+def _table(content: dict[str, Any], key: str) -> dict[str, Any]:
+    table = content.get(key)
+    if not isinstance(table, dict):
+        raise ValueError(f"it has no {key!r}")
+    return table
 
 
 def _numbers(value: Any, what: str) -> tuple[int, ...]:
     if not isinstance(value, list):
-        _expect(False, f"the {what} is no list")
+        raise ValueError(f"the {what} is not a list")
     return tuple([_number(item, what) for item in value])
 
 
 def _number(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
-        raise CorruptCheckpointError(f"index.json is damaged: the {what} is {shown(value)}")
+    if type(value) is not int or not 0 <= value < _LIMIT:
+        raise ValueError(f"the {what} is {shown(value)}")
     return value
-
-
-def _expect(holds: bool, problem: str) -> None:
-    if not holds:
-        raise CorruptCheckpointError(f"index.json is damaged: {problem}")
-
-
-def shown(value: Any) -> str:
-    """A value for an error: of any size or depth, a short text."""
-    return reprlib.repr(value)

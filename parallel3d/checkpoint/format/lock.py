@@ -1,10 +1,10 @@
-"""Lock: while a save of one job writes into a run's folder, no other job does.
+"""Lock: keeps other jobs from saving into a run's folder during a save.
 
-``saving.lock`` is there from the moment that a save makes its folder until it has removed old checkpoints. It
-says who saves: host, process, time. It works where hard links or exclusive creation do, also on NFS, without
-``flock``. A process that was killed leaves it: on the same machine the next save sees that the process has
-gone; of another machine nothing can be known but whether the lock still changes, which it does every few
-seconds. No clock of one machine is compared with another's.
+The file ``saving.lock`` exists from before a save makes its folder until it has removed old checkpoints, and
+names the process that saves. It needs hard links or exclusive creation, so it works on NFS, without
+``flock``. A killed process leaves it behind. On the same machine the next save sees that the process has
+ended; for another machine it can only watch whether the lock still changes, which it does every few seconds.
+Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.format.index import loads
+from parallel3d.checkpoint.format.files import loads
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-# Owner: which process writes, in words that another process, job or machine can check.
-
-_LONGEST = 300  # characters of a text in one that is read
+_MAX_TEXT = 300  # characters of a text field
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process.
+    """A process, identified so that another process, job or machine can check it.
 
     Attributes:
-        host, pid: of its machine's name; its number there.
-        machine: which boot of which machine, and which namespace of processes: two with the same one see the
-            same processes under the same numbers. "" where the system doesn't say.
-        start: when the process was started, in the kernel's ticks: its number alone may have come again.
+        host, pid: name of its machine, and its process id there.
+        machine: identifies the boot of the machine and the pid namespace: processes with the same value see
+            the same pids. "" if the system does not say.
+        start: when the process started, in kernel ticks; pids are reused.
         began: the same in seconds since 1970.
-        token: like no other process's.
+        token: unique.
     """
 
     host: str
@@ -52,69 +50,66 @@ class Owner:
     token: str
 
     def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}, started {at(self.began)}"
+        return f"process {self.pid} on host {self.host}, started {format_time(self.began)}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process still runs; None: that can't be known here, as on another machine."""
+        """Returns whether the process still runs; None if unknown, as for another machine."""
         if not self.machine or self.machine != this_process().machine:
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except OSError:  # it is another user's
+        except OSError:  # another user's process
             pass
-        found = _stat(self.pid)
-        if found is None:
+        status = _stat(self.pid)
+        if status is None:
             return None  # ended just now, or hidden from other users
-        state, start = found
+        state, start = status
         return start == self.start and state not in "ZX"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: object) -> Owner | None:
-        """None: that is none."""
+    def from_json(cls, content: object) -> Owner | None:
+        """Returns the process that ``content`` describes; None if it is not a valid description."""
         names = {field.name for field in fields(cls)}
-        if not isinstance(found, dict) or not names <= set(found):
+        if not isinstance(content, dict) or not names <= set(content):
             return None
-        owner = cls(**{name: found[name] for name in names})
+        owner = cls(**{name: content[name] for name in names})
         texts = (owner.host, owner.machine, owner.token)
-        numbers = (owner.pid, owner.start)
-        if not all(type(text) is str and len(text) < _LONGEST for text in texts):
-            return None
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-            return None
-        known = (
-            0 < owner.pid < 1 << 31
-            and type(owner.began) in (int, float)
-            and abs(owner.began) < 1e12
+        valid = (
+            all(type(text) is str and len(text) < _MAX_TEXT for text in texts)
+            and all(type(number) is int for number in (owner.pid, owner.start))
+            and (0 < owner.pid < 1 << 31 and 0 <= owner.start < 1 << 62)
+            and (type(owner.began) in (int, float) and abs(owner.began) < 1e12)
+            and owner.host.isprintable()
         )
-        return owner if known and owner.host.isprintable() else None
+        return owner if valid else None
 
 
 def this_process() -> Owner:
-    """The process that asks."""
+    """Returns the calling process."""
     return _process(os.getpid())
 
 
 @cache
 def _process(pid: int) -> Owner:
-    """Of ``pid``, this process's: one that was forked is another."""
-    found = _stat(pid)
+    """Describes the calling process; cached by ``pid``, as a forked process is another one."""
+    status = _stat(pid)
     return Owner(
         host=socket.gethostname(),
         pid=pid,
-        machine="" if found is None else _machine(),
-        start=0 if found is None else found[1],
-        began=time.time() if found is None else _seconds(found[1]),
+        machine="" if status is None else _machine(),
+        start=0 if status is None else status[1],
+        began=time.time() if status is None else _seconds(status[1]),
         token=secrets.token_hex(8),
     )
 
 
-def at(seconds: float) -> str:
-    """A time, in words that are the same on every machine."""
+def format_time(seconds: float) -> str:
+    """Formats a time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):
@@ -122,10 +117,10 @@ def at(seconds: float) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """(state, start in ticks) of a process; None where the kernel doesn't tell."""
+    """Returns (state, start in ticks) of a process; None if the kernel does not say."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-        # The second field, the command in brackets, may itself have blanks and brackets.
+        # The second field, the command in brackets, may itself contain blanks and brackets.
         words = text[text.rindex(b")") + 1 :].split()
         return words[0].decode(), int(words[19])
     except (OSError, ValueError, IndexError):
@@ -141,56 +136,55 @@ def _machine() -> str:
 
 
 def _seconds(ticks: int) -> float:
-    """``ticks`` since this machine was started, as a time."""
+    """Converts ticks since this machine's boot to seconds since 1970."""
     try:
-        up = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (AttributeError, OSError, ValueError):
         return time.time()
-    return time.time() - max(up, 0.0)
+    return time.time() - max(age, 0.0)
 
 
 LOCK = "saving.lock"
-BEAT = 5.0  # seconds between two signs of life
+BEAT = 5.0  # seconds between two heartbeats
 SILENCE = 60.0
-"""Seconds without one after which a lock of another machine is broken. If its process lives after all (it was
-frozen), it finds that before it completes its checkpoint."""
-_UNREADABLE = 3.0  # seconds: a file that says nothing may be one that is being written
+"""Seconds without a heartbeat after which a lock of another machine is broken. If its process was only
+frozen, it finds that before it completes its checkpoint."""
+_UNREADABLE = 3.0  # seconds: a file without valid content may be one that is being written
 _LOOK = 0.25  # seconds between two looks at such a lock
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
-_MOST = 1 << 16  # bytes
+_LIMIT = 1 << 16  # bytes
 
 _held: set[str] = set()
 """Tokens of this process's locks."""
 
 
 class Lock:
-    """One save's hold on a run's folder.
+    """Holds a run's folder for one save.
 
     Args:
-        run: the folder, which is there.
-        step: that is being saved, for who finds it.
+        run: the folder, which exists.
+        step: that is being saved; stored for error messages.
 
     Raises:
-        CheckpointError: another job saves there, or a file of this name is nobody's lock.
+        CheckpointError: if another job saves there, or a file of the lock's name is not a lock.
     """
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / LOCK
         self._step = step
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self._ended = threading.Event()
         self._take()
 
     def _take(self) -> None:
         token = secrets.token_hex(8)
-        text = json.dumps(
-            {
-                "parallel3d lock": token,
-                "owner": this_process().as_json(),
-                "since": time.time(),
-                "step": self._step,
-            }
-        )
+        content = {
+            "parallel3d lock": token,
+            "owner": this_process().as_json(),
+            "since": time.time(),
+            "step": self._step,
+        }
+        text = json.dumps(content)
         file = _make(self.path, f"{text}\n{0:012d}\n".encode())
         _held.add(token)
         self._token, self._ended = token, threading.Event()
@@ -202,32 +196,29 @@ class Lock:
         ).start()
 
     def check(self) -> None:
-        """Makes sure that it is still this save's: if somebody has removed it, that nobody else has taken it.
+        """Checks that the lock is still held; takes it again if somebody has removed it.
 
-        Raises:
-            CheckpointError: another job has.
+        Raises CheckpointError if another job has taken it.
         """
-        found = _read(self.path)
-        holder = None if found is None else _Holder.of(found)
+        content, holder = self._holder()
         if holder is not None and holder.token == self._token:
             return
-        if found is None:
+        if content is None:
             self._drop()
             self._take()
             return
         raise CheckpointError(
-            f"{self.path.parent}: this save's lock was taken over by {holder or 'somebody'}, for it gave no "
-            f"sign of life for {SILENCE:.0f} s, or was removed; the checkpoint is not completed. Two jobs "
+            f"{self.path.parent}: this save's lock was taken over by {holder or 'somebody'}, because it gave "
+            f"no sign of life for {SILENCE:.0f} s or was removed; the checkpoint is not completed. Two jobs "
             "must not save into one folder: end one of them, or give it another folder"
         )
 
     def release(self) -> None:
-        """The save is over. A lock that can't be removed is a warning: who finds it sees that it is over."""
-        if os.getpid() != self._process:  # forked meanwhile; the parent's
+        """Removes the lock; warns if that fails, as the next save sees that this one has ended."""
+        if os.getpid() != self._pid:  # in a forked process; the lock is the parent's
             return
         self._drop()
-        found = _read(self.path)
-        holder = None if found is None else _Holder.of(found)
+        _, holder = self._holder()
         if holder is None or holder.token != self._token:
             return
         try:
@@ -235,66 +226,72 @@ class Lock:
         except OSError as error:
             warnings.warn(f"{self.path} could not be removed: {error}", stacklevel=2)
 
+    def _holder(self) -> tuple[bytes | None, _Holder | None]:
+        content = _read(self.path)
+        return content, None if content is None else _Holder.of(content)
+
     def _drop(self) -> None:
         _held.discard(self._token)
         self._ended.set()
 
 
 def _beat(file: int, place: int, ended: threading.Event) -> None:
-    """Gives signs of life until the save has ended. The file is closed here, where it is written."""
+    """Writes a growing count into the lock until the save has ended, and closes the file."""
     count = 0
     try:
         while not ended.wait(BEAT):
             count += 1
             os.pwrite(file, f"{count:012d}".encode(), place)
             os.fsync(file)
-    except OSError:  # ``check`` finds what has become of the lock
+    except OSError:  # ``Lock.check`` finds what has become of the lock
         pass
     finally:
         os.close(file)
 
 
+@dataclass
 class _Holder:
-    """What a lock says."""
+    """The content of a lock."""
 
-    def __init__(self, token: str, owner: Owner, since: float, step: int) -> None:
-        self.token, self.owner, self.since, self.step = token, owner, since, step
+    token: str
+    owner: Owner
+    since: float
+    step: int
 
     @classmethod
     def of(cls, text: bytes) -> _Holder | None:
-        """None: it is no lock."""
+        """Parses a lock; returns None if it is not one."""
         try:
-            found = loads(text.partition(b"\n")[0], LOCK)
+            content = loads(text.partition(b"\n")[0], LOCK)
         except CorruptCheckpointError:
             return None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             return None
-        token, since, step = (found.get(key) for key in ("parallel3d lock", "since", "step"))
-        owner = Owner.from_json(found.get("owner"))
-        if owner is None or type(token) is not str or type(step) is not int:
+        token, since, step = (content.get(key) for key in ("parallel3d lock", "since", "step"))
+        owner = Owner.from_json(content.get("owner"))
+        if owner is None or (type(token), type(since), type(step)) != (str, float, int):
             return None
-        return cls(token, owner, since, step) if type(since) is float else None
+        return cls(token, owner, since, step)  # type: ignore[arg-type]
 
     def is_alive(self) -> bool | None:
-        """As ``Owner.is_alive``; a lock of this process itself holds while its save does."""
+        """As ``Owner.is_alive``; a lock of this process is alive while its save runs."""
         if self.owner.token == this_process().token:
             return self.token in _held
         return self.owner.is_alive()
 
     def __str__(self) -> str:
-        return f"{self.owner}, saving step {self.step} since {at(self.since)}"
+        return f"{self.owner}, saving step {self.step} since {format_time(self.since)}"
 
 
 def _make(path: Path, text: bytes) -> int:
-    """Makes the lock, when nobody holds it; its file, open.
+    """Makes the lock when nobody holds it, and returns its file, open.
 
-    Raises:
-        CheckpointError: somebody does, or the file can't be made.
+    Raises CheckpointError if somebody holds it, or the file cannot be made.
     """
-    seen: tuple[bytes, float] | None = None
+    seen: tuple[bytes, float] | None = None  # content, and when it was first seen
     while True:
-        found = _read(path)
-        if found is None:
+        content = _read(path)
+        if content is None:
             try:
                 file = _create(path, text)
             except OSError as error:
@@ -302,19 +299,23 @@ def _make(path: Path, text: bytes) -> int:
             if file is not None:
                 return file
             continue
-        holder = _Holder.of(found)
+        holder = _Holder.of(content)
         alive = None if holder is None else holder.is_alive()
-        changed = seen is not None and seen[0] != found
+        changed = seen is not None and seen[0] != content
         if holder is not None and (alive or changed):
-            raise CheckpointError(_held_by(path, holder))
+            raise CheckpointError(
+                f"{path.parent} is being saved into already, by {holder}. Two jobs in one folder would "
+                "remove each other's checkpoints: end one of them, or give it another folder. (If that "
+                f"process no longer saves here, remove {path})"
+            )
         if holder is not None and alive is False:
-            _break(path, found, f"{holder}; that process has ended")
+            _break(path, content, f"{holder}; that process has ended")
             continue
         if seen is None or changed:
-            seen = found, time.monotonic()
+            seen = content, time.monotonic()
         silent = time.monotonic() - seen[1]
         if holder is not None and silent > SILENCE:
-            _break(path, found, f"{holder}; it has given no sign of life for {SILENCE:.0f} s")
+            _break(path, content, f"{holder}; it has given no sign of life for {SILENCE:.0f} s")
         elif holder is None and silent > _UNREADABLE:
             raise CheckpointError(
                 f"{path} doesn't say who saves there; if nobody saves into this folder, remove that file, or "
@@ -325,14 +326,14 @@ def _make(path: Path, text: bytes) -> int:
 
 
 def _create(path: Path, text: bytes) -> int | None:
-    """Its file, open; None: it is there already. It is never seen without what it says."""
-    mine = path.with_name(f"{LOCK}-{secrets.token_hex(4)}")
+    """Creates the lock with its content in one step, and returns it open; None if it already exists."""
+    temporary = path.with_name(f"{LOCK}-{secrets.token_hex(4)}")
     try:
-        _write(mine, text)
+        _write(temporary, text)
         try:
-            os.link(mine, path)
+            os.link(temporary, path)
         except FileExistsError:
-            if os.stat(mine).st_nlink != 2:  # else NFS has lost the answer to a first try
+            if os.stat(temporary).st_nlink != 2:  # else NFS lost the reply to a first try
                 return None
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -345,11 +346,11 @@ def _create(path: Path, text: bytes) -> int | None:
         return None
     finally:
         with suppress(OSError):
-            mine.unlink()
+            temporary.unlink()
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Makes a file that isn't there."""
+    """Writes a new file; raises FileExistsError if it exists."""
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
         os.write(file, text)
@@ -358,27 +359,19 @@ def _write(path: Path, text: bytes) -> None:
         os.close(file)
 
 
-def _held_by(path: Path, holder: _Holder) -> str:
-    return (
-        f"{path.parent} is being saved into already, by {holder}. Two jobs in one folder would remove each "
-        "other's checkpoints: end one of them, or give it another folder. (If that process saves here no "
-        f"more, remove {path})"
-    )
-
-
-def _break(path: Path, found: bytes, why: str) -> None:
-    """Removes a lock that nobody holds any more, and says so."""
+def _break(path: Path, content: bytes, why: str) -> None:
+    """Removes a lock with this content, which nobody holds, and warns."""
     aside = path.with_name(f"{LOCK}-{secrets.token_hex(4)}")
     try:
         os.rename(path, aside)
-    except FileNotFoundError:  # somebody was quicker
+    except FileNotFoundError:  # another process has removed it
         return
-    if _read(aside) != found:  # and has made a new one, or its process lives
+    if _read(aside) != content:  # another process has made a new one, or the holder lives
         try:
             os.link(aside, path)
         except FileExistsError:
             pass
-        except OSError:  # no links here
+        except OSError:  # no hard links here
             os.rename(aside, path)
     else:
         warnings.warn(f"{path} was left by {why}: it is removed", stacklevel=2)
@@ -387,17 +380,17 @@ def _break(path: Path, found: bytes, why: str) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """What the file holds; None if it isn't there."""
+    """Returns the file's content; None if it does not exist."""
     try:
-        # A pipe isn't waited for, and a link not followed.
+        # Neither waits for a pipe's writer nor follows a link.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     except FileNotFoundError:
         return None
     except OSError:
         return b""
     try:
-        return os.read(file, _MOST)
-    except OSError:  # NFS: removed just now, on another machine
+        return os.read(file, _LIMIT)
+    except OSError:  # NFS: removed just now on another machine
         return None
     finally:
         os.close(file)

@@ -1,7 +1,7 @@
-"""Reader: DCP's StorageReader for the folders of this package.
+"""Reader: DCP's StorageReader for this package's checkpoints, and the planners that store values as JSON.
 
-DCP plans on every rank before any rank reads. A rank verifies what it is going to read while it plans:
-so damage anywhere is known to all ranks before a value of the model has changed.
+DCP plans on every rank before any rank reads, and a rank verifies what it is going to read while it plans. So
+all ranks know of damage before a value of the model has changed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,15 @@ from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.futures import Future
 
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.folder import opened
+from parallel3d.checkpoint.format.boxes import slices_of, whole_box
+from parallel3d.checkpoint.format.files import (
+    BLOCK,
+    opened,
+    verify_blocks,
+)
 from parallel3d.checkpoint.format.index import Chunk, Index
-from parallel3d.checkpoint.format.safetensors_file import BLOCK, BlockCheck, bytes_of, read_into
+from parallel3d.checkpoint.format.strided import read_strided
 from parallel3d.checkpoint.values import decode, encode
-
-_ROWS = 1 << 20  # bytes that are read at once where not all of them are wanted
 
 
 class Reader(StorageReader):
@@ -52,11 +56,11 @@ class Reader(StorageReader):
 
     Args:
         path: the checkpoint's folder.
-        index: its index, if it has been read.
+        index: its index, if already read.
 
     Raises:
-        CorruptCheckpointError: it is no whole checkpoint. In ``dcp.load``: what this rank reads isn't what
-            was saved; nothing has been read into the state by then, on any rank.
+        CorruptCheckpointError: if it is not a complete checkpoint. In ``dcp.load``: if what a rank needs is
+            damaged; nothing has been read into the state then, on any rank.
     """
 
     def __init__(self, path: str | os.PathLike[str], index: Index | None = None) -> None:
@@ -65,31 +69,32 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is such a folder."""
+        """Returns whether it is a checkpoint's folder."""
         return folders.is_checkpoint(Path(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """For the next load, of another folder if one is given."""
+        """Prepares the next load, of another folder if one is given."""
         if checkpoint_id is not None and Path(checkpoint_id) != self.path:
             self.path = Path(checkpoint_id)
             self.index = folders.open_checkpoint(self.path)[0]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the index says, in DCP's words."""
-        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self.index.objects}
+        """Returns the index as DCP's metadata."""
+        described: dict[str, Any] = {name: BytesStorageMetadata() for name in self.index.objects}
         for name, entry in self.index.tensors.items():
-            properties = TensorProperties(entry.dtype)
             chunks = [
                 ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
                 for c in entry.chunks
             ]
-            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-        return Metadata(found)
+            described[name] = TensorStorageMetadata(
+                TensorProperties(entry.dtype), torch.Size(entry.shape), chunks
+            )
+        return Metadata(described)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Finds chunks by where they begin."""
+        """Maps (tensor, offsets) to chunks."""
         self._chunks = {
             MetadataIndex(name, chunk.offsets): chunk
             for name, entry in self.index.tensors.items()
@@ -101,22 +106,11 @@ class Reader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 decode(self.index.objects[item.storage_index.fqn])
-        wanted: dict[str, dict[int, tuple[int, int]]] = {}
-        for part in self._parts(plan):
-            blocks = wanted.setdefault(part.chunk.file, {})
-            for number in part.blocks:
-                begin = number * BLOCK
-                size = min(BLOCK, part.chunk_bytes - begin)
-                blocks[part.chunk.begin + begin] = size, part.chunk.crc[number]
-        check = BlockCheck()
-        for name, blocks in wanted.items():
-            with opened(self.path / name) as file:
-                for begin, (size, crc) in sorted(blocks.items()):
-                    check.verify(file, begin, size, crc, os.fspath(self.path / name))
+        _verify(self.path, [part for _, part in self._parts(plan)])
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Returns them unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: TorchLoadPlanner) -> Future[None]:
@@ -125,152 +119,121 @@ class Reader(StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 text = json.dumps(self.index.objects[item.storage_index.fqn])
                 planner.load_bytes(item, io.BytesIO(text.encode()))
-        by_file: dict[str, list[_Part]] = {}
-        for part in self._parts(plan):
-            by_file.setdefault(part.chunk.file, []).append(part)
-        for name, parts in by_file.items():
+        parts = sorted(self._parts(plan), key=lambda each: each[1].place)
+        for name, of_file in groupby(parts, key=lambda each: each[1].chunk.file):
             with opened(self.path / name) as file:
-                for part in sorted(parts, key=lambda part: part.chunk.begin + part.first_byte):
-                    target = planner.resolve_tensor(part.item).detach()
+                for item, part in of_file:
+                    target = planner.resolve_tensor(item).detach()
                     part.read(file, target, os.fspath(self.path / name))
-                    planner.commit_tensor(part.item, target)
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _parts(self, plan: LoadPlan) -> Iterator[_Part]:
+    def _parts(self, plan: LoadPlan) -> Iterator[tuple[ReadItem, _Part]]:
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO and item.lengths.numel():
                 chunk = self._chunks[item.storage_index]
                 dtype = self.index.tensors[item.storage_index.fqn].dtype
-                yield _Part(item, chunk, dtype)
+                offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
+                yield item, _Part(chunk, dtype, offsets, sizes)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A box of a chunk that is to be read."""
+    """A box of a chunk that is read; the rows that contain it are verified."""
 
-    item: ReadItem
     chunk: Chunk
     dtype: torch.dtype
-
-    @property
-    def chunk_bytes(self) -> int:
-        return prod(self.chunk.sizes) * self.dtype.itemsize
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of the chunk."""
+        """Size of one row of the chunk."""
         return prod(self.chunk.sizes[1:]) * self.dtype.itemsize
 
     @property
     def first_byte(self) -> int:
-        """Of the rows that are wanted, from the chunk's begin."""
-        return self.item.storage_offsets[0] * self.row_bytes if self.chunk.sizes else 0
+        """Where the rows begin in the chunk."""
+        return self.offsets[0] * self.row_bytes if self.chunk.sizes else 0
 
     @property
-    def nbytes(self) -> int:
-        """Of these rows."""
-        return self.item.lengths[0] * self.row_bytes if self.chunk.sizes else self.chunk_bytes
+    def place(self) -> tuple[str, int]:
+        """(file, first byte) of the rows."""
+        return self.chunk.file, self.chunk.begin + self.first_byte
 
-    @property
-    def blocks(self) -> range:
-        """Numbers of the blocks that have bytes of these rows."""
-        return range(self.first_byte // BLOCK, -(-(self.first_byte + self.nbytes) // BLOCK))
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yields (first byte, size, CRC-32) of the blocks that contain the rows."""
+        chunk_bytes = prod(self.chunk.sizes) * self.dtype.itemsize
+        nbytes = self.sizes[0] * self.row_bytes if self.chunk.sizes else chunk_bytes
+        for number in range(self.first_byte // BLOCK, -(-(self.first_byte + nbytes) // BLOCK)):
+            begin = number * BLOCK
+            size = min(BLOCK, chunk_bytes - begin)
+            yield self.chunk.begin + begin, size, self.chunk.crc[number]
 
     def read(self, file: int, target: torch.Tensor, where: str) -> None:
-        """Fills ``target``, of the sizes that are wanted."""
-        at = self.chunk.begin + self.first_byte
-        whole_rows = tuple(self.item.lengths[1:]) == self.chunk.sizes[1:]
-        direct = target.is_cpu and target.dtype == self.dtype and target.is_contiguous()
-        if whole_rows and direct and not target.is_conj() and not target.is_neg():
-            read_into(file, bytes_of(target), at, where)
-            increment_version(target)
-            return
-        if not self.chunk.sizes:
-            target = target.unsqueeze(0)
-        rows = self._rows_at_once(whole_rows)
-        sizes = (min(rows, len(target)), *self.chunk.sizes[1:])
-        buffer = torch.empty(sizes, dtype=self.dtype)
-        columns = tuple(
-            slice(start, start + length)
-            for start, length in zip(
-                self.item.storage_offsets[1:], self.item.lengths[1:], strict=True
-            )
-        )
-        for row in range(0, len(target), rows):
-            part = buffer[: min(rows, len(target) - row)]
-            read_into(file, bytes_of(part), at + row * max(self.row_bytes, 1), where)
-            with torch.inference_mode(target.is_inference()):
-                target[row : row + rows].copy_(part[(slice(None), *columns)])
-
-    def _rows_at_once(self, whole: bool) -> int:
-        size = max(self.row_bytes, 1)
-        return max(1, (16 * _ROWS if whole else _ROWS) // size)
+        """Fills ``target``, of the box's sizes."""
+        strides = torch.empty(self.chunk.sizes, device="meta").stride()
+        offset = sum(o * stride for o, stride in zip(self.offsets, strides, strict=True))
+        with torch.inference_mode(target.is_inference()):
+            read_strided(file, self.chunk.begin, self.dtype, offset, strides, target, where)
+        increment_version(target)
 
 
-# read_whole: a stored tensor, all of it, verified.
+def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
+    """Verifies the blocks of ``parts``, each once; ``label`` follows the path in an error."""
+    blocks: dict[str, set[tuple[int, int, int]]] = {}
+    for part in parts:
+        blocks.setdefault(part.chunk.file, set()).update(part.blocks())
+    for name, of_file in blocks.items():
+        with opened(folder / name) as file:
+            verify_blocks(file, sorted(of_file), f"{folder / name}{label}")
 
 
 def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
-    """The tensor ``name``, on the CPU.
+    """Reads the whole tensor ``name`` to the CPU.
 
-    Raises:
-        CorruptCheckpointError: its bytes are not those that were saved.
+    Raises CorruptCheckpointError if its bytes are not those that were saved.
     """
     entry = index.tensors[name]
-    check = BlockCheck()
-    for chunk in entry.chunks:  # before there is memory for it
-        path = folder / chunk.file
-        size = prod(chunk.sizes) * entry.dtype.itemsize
-        with opened(path) as file:
-            for number, crc in enumerate(chunk.crc):
-                begin = number * BLOCK
-                at, count = chunk.begin + begin, min(BLOCK, size - begin)
-                check.verify(file, at, count, crc, f"{path}, of {name!r:.200}")
+    parts = [_Part(c, entry.dtype, *whole_box(c.sizes)) for c in entry.chunks]
+    _verify(folder, parts, f", of {name!r:.200}")  # before memory is allocated
     whole = torch.empty(entry.shape, dtype=entry.dtype)
-    for chunk in entry.chunks:
-        box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-        target = whole[box]
-        part = target if target.is_contiguous() else torch.empty(chunk.sizes, dtype=entry.dtype)
-        data, path = bytes_of(part), folder / chunk.file
+    for part in parts:
+        path = folder / part.chunk.file
         with opened(path) as file:
-            read_into(file, data, chunk.begin, os.fspath(path))
-        if part is not target:
-            target.copy_(part)
+            part.read(file, whole[slices_of(part.chunk.offsets, part.sizes)], os.fspath(path))
     return whole
 
 
-# DCP's planners, without pickle: what is no tensor goes as JSON.
-
-
 class SavePlanner(DefaultSavePlanner):
-    """For ``Writer``: as torch's, but values that are no tensors are written as JSON.
+    """DCP's planner for ``Writer``: values that are not tensors are stored as JSON, not pickled.
 
-    Raises, from ``dcp.save``:
-        CheckpointError: for one that can't be.
+    Raises:
+        CheckpointError: in ``dcp.save``, for a value that cannot be stored.
     """
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """bytes of the JSON text, for a value."""
+        """Returns the JSON text of a value."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(json.dumps(encode(object, write_item.index.fqn)).encode())
         return object
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """For ``Reader``: the reverse."""
+    """DCP's planner for ``Reader``: the inverse of ``SavePlanner``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Puts a value where it belongs in the state dict."""
+        """Puts a value into the state dict."""
         name = read_item.dest_index.fqn
-        found = decode(json.loads(value.getvalue()))
+        result = decode(json.loads(value.getvalue()))
         if not self.flatten_state_dict:
-            self.state_dict[name] = found
-            self.original_state_dict[name] = found  # the base may have made another dict of it
+            self.state_dict[name] = result
+            self.original_state_dict[name] = result  # the base class may have copied the dict
             return
         *path, last = self.mappings[name]
         at: Any = self.original_state_dict
         for key in path:
             at = at[key]
-        at[last] = found
+        at[last] = result

@@ -1,18 +1,15 @@
 """The safetensors format: headers read and checked, headers written.
 
 A file is eight bytes (the header's length, little endian), the header (JSON: name -> dtype, shape and
-``data_offsets``, from the header's end), and the tensors' bytes one after another without gaps. Reading it
-here, rather than through the safetensors library, keeps the file out of this process's memory (the library
-maps whole files) and turns a file that ends early into an error (reading a mapped one is a signal).
+``data_offsets`` from the header's end), and the tensors' bytes without gaps. The safetensors library maps
+whole files, where a file that ends early is a signal and not an error, and writes whole files at once; so
+headers are handled here.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import reprlib
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,9 +18,8 @@ from typing import Any
 
 import torch
 
+from parallel3d.checkpoint.format.files import loads, open_regular, shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
-
-# The names that safetensors files have for torch's dtypes.
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -43,13 +39,13 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+"""The format's name of a dtype -> the dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
-_MOST_DIMS = 64  # that torch's kernels take
-_EXPORT = {"format": "pt", "made_by": "parallel3d"}
-LONGEST = 100 << 20
-"""Bytes of a header, or an index of files; the library's limit too."""
+MAX_DIMS = 64  # dims that torch's kernels take
+_METADATA = {"format": "pt", "made_by": "parallel3d"}
+MAX_HEADER = 100 << 20
+"""Bytes of a header, or of an index of files; the library has the same limit."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,9 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        file: the file's name in its folder.
-        dtype: as the format writes it.
-        start, end: its bytes, from the file's beginning.
+        file: name of the file in its folder.
+        dtype: the format's name of the dtype.
+        start, end: its bytes, counted from the beginning of the file.
     """
 
     file: str
@@ -70,75 +66,58 @@ class Stored:
 
 
 def read_header(path: Path, file: str) -> dict[str, Stored]:
-    """The tensors of a file.
+    """Returns the tensors of a file by name.
 
     Raises:
-        CorruptCheckpointError: it is no safetensors file, or not all of one.
-        OSError: it can't be read.
+        CorruptCheckpointError: if it is not a complete safetensors file.
+        OSError: if it cannot be read.
     """
     with open(path, "rb", opener=open_regular) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
         length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > min(LONGEST, size - 8):
+        if len(first) < 8 or length > min(MAX_HEADER, size - 8):
             raise CorruptCheckpointError(
-                f"{path} is no safetensors file, or cut short: {size} bytes, and a header of {length}"
+                f"{path} is no safetensors file, or cut short: it has {size} bytes and a header of {length}"
             )
         text = opened.read(length)
+    header = loads(text, f"{path}: its header")
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_once)
         if not isinstance(header, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("not a JSON object")
         header.pop("__metadata__", None)
-        found = {name: _stored(file, name, said, 8 + length) for name, said in header.items()}
-        _check_gapless(found, 8 + length, size)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path}: its header can't be right: {error}") from error
-    return found
+        tensors = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+        _check_gapless(tensors, 8 + length, size)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} has an invalid header: {error}") from error
+    return tensors
 
 
-def open_regular(path: str, flags: int) -> int:
-    """Opens a file, and nothing that could block or act, such as a pipe or a device."""
-    opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
-        raise CorruptCheckpointError(f"{path} is no ordinary file")
-    return opened
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
-
-
-def _stored(file: str, name: str, said: Any, begin: int) -> Stored:
-    if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
-        raise ValueError(f"{name[:200]!r} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
+    name = name[:200]
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name!r} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets):
-        raise ValueError(f"{name[:200]!r} is {reprlib.repr(said)}")
-    if len(shape) > _MOST_DIMS:  # before any product of them
-        raise ValueError(f"{name[:200]!r} has {len(shape)} dims")
+        raise ValueError(f"{name!r} is {shown(entry)}")
+    if len(shape) > MAX_DIMS:  # checked before their product is taken
+        raise ValueError(f"{name!r} has {len(shape)} dims")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{name[:200]!r} lies at {reprlib.repr(offsets)}")
-    known = DTYPES.get(dtype)
-    if known is not None and prod(shape) * known.itemsize != offsets[1] - offsets[0]:
-        taken = offsets[1] - offsets[0]
-        raise ValueError(f"{name[:200]!r}, {dtype} of shape {shape}, can't have {taken} bytes")
+        raise ValueError(f"{name!r} has the data_offsets {shown(offsets)}")
+    nbytes = offsets[1] - offsets[0]
+    if dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != nbytes:
+        raise ValueError(f"{name!r}, {dtype} of shape {shape}, can't have {nbytes} bytes")
     return Stored(file, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-        for value in values
+        type(value) is int and 0 <= value < 1 << 62 for value in values
     )
 
 
-def _check_gapless(found: Mapping[str, Stored], begin: int, size: int) -> None:
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+def _check_gapless(tensors: Mapping[str, Stored], begin: int, size: int) -> None:
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if stored.start != begin:
             raise ValueError(f"{name!r} begins at byte {stored.start}, not at {begin}")
         begin = stored.end
@@ -147,28 +126,27 @@ def _check_gapless(found: Mapping[str, Stored], begin: int, size: int) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file says that ``header_of`` made its header."""
+    """Returns whether a file's metadata says that ``header_of`` made its header."""
     try:
         with open(path, "rb", opener=open_regular) as opened:
             length = int.from_bytes(opened.read(8), "little")
-            said = json.loads(opened.read(min(length, LONGEST)).decode())["__metadata__"]
-            return said.get("made_by") == _EXPORT["made_by"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            metadata = loads(opened.read(min(length, MAX_HEADER)), "")["__metadata__"]
+            return metadata.get("made_by") == _METADATA["made_by"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """The beginning of a file that holds ``tensors`` in this order; their bytes follow it.
+    """Returns the beginning of a file that holds ``tensors``, (dtype, shape) by name, in this order.
 
-    Raises:
-        CheckpointError: the format has no name for a dtype.
+    Raises CheckpointError if the format has no name for a dtype.
     """
-    header: dict[str, Any] = {"__metadata__": _EXPORT}
+    header: dict[str, Any] = {"__metadata__": _METADATA}
     at = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in NAMES:
             raise CheckpointError(
-                f"{name} is {dtype}, which safetensors files can't hold; they can: "
+                f"{name} is {dtype}, which safetensors files can't hold; they can hold "
                 f"{', '.join(str(known).removeprefix('torch.') for known in NAMES)}"
             )
         end = at + prod(shape) * dtype.itemsize
@@ -177,74 +155,3 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     return len(text).to_bytes(8, "little") + text
-
-
-# crc32: isal's, several times as fast as zlib's; zlib's on a machine that isal has no wheel for.
-
-try:
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
-
-
-# Blocks: stored bytes are checked by a CRC-32 for every ``BLOCK`` bytes of a chunk.
-#
-# So a rank that reads some rows of a large chunk verifies them without reading the rest.
-
-BLOCK = 4 << 20
-_STRIDE = 256 << 10  # what is read and checked at once: it stays in the processor's cache
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor whose values are those in it: it has no conjugate or negative
-    bit. Keep the tensor as long as the view."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    assert not tensor.is_conj() and not tensor.is_neg()
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def crcs_of(data: memoryview) -> list[int]:
-    """CRC-32 of each block of ``data``."""
-    return [crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
-
-
-def write_all(file: int, data: memoryview) -> None:
-    """``os.write`` until all is written."""
-    while data:
-        data = data[os.write(file, data) :]
-
-
-def read_into(file: int, target: memoryview, at: int, where: str) -> None:
-    """Fills ``target`` from the file's bytes from ``at`` on.
-
-    Raises:
-        CorruptCheckpointError: the file ends before; ``where`` says which it is.
-    """
-    while target:
-        count = os.preadv(file, [target], at)
-        if not count:
-            raise CorruptCheckpointError(f"{where} ends at byte {at}, where data should be")
-        target, at = target[count:], at + count
-
-
-class BlockCheck:
-    """Verifies blocks of files against their CRCs, with one small buffer."""
-
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_STRIDE))
-
-    def verify(self, file: int, begin: int, size: int, crc: int, where: str) -> None:
-        """Raises CorruptCheckpointError unless the ``size`` bytes from ``begin`` have this CRC-32."""
-        found = 0
-        for at in range(0, size, _STRIDE):
-            part = self._buffer[: min(_STRIDE, size - at)]
-            read_into(file, part, begin + at, where)
-            found = crc32(part, found)
-        if found != crc:
-            raise CorruptCheckpointError(
-                f"{where}: the bytes {begin} to {begin + size} are not those that were saved "
-                f"(CRC-32 {found:08x}, saved was {crc:08x})"
-            )

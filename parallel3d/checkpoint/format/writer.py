@@ -1,4 +1,4 @@
-"""Writer: DCP's StorageWriter for the folders of this package."""
+"""Writer: DCP's StorageWriter for this package's checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,94 +23,30 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from parallel3d.checkpoint.format import folder as folders
+from parallel3d.checkpoint.format.files import bytes_of, crcs_of, write_all
 from parallel3d.checkpoint.format.index import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
-from parallel3d.checkpoint.format.safetensors_file import bytes_of, crcs_of, header_of, write_all
+from parallel3d.checkpoint.format.safetensors_file import header_of
 from parallel3d.errors import CheckpointError
-
-# Writes one rank's file: the safetensors layout, a checksum of every block on the way.
-#
-# The library itself takes a whole file's bytes at once, which would be a second copy of what a
-# rank holds.
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A box of a tensor that is to be written.
-
-    Attributes:
-        name: of the tensor.
-        dtype, shape: the whole's.
-        offsets, sizes: the box.
-        values: gives them, on any device; called when their turn comes.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    values: Callable[[], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.sizes) * self.dtype.itemsize
-
-    @property
-    def key(self) -> str:
-        """Its name in the file."""
-        if self.sizes == self.shape:
-            return self.name
-        return f"{self.name}@{','.join(map(str, self.offsets))}"
-
-
-def write_file(path: Path, items: Sequence[Stored]) -> tuple[list[Chunk], int]:
-    """Writes ``items`` to a new file and on to the disk.
-
-    Returns:
-        (where each of them lies, the file's size).
-    """
-    # Larger elements first, so that each tensor begins at a multiple of its element's size.
-    order = sorted(range(len(items)), key=lambda i: -items[i].dtype.itemsize)
-    header = header_of({items[i].key: (items[i].dtype, items[i].sizes) for i in order})
-    chunks: dict[int, Chunk] = {}
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        write_all(file, memoryview(header))
-        at = len(header)
-        for i in order:
-            item = items[i]
-            values = item.values().detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-            if values.dtype != item.dtype or tuple(values.shape) != item.sizes:
-                raise CheckpointError(
-                    f"{item.name}: {values.dtype} of {tuple(values.shape)} was to be stored as "
-                    f"{item.dtype} of {item.sizes}"
-                )
-            data = bytes_of(values)
-            chunks[i] = Chunk(item.offsets, item.sizes, path.name, at, tuple(crcs_of(data)))
-            write_all(file, data)
-            at += len(data)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return [chunks[i] for i in range(len(items))], at
 
 
 class Writer(StorageWriter):
-    """Writes what ``torch.distributed.checkpoint.save`` gives it, one safetensors file a rank::
+    """Writes for ``torch.distributed.checkpoint.save``, one safetensors file per rank::
 
         dcp.save(state, storage_writer=Writer(folder), planner=SavePlanner())
 
-    The folder has another name until everything is in it and on the disk.
+    The folder has a temporary name until it is complete and on the disk.
 
     Args:
-        path: the checkpoint's folder; of an existing one the old content counts until the new is whole.
-        info: for its ``checkpoint.json``, asked for on the coordinating rank when all else is written.
-        ranks: how many write it; None: as many as DCP finds.
+        path: the checkpoint's folder. If it exists, its old content stays valid until the new one is
+            complete.
+        info: returns the content of ``checkpoint.json``; called on the coordinating rank after all else is
+            written.
+        ranks: how many ranks write; None: as many as DCP finds.
 
     Raises:
-        CheckpointError: in ``dcp.save``: another number of ranks. It writes for one rank alone, without an
-            error, where the process group has been destroyed.
+        CheckpointError: in ``dcp.save``, if another number of ranks writes, as after the process group was
+            destroyed.
     """
 
     def __init__(
@@ -123,31 +58,31 @@ class Writer(StorageWriter):
         self.path = Path(path)
         self.info = info
         self.ranks = ranks
-        self.folder: Path | None = None  # while it is written
-        self.lock: Lock | None = None  # that it is written under
+        self.folder: Path | None = None  # the temporary folder, during a save
+        self.lock: Lock | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a folder's path."""
+        """Returns whether it is a local path."""
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """For the next save, to another folder if one is given."""
+        """Prepares the next save, to another folder if one is given."""
         self.path = Path(checkpoint_id) if checkpoint_id else self.path
         self.folder = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the first rank makes the folder when all have planned."""
+        """Does nothing: the first rank makes the folder when all have planned."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Returns it unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the folder; tells each rank its name and the file's."""
+        """Makes the folder, and tells each rank its path and the rank's number."""
         if self.ranks is not None and len(plans) != self.ranks:
             raise CheckpointError(
-                f"{self.path} was to be written by {self.ranks} ranks, of which {len(plans)} are there: the "
+                f"{self.path} was to be written by {self.ranks} ranks, but only {len(plans)} take part: the "
                 "process group was destroyed meanwhile; wait for an async save's result() before that"
             )
         self.folder = folders.new_folder(self.path)
@@ -159,68 +94,98 @@ class Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file. Results hold its name, its size and where each chunk lies."""
+        """Writes this rank's file. Results have the tensor's dtype and shape, its chunk, the file's size."""
         name, rank = plan.storage_data
         self.folder = Path(name)
-        results = []
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                results.append(_object(item, planner))
+        results = [_object(item, planner) for item in objects]
         if tensors:
-            stored = [_stored(item, planner) for item in tensors]
-            path = self.folder / file_name(rank)
-            chunks, size = write_file(path, stored)
-            for item, what, chunk in zip(tensors, stored, chunks, strict=True):
-                found = (what.name, what.dtype, what.shape, chunk, size)
-                results.append(WriteResult(item.index, what.nbytes, found))
+            results += _write_file(self.folder / file_name(rank), tensors, planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index and the marker, and gives the folder its name."""
+        """Writes the index and the marker, and renames the folder."""
         index = Index()
         for result in (r for rank in results for r in rank):
             if not isinstance(result.storage_data, tuple):
                 index.objects[result.index.fqn] = json.loads(result.storage_data)
                 continue
-            name, dtype, shape, chunk, size = result.storage_data
-            index.tensors.setdefault(name, TensorEntry(dtype, shape)).chunks.append(chunk)
+            dtype, shape, chunk, size = result.storage_data
+            entry = index.tensors.setdefault(result.index.fqn, TensorEntry(dtype, shape))
+            entry.chunks.append(chunk)
             index.files[chunk.file] = size
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and name not in index.tensors:
-                # Without elements: no rank has a part of it.
-                index.tensors[name] = TensorEntry(entry.properties.dtype, tuple(entry.size))
+        for name, described in metadata.state_dict_metadata.items():
+            if isinstance(described, TensorStorageMetadata) and name not in index.tensors:
+                # It has no elements, so no rank has written a part of it.
+                entry = TensorEntry(described.properties.dtype, tuple(described.size))
+                index.tensors[name] = entry
         assert self.folder is not None
         info = self.info() if self.info else {}
         folders.finish(self.folder, self.path, index, info, self.lock)
 
 
-def _stored(item: WriteItem, planner: SavePlanner) -> Stored:
+def _write_file(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    """Writes a safetensors file and flushes it to the disk, tensor by tensor, with a checksum of every block.
+
+    The safetensors library would need all bytes of the file at once: a second copy of a rank's state.
+    """
+    header: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    # Larger elements first, so that each tensor begins at a multiple of its element's size.
+    items = sorted(items, key=lambda item: -_description(item)[0].itemsize)
+    for item in items:
+        dtype, shape, offsets, sizes = _description(item)
+        name = item.index.fqn
+        key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
+        header[key] = dtype, sizes
+    written: list[tuple[WriteItem, Chunk]] = []
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        first = header_of(header)
+        write_all(file, memoryview(first))
+        at = len(first)
+        for item in items:
+            dtype, _, offsets, sizes = _description(item)
+            values = planner.resolve_data(item)
+            assert isinstance(values, torch.Tensor)
+            values = values.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+            if values.dtype != dtype or tuple(values.shape) != sizes:
+                raise CheckpointError(
+                    f"{item.index.fqn} is {values.dtype} of shape {tuple(values.shape)} now, but was planned "
+                    f"as {dtype} of shape {sizes}"
+                )
+            data = bytes_of(values)
+            written.append((item, Chunk(offsets, sizes, path.name, at, tuple(crcs_of(data)))))
+            write_all(file, data)
+            at += len(data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    results = []
+    for item, chunk in written:
+        dtype, shape, _, sizes = _description(item)
+        result = WriteResult(item.index, prod(sizes) * dtype.itemsize, (dtype, shape, chunk, at))
+        results.append(result)
+    return results
+
+
+def _description(
+    item: WriteItem,
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns (dtype, global shape, offsets, sizes) of the box that an item writes."""
     data = item.tensor_data
     assert data is not None
-
-    def values() -> torch.Tensor:
-        found = planner.resolve_data(item)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    return Stored(
-        item.index.fqn,
-        data.properties.dtype,
-        tuple(data.size),
-        tuple(data.chunk.offsets),
-        tuple(data.chunk.sizes),
-        values,
-    )
+    box = data.chunk
+    return data.properties.dtype, tuple(data.size), tuple(box.offsets), tuple(box.sizes)
 
 
 def _object(item: WriteItem, planner: SavePlanner) -> WriteResult:
-    found = planner.resolve_data(item)
-    assert isinstance(found, io.BytesIO)
+    value = planner.resolve_data(item)
+    assert isinstance(value, io.BytesIO)
     try:
-        text = found.getvalue().decode()
+        text = value.getvalue().decode()
         json.loads(text)
     except ValueError:
         raise CheckpointError(

@@ -1,12 +1,12 @@
-"""A folder in Hugging Face's form: which tensors it has, and in which of its files."""
+"""A Hugging Face folder, and the entries of a model that it contains."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel3d.checkpoint.format.safetensors_file import LONGEST, Stored, open_regular, read_header
+from parallel3d.checkpoint.format.files import loads, open_regular
+from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, read_header
+from parallel3d.checkpoint.model_state import plain_name
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.inspect import check_at_rest, units_of
 from parallel3d.materialize import check_can_initialise, give_memory
@@ -24,12 +26,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the model in ``folder``, by name; headers are read, no values.
+    """Returns the tensors of the model in ``folder``, by name. Reads headers only.
 
     Raises:
-        CheckpointError: no such folder, or no safetensors model in it.
-        CorruptCheckpointError: an index or a header that can't be right, a file that is missing, cut short or
-            outside of the folder.
+        CheckpointError: if there is no such folder, or no safetensors model in it.
+        CorruptCheckpointError: if the index or a header is invalid, or a file is missing, cut short or
+            outside the folder.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -51,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if lacking:
         raise CorruptCheckpointError(
             f"{folder / INDEX} says that {files[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
-            + (f"; nor do the files {len(lacking) - 1} more" if len(lacking) > 1 else "")
+            + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
         )
     return {name: headers[file][name] for name, file in files.items()}
 
@@ -61,23 +63,23 @@ def _index(folder: Path) -> Mapping[str, str]:
     try:
         with open(path, "rb", opener=open_regular) as opened:
             size = os.fstat(opened.fileno()).st_size
-            if size > LONGEST:
+            if size > MAX_HEADER:
                 raise ValueError(f"it has {size} bytes")
-            text = opened.read(LONGEST).decode()
-        files = json.loads(text)["weight_map"]
+            files = loads(opened.read(MAX_HEADER), "it")["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-            raise ValueError("its weight_map is no table of file names")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError("its weight_map is not a table of file names")
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path} is no index of safetensors files: {error}") from error
     return files
 
 
 def path_in(folder: Path, name: str) -> Path:
-    """Where ``name`` is in ``folder``.
+    """Returns the path of ``name`` in ``folder``.
+
+    The files of a snapshot in the hub's cache may be links to ``../../blobs``.
 
     Raises:
-        CorruptCheckpointError: outside of it, or nowhere. The hub's cache is inside: there a snapshot's
-            files are links to ``../../blobs``.
+        CorruptCheckpointError: if it is outside the folder, or not a file.
     """
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or os.path.isabs(name) or "\\" in name or "\0" in name:
@@ -93,11 +95,8 @@ def path_in(folder: Path, name: str) -> Path:
     return path
 
 
-# What of a model a Hugging Face checkpoint holds: parameters and persistent buffers, by name.
-
 Names = Mapping[str, str] | Callable[[str], str] | None
-
-_WRAPPED = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""The model's names -> the file's, as the user gives them."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +104,12 @@ class Entry:
     """A parameter or persistent buffer.
 
     Attributes:
-        names: all that it has, the first to be found first; several where weights are tied.
-        tensor: as it is at rest.
-        is_buffer: it is a buffer.
+        names: all its names in the order of the modules; several if weights are tied.
+        tensor: at rest.
     """
 
     names: tuple[str, ...]
     tensor: Tensor
-    is_buffer: bool
 
     @property
     def name(self) -> str:
@@ -120,40 +117,20 @@ class Entry:
 
 
 def entries_of(model: nn.Module) -> list[Entry]:
-    """Each once, in the order of the modules; names as the plain model's."""
-    found: dict[int, tuple[Tensor, bool]] = {}
-    names: dict[int, list[str]] = {}
+    """Returns each entry once, in the order of the modules, with the plain model's names."""
+    tensors: dict[int, Tensor] = {}
+    names: dict[int, dict[str, None]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        persistent = (
-            (key, buffer)
-            for key, buffer in module._buffers.items()
-            if key not in module._non_persistent_buffers_set
-        )
-        parts: Iterable[tuple[bool, Iterable[tuple[str, Tensor | None]]]] = (
-            (False, module._parameters.items()),
-            (True, persistent),
-        )
-        for is_buffer, items in parts:
-            for key, tensor in items:
-                if tensor is None:
-                    continue
-                found.setdefault(id(tensor), (tensor, is_buffer))
-                names.setdefault(id(tensor), []).append(_plain_name(prefix, key))
-    return [
-        Entry(tuple(dict.fromkeys(names[key])), tensor, is_buffer)
-        for key, (tensor, is_buffer) in found.items()
-    ]
-
-
-def _plain_name(prefix: str, key: str) -> str:
-    name = f"{prefix}.{key}" if prefix else key
-    for wrapper in _WRAPPED:
-        name = name.replace(wrapper, "")
-    return name
+        for key, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                name = plain_name(f"{prefix}.{key}" if prefix else key)
+                tensors[id(tensor)] = tensor
+                names.setdefault(id(tensor), {})[name] = None
+    return [Entry(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` before a ``fully_shard`` extended it, or one of the same name and module."""
+    """Returns the class that ``module`` had before ``fully_shard``."""
     for cls in type(module).__mro__:
         extended = issubclass(cls, FSDPModule) or cls.__module__.startswith("parallel3d.")
         if issubclass(cls, nn.Module) and not extended:
@@ -162,11 +139,12 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
-    """The model's names -> those in the file, as ``names`` says; one that it doesn't have stays.
+    """Returns the model's names -> the file's, by the user's ``names``; names that it does not have are
+    unchanged.
 
     Raises:
-        CheckpointError: ``names`` is or returns something else, has a name the model hasn't, or gives two
-            tensors one name.
+        CheckpointError: if ``names`` is or returns something else, has a name that the model does not have,
+            or maps two tensors to one name.
     """
     own = [name for entry in entries for name in entry.names]
     if isinstance(names, Mapping):
@@ -186,16 +164,16 @@ def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
     taken: dict[str, Entry] = {}
     for entry in entries:
         for name in entry.names:
-            other = taken.setdefault(result[name], entry)
-            if other is not entry:
+            first = taken.setdefault(result[name], entry)
+            if first is not entry:
                 raise CheckpointError(
-                    f"names gives {other.name!r} and {name!r} the same name {result[name]!r}"
+                    f"names gives {first.name!r} and {name!r} the same name {result[name]!r}"
                 )
     return result
 
 
 def listed(names: Iterable[str], among: Iterable[str], most: int = 8) -> str:
-    """``names`` with the nearest of ``among`` to each, the first few of them."""
+    """Returns the first few ``names`` with the nearest of ``among`` to each, for an error."""
     names, among = list(names), list(among)
     parts = []
     for name in names[:most]:
@@ -205,15 +183,11 @@ def listed(names: Iterable[str], among: Iterable[str], most: int = 8) -> str:
     return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
 
 
-# Before values are written into a model: its shards in their places, and memory for what is on
-# meta.
-
-
 def bring_to_rest(model: nn.Module, what: str) -> None:
-    """Nothing is gathered, and the modules hold their sharded Parameters.
+    """Reshards all units and registers their sharded parameters.
 
     Raises:
-        StateError: within a forward, backward or ``full_params``.
+        StateError: in a forward or backward pass, or within ``full_params``.
     """
     units = list(units_of(model, recurse=True))
     for unit in units:
@@ -227,30 +201,30 @@ def bring_to_rest(model: nn.Module, what: str) -> None:
 
 
 def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str, nn.Module]]:
-    """Name and module of those that have something on meta which will not be loaded.
+    """Returns (name, module) of modules with tensors on meta that will not be loaded.
 
     Args:
         loaded: ids of the tensors that will be.
 
     Raises:
-        Parallel3dError: one of them has no way to initialise itself.
+        Parallel3dError: if one of them cannot initialise itself.
     """
-    found = []
+    modules = []
     for name, module in model.named_modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(t is not None and t.is_meta and id(t) not in loaded for t in own):
-            found.append((name, module))
-    check_can_initialise(model, found)
-    return found
+            modules.append((name, module))
+    check_can_initialise(model, modules)
+    return modules
 
 
-def memory_for(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None:
-    """Memory for all that is on meta, if anything is; initial values for the modules ``initialised``."""
+def allocate(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None:
+    """Allocates memory for all tensors on meta, and initialises the modules ``initialised``."""
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         give_memory(model, initialised)
 
 
 def mark_changed(tensor: Tensor) -> None:
-    """Tells autograd, and what has gathered it, that values were written into its memory."""
+    """Tells autograd, and the unit that has gathered it, that its memory was written to."""
     with torch.no_grad():
         tensor.as_strided((0,), (1,)).zero_()

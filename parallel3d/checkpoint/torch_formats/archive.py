@@ -1,12 +1,11 @@
-"""Archive: what ``torch.save`` has written, as a file of its own or a part of one; values by boxes.
+"""Archive: what ``torch.save`` has written, as a whole file or a part of one; tensors are read by boxes.
 
-It is a zip file of stored records: ``data.pkl`` describes the values, ``data/N`` are the storages' bytes.
-torch writes a CRC-32 for each and doesn't look at it when it loads.
+It is a zip file of uncompressed records: ``data.pkl`` describes the values, ``data/N`` are the bytes of
+storages. torch stores a CRC-32 of each record and does not check it when it loads.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.format.safetensors_file import crc32
+from parallel3d.checkpoint.format.files import crc_of, read_into
+from parallel3d.checkpoint.format.strided import read_strided
 from parallel3d.checkpoint.torch_formats.pickled import (
     PROTO,
     SAVED_VALUES,
@@ -31,19 +31,19 @@ from parallel3d.checkpoint.torch_formats.pickled import (
 )
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-_BLOCK = 1 << 22  # bytes read at a time
 _LOCAL_HEADER = 30
 _MAX_VALUES = 1_000_000
+_MAX_DEPTH = 50
 _MAX_PICKLE = _MAX_DIRECTORY = 1 << 28
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A record of an archive: bytes of a file, and what they must sum up to.
+    """A record of an archive: bytes of a file, and their checksum.
 
     Attributes:
         what: names it in errors.
-        crc: None: not to be compared.
+        crc: CRC-32; None: not verified.
     """
 
     path: Path
@@ -53,41 +53,31 @@ class Entry:
     what: str
 
     def verify(self) -> None:
-        """Raises CorruptCheckpointError unless its bytes are those that were written."""
+        """Raises CorruptCheckpointError unless its bytes have the checksum."""
         if self.crc is None:
             return
-        found = 0
         with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            left = self.size
-            while left:
-                block = file.read(min(left, _BLOCK))
-                if not block:
-                    raise CorruptCheckpointError(f"{self.what} ends {left} bytes early")
-                found = crc32(block, found)
-                left -= len(block)
-        if found != self.crc:
+            crc = crc_of(file.fileno(), self.offset, self.size, self.what)
+        if crc != self.crc:
             raise CorruptCheckpointError(
-                f"{self.what} has the checksum {found:08x}, and had {self.crc:08x} when it was written "
+                f"{self.what} has the checksum {crc:08x}, and had {self.crc:08x} when it was written "
                 "(files written under torch.serialization.set_crc32_options(False) have none, which "
                 "checksums=False reads)"
             )
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes [start, stop) of it."""
+        """Returns its bytes [start, stop)."""
+        buffer = bytearray(stop - start)
         with open(self.path, "rb") as file:
-            file.seek(self.offset + start)
-            buffer = bytearray(stop - start)
-            if file.readinto(buffer) != len(buffer):
-                raise CorruptCheckpointError(f"{self.what} ends early")
+            read_into(file.fileno(), memoryview(buffer), self.offset + start, self.what)
         return buffer
 
 
 class Archive:
-    """One that ``torch.save`` has written at [offset, offset + length) of a file.
+    """An archive at [offset, offset + length) of a file.
 
-    Its tensors may be expanded, or lie one over the other, so a small file can describe large ones. Those
-    that are not for memory which is there anyway may take as much as the archive has, in all.
+    Its tensors may be expanded or overlap, so a small file can describe large ones. Tensors that are not read
+    into existing memory may take as much memory, in all, as the archive has bytes.
     """
 
     def __init__(
@@ -95,40 +85,39 @@ class Archive:
     ) -> None:
         self.path, self.offset, self.length = path, offset, length
         self.what, self.checksums = what, checksums
-        self._left = length
+        self._bytes_left = length
         self._values_left = _MAX_VALUES
         self._copies: dict[int, tuple[Any, Any, int]] = {}  # id -> (the value, its copy, count)
         self._verified: set[Entry] = set()
 
     def raw(self) -> bytes:
-        """All of it."""
-        with self._clear(), _Window(self.path, self.offset, self.length) as window:
-            return window.readall() or b""
+        """Returns all its bytes."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.length)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """By name, without the directory that all are in."""
-        with self._clear(), _Window(self.path, self.offset, self.length) as window:
-            with zipfile.ZipFile(window) as file:
-                infos = file.infolist()
-            roots = {info.filename.split("/", 1)[0] for info in infos}
-            if len(roots) != 1:
-                raise zipfile.BadZipFile("records that are not in one directory")
-            found = {}
-            ranges = []
+        """The records by name, without the folder that all are in."""
+        with self._errors(), open(self.path, "rb") as file:
+            window = _Window(file, self.offset, self.length)
+            with zipfile.ZipFile(window) as archive:
+                infos = archive.infolist()
+            if len({info.filename.split("/", 1)[0] for info in infos}) != 1:
+                raise zipfile.BadZipFile("records that are not in one folder")
+            entries: dict[str, Entry] = {}
             for info in infos:
                 name = info.filename.split("/", 1)[1]
-                if name in found:
+                if name in entries:
                     raise zipfile.BadZipFile(f"two records {name}")
-                found[name] = self._entry(info, window)
-                ranges.append((found[name].offset, found[name].size, name))
-            ranges.sort()
-            for (start, size, name), (begin, _, other) in pairwise(ranges):
+                entries[name] = self._entry(info, name, window)
+            ranges = sorted((e.offset, e.size, name) for name, e in entries.items())
+            for (start, size, name), (begin, _, following) in pairwise(ranges):
                 if start + size > begin:
-                    raise zipfile.BadZipFile(f"the records {name} and {other} share bytes")
-            return found
+                    raise zipfile.BadZipFile(f"the records {name} and {following} share bytes")
+            return entries
 
-    def _entry(self, info: zipfile.ZipInfo, window: _Window) -> Entry:
+    def _entry(self, info: zipfile.ZipInfo, name: str, window: _Window) -> Entry:
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise zipfile.BadZipFile(f"{info.filename} is compressed or encrypted")
         window.seek(info.header_offset)
@@ -138,16 +127,15 @@ class Archive:
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = info.header_offset + _LOCAL_HEADER + lengths
         if info.file_size != info.compress_size or start + info.file_size > self.length:
-            raise zipfile.BadZipFile(f"{info.filename} reaches beyond the end")
+            raise zipfile.BadZipFile(f"{info.filename} exceeds the end")
         crc = info.CRC if self.checksums else None
-        name = info.filename.split("/", 1)[1]
         what = f"{self.what}, record {name},"
         return Entry(self.path, self.offset + start, info.file_size, crc, what)
 
     @cached_property
     def value(self) -> Any:
-        """What was saved, with a SavedTensor for each tensor."""
-        with self._clear():
+        """The saved value, with a SavedTensor for each tensor."""
+        with self._errors():
             pickled = self.entries["data.pkl"]
             if pickled.size > _MAX_PICKLE:
                 raise zipfile.BadZipFile(f"a description of {pickled.size} bytes")
@@ -164,124 +152,114 @@ class Archive:
 
     def _storage(self, value: Any) -> StorageId:
         storage = StorageId.of(value)
-        self.record_of(storage)
+        self._record_of(storage)
         return storage
 
-    def record_of(self, storage: StorageId) -> Entry:
-        """The record with the bytes of ``storage``, which is as large as that says."""
+    def _record_of(self, storage: StorageId) -> Entry:
+        """Returns the record of ``storage`` after checking its size."""
         entry = self.entries.get(f"data/{storage.key}")
         itemsize = 1 if storage.dtype is None else storage.dtype.itemsize
         if entry is None or entry.size != storage.elements * itemsize:
-            held = "is not there" if entry is None else f"has {entry.size} bytes"
+            state = "is not there" if entry is None else f"has {entry.size} bytes"
             raise CorruptCheckpointError(
-                f"{self.what}: the record of a storage of {storage.elements} x {itemsize} bytes {held}"
+                f"{self.what}: the record of a storage of {storage.elements} x {itemsize} bytes {state}"
             )
         return entry
 
     def checked(self, tensor: SavedTensor) -> Entry:
-        """The record of ``tensor``, within which it lies."""
-        entry = self.record_of(tensor.storage)
+        """Returns the record of ``tensor`` after checking that the tensor is within it."""
+        entry = self._record_of(tensor.storage)
         if prod(tensor.shape) and tensor.end * tensor.dtype.itemsize > entry.size:
             raise CorruptCheckpointError(
-                f"{self.what}: a tensor of shape {tensor.shape} reaches beyond its storage"
+                f"{self.what}: a tensor of shape {tensor.shape} exceeds its storage"
             )
         return entry
 
     def take(self, tensor: SavedTensor, name: str) -> None:
-        """Raises if memory for it, which nothing but this file asks for, would be more than the file has."""
+        """Counts memory allocated for ``tensor``; raises if it would exceed the archive's size in all."""
         self.checked(tensor)
-        self._left -= tensor.nbytes
-        if self._left < 0:
+        self._bytes_left -= tensor.nbytes
+        if self._bytes_left < 0:
             raise CorruptCheckpointError(
                 f"{name} would be {tensor.nbytes} bytes, {tensor.dtype} of shape {tensor.shape}: with what "
                 f"came before it more than {self.what} has; if it was expanded, save a .clone() of it"
             )
 
-    def read_verified(self, tensor: SavedTensor) -> Tensor:
-        """All of a small one."""
-        self.take(tensor, f"{self.what}: a tensor")
+    def copy(self, tensor: SavedTensor, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Copies the box of ``tensor`` that begins at ``offsets`` into ``target``, of the box's sizes."""
         entry = self.checked(tensor)
-        if entry not in self._verified:
-            entry.verify()
-            self._verified.add(entry)
-        return self.read(tensor, (0,) * len(tensor.shape), tensor.shape)
-
-    def read(self, tensor: SavedTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """A box of ``tensor``, on the CPU, with memory of its own."""
-        entry = self.checked(tensor)
-        if not prod(sizes):
-            return torch.empty(sizes, dtype=tensor.dtype)
-        first, last = tensor.span(offsets, sizes)
-        itemsize = tensor.dtype.itemsize
-        start = tensor.start * itemsize
-        buffer = entry.read(start + first * itemsize, start + last * itemsize)
-        flat = torch.frombuffer(buffer, dtype=torch.uint8).view(tensor.dtype)
-        return flat.as_strided(sizes, tensor.stride)
+        offset = tensor.start + tensor.span(offsets, tuple(target.shape))[0]
+        with open(entry.path, "rb") as file:
+            read_strided(
+                file.fileno(),
+                entry.offset,
+                tensor.dtype,
+                offset,
+                tensor.stride,
+                target,
+                entry.what,
+            )
 
     def with_tensors(self, value: Any) -> Any:
-        """A copy of ``value``, a nest of dicts, lists and tuples of what it is, with its tensors' values.
+        """Returns a copy of ``value``, a part of ``self.value``, with its tensors read and verified.
 
         Raises:
-            ValueError: it is deeper than 50 or, seen as a tree, with all that was copied before it, has more
-                than a million values.
+            CorruptCheckpointError: if it is nested too deep or, as a tree and with all that was copied
+                before, has more than a million values.
         """
-        found, count = self._copied(value, 0)
+        result, count = self._copied(value, 0)
         self._values_left -= count
         if self._values_left < 0:
-            raise ValueError("a value that is nested without end")
-        return found
+            raise CorruptCheckpointError(f"{self.what} has a value that is nested without end")
+        return result
 
     def _copied(self, value: Any, depth: int) -> tuple[Any, int]:
-        """(the copy, how many values are in it); of what is in several places, once."""
+        """Returns (the copy, how many values are in it); a value in several places is copied once."""
         if isinstance(value, SavedTensor):
-            return self.read_verified(value), 1
+            self.take(value, f"{self.what}: a tensor")
+            entry = self.checked(value)
+            if entry not in self._verified:
+                entry.verify()
+                self._verified.add(entry)
+            result = torch.empty(value.shape, dtype=value.dtype)
+            self.copy(value, (0,) * len(value.shape), result)
+            return result, 1
         if not isinstance(value, (dict, list, tuple)):
             return value, 1
         if id(value) in self._copies:
-            _, found, count = self._copies[id(value)]
-            return found, count
-        if depth > 50:
-            raise ValueError("a value that is nested without end")
-        parts = [self._copied(each, depth + 1) for each in _elements(value)]
-        copies, count = [copy for copy, _ in parts], 1 + sum(each for _, each in parts)
-        found = dict(zip(value, copies, strict=True)) if isinstance(value, dict) else copies
-        found = tuple(copies) if isinstance(value, tuple) else found
-        self._copies[id(value)] = value, found, count
-        return found, count
+            return self._copies[id(value)][1:]
+        if depth > _MAX_DEPTH:
+            raise CorruptCheckpointError(f"{self.what} has a value that is nested without end")
+        items = value.values() if isinstance(value, dict) else value
+        parts = [self._copied(item, depth + 1) for item in items]
+        copies, count = [copy for copy, _ in parts], 1 + sum(n for _, n in parts)
+        copied: Any = tuple(copies) if isinstance(value, tuple) else copies
+        if isinstance(value, dict):
+            copied = dict(zip(value, copies, strict=True))
+        self._copies[id(value)] = value, copied, count
+        return copied, count
 
     @contextmanager
-    def _clear(self) -> Iterator[None]:
-        """What goes wrong within is a CheckpointError."""
+    def _errors(self) -> Iterator[None]:
+        """Converts errors of zipfile and of the file system to CheckpointErrors."""
         try:
             yield
         except CheckpointError:
             raise
-        except Exception as error:  # of many kinds, zipfile's on files that are none
+        except Exception as error:  # zipfile raises many types for invalid files
             if isinstance(error, OSError) and error.errno is not None:
                 raise CheckpointError(f"{self.what} can't be read: {error}") from error
             raise CorruptCheckpointError(
-                f"{self.what} is nothing whole that torch.save has written "
-                f"({type(error).__name__}: {error})"
+                f"{self.what} is not a complete file of torch.save ({type(error).__name__}: {error})"
             ) from None
 
 
-def _elements(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value
+class _Window:
+    """Bytes [offset, offset + length) of a file, as the file that zipfile reads a directory from."""
 
-
-class _Window(io.RawIOBase):
-    """Bytes [offset, offset + length) of a file, as a file."""
-
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        super().__init__()
-        self._file = io.FileIO(path)
-        self._offset, self._length, self._at = offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._at = 0
 
     def tell(self) -> int:
         return self._at
@@ -294,18 +272,11 @@ class _Window(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """As of any file; but of a zip file's directory, which is asked for in one, not any amount."""
-        if size > _MAX_DIRECTORY:
+        left = max(0, self._length - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > _MAX_DIRECTORY:  # zipfile reads it in one call
             raise zipfile.BadZipFile(f"a directory of {size} bytes")
-        return super().read(size) or b""
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._offset + self._at)
-        read = self._file.readinto(memoryview(buffer)[:count]) or 0
-        self._at += read
-        return read
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        data: bytes = self._file.read(size)
+        self._at += len(data)
+        return data

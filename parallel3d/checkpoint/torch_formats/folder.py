@@ -1,21 +1,22 @@
-"""DcpFolder: what a folder of ``torch.distributed.checkpoint`` holds, and where; nothing of it is run."""
+"""DcpFolder: the contents of a folder of ``torch.distributed.checkpoint``, read without running any of it."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.format.index import tile
+from parallel3d.checkpoint.format.boxes import Box, intersection, slices_of, tile, whole_box
 from parallel3d.checkpoint.torch_formats.archive import Archive, Entry
 from parallel3d.checkpoint.torch_formats.pickled import (
     DCP_METADATA,
@@ -44,16 +45,20 @@ class StoredAt:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, and where it is; ``at`` is None for what the folder has not."""
+    """A box of a tensor, and where it is stored; ``at`` is None if it is listed but not stored."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     at: StoredAt | None
 
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the folder. Each of its elements is in one of the chunks."""
+    """A tensor in the folder. Each of its elements is in exactly one of the chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,10 +67,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """The folder's table of contents.
+    """The contents of a folder.
 
     Attributes:
-        tensors, blobs: by their flat names, "model.layers.0.weight"; a blob is anything else than a tensor.
+        tensors, blobs: by their flat names, such as "model.layers.0.weight"; blobs are all other values.
     """
 
     path: Path
@@ -74,24 +79,22 @@ class DcpFolder:
 
     @classmethod
     def read(cls, path: Path, *, trusted: bool) -> DcpFolder:
-        """Of the folder ``path``.
+        """Reads the ``.metadata`` of the folder ``path``.
 
         Args:
-            trusted: unpickle with ``pickle``, which runs what the file says.
+            trusted: use ``pickle``, which runs code that the file contains.
 
         Raises:
-            CheckpointError: no such folder, or names in it that such a file has no need of.
-            CorruptCheckpointError: what it says can't be.
+            CheckpointError: if it is not such a folder, or names something that such a file does not need.
+            CorruptCheckpointError: if its content is invalid.
         """
         if not path.is_dir():
-            raise CheckpointError(
-                f"{path} is no folder; load_dcp reads those that dcp.save has written"
-            )
+            raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
         file = path / METADATA
         if not os.path.lexists(file):
             raise CheckpointError(
-                f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or one "
-                "whose save didn't end"
+                f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or its save "
+                "didn't complete"
             )
         what = str(file)
         size = file_within(path, METADATA).stat().st_size
@@ -103,24 +106,28 @@ class DcpFolder:
                 raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
             data = first + opened.read(_MAX_METADATA)
         if trusted:
-            content = _unpickled(data, what)
+            try:
+                content = pickle.loads(data)
+            except Exception as error:
+                raise CorruptCheckpointError(
+                    f"{what} is no whole pickle ({type(error).__name__}: {error})"
+                ) from error
         else:
-            content = read_pickle(data, DCP_METADATA, what=what, most_keys=len(data))
+            content = read_pickle(data, DCP_METADATA, what=what, max_keys=len(data))
         try:
             return cls(path, *_contents(content))
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CorruptCheckpointError(
-                f"{what} is no table of contents of torch.distributed.checkpoint: {error}"
+                f"{what} is not valid metadata of torch.distributed.checkpoint: {error}"
             ) from None
 
 
 def file_within(folder: Path, name: str) -> Path:
-    """The file that ``name``, from a table of contents, stands for.
+    """Returns the path of the file ``name``, as metadata gives it.
 
-    Raises:
-        CheckpointError: it would be outside of ``folder``, or is no file.
+    Raises CheckpointError if it is outside ``folder`` or not a file.
     """
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
     outside = (
@@ -133,8 +140,8 @@ def file_within(folder: Path, name: str) -> Path:
     if outside:
         raise CheckpointError(f"{folder}: it refers to the file {name[:200]!r}, which isn't in it")
     path = folder / name
-    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    if not real.is_relative_to(home):
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(folder)):
         raise CheckpointError(f"{folder}: {name[:200]!r} is a link to outside of it")
     try:
         mode = real.stat().st_mode
@@ -145,75 +152,63 @@ def file_within(folder: Path, name: str) -> Path:
     return path
 
 
-# -- the table of contents ---------------------------------------------------------------------------------
+# -- metadata ----------------------------------------------------------------------------------------------
 
 
-def _unpickled(data: bytes, what: str) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise CorruptCheckpointError(
-            f"{what} is no whole pickle ({type(error).__name__}: {error})"
-        ) from error
+def _kind(value: Any) -> str:
+    return value.kind if type(value) is Record else type(value).__name__
 
 
-def _fields(value: Any, *kinds: str) -> dict[str, Any]:
-    """What the object ``value``, a Record or of torch's class, has in it."""
-    kind = value.kind if type(value) is Record else type(value).__name__
-    if kind not in kinds:
-        raise ValueError(f"a {kind} where a {' or '.join(kinds)} must be")
-    state = value.state if type(value) is Record else vars(value)
-    if kind == "TensorProperties":
-        dtype = state[0] if type(value) is Record else state["dtype"]
-        return {"dtype": dtype}
-    if kind == "BytesStorageMetadata":
-        return {}
-    if not isinstance(state, dict):
-        raise ValueError(f"a {kind} with nothing in it")
-    return state
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """Returns the attributes of ``value``, a Record or an object of torch's class of this name."""
+    if _kind(value) != kind:
+        raise ValueError(f"a {_kind(value)} instead of a {kind}")
+    fields = value.state if type(value) is Record else vars(value)
+    if kind == "TensorProperties" and type(value) is Record:
+        return {"dtype": fields[0]}  # a tuple, by its __getstate__
+    if not isinstance(fields, dict):
+        raise ValueError(f"a {kind} without attributes")
+    return fields
 
 
 def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]:
-    found = _fields(value, "Metadata")
-    described, places = found["state_dict_metadata"], found["storage_data"]
+    metadata = _fields(value, "Metadata")
+    described, places = metadata["state_dict_metadata"], metadata["storage_data"]
     if not isinstance(described, dict) or not isinstance(places, dict):
-        raise ValueError("no lists of what is stored, and where")
+        raise ValueError("no state_dict_metadata or no storage_data")
     stored = dict(_place(index, at) for index, at in places.items())
-    _check_apart(stored.values())
+    _check_disjoint(stored.values())
+    _check_paths(described, metadata.get("planner_data"))
     listed = 0
-    _check_paths(described, found.get("planner_data"))
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, StoredAt] = {}
     for name, entry in described.items():
-        if type(name) is not str:
-            raise ValueError("a name that is no string")
         check_name(name)
-        kind = entry.kind if type(entry) is Record else type(entry).__name__
-        if kind == "TensorStorageMetadata":
-            fields = _fields(entry, kind)
+        if _kind(entry) == "TensorStorageMetadata":
+            fields = _fields(entry, "TensorStorageMetadata")
             listed += len(fields["chunks"])
             if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
                 raise ValueError("more chunks are listed than stored")
             tensors[name] = _tensor(name, fields, stored)
-            continue
-        _fields(entry, "BytesStorageMetadata")
-        at = stored.get(_key(name, None))
-        if at is None:
-            raise ValueError(f"{name} is listed and nowhere stored")
-        blobs[name] = at
+        elif _kind(entry) != "BytesStorageMetadata":
+            raise ValueError(f"a {_kind(entry)} as the description of a value")
+        elif (at := stored.get(_key(name, None))) is None:
+            raise ValueError(f"{name} is listed but not stored")
+        else:
+            blobs[name] = at
     return tensors, blobs
 
 
-def _check_apart(places: Iterable[StoredAt]) -> None:
-    """Raises if two values are said to be at one place: every one was written to its own."""
+def _check_disjoint(places: Iterable[StoredAt]) -> None:
+    """Raises ValueError if two values share bytes of a file."""
     ordered = sorted((at.path, at.offset, at.length) for at in places)
-    for (path, start, length), (other, begin, _) in pairwise(ordered):
-        if path == other and start + length > begin:
+    for (path, start, length), (following, begin, _) in pairwise(ordered):
+        if path == following and start + length > begin:
             raise ValueError(f"two values at bytes {begin} to {start + length} of {path!r:.100}")
 
 
 def _check_paths(described: dict[Any, Any], planned: Any) -> None:
-    """Raises if a name is not what torch's planner has made of the keys that led to the value."""
+    """Raises ValueError if torch's planner has not made the names of the paths in its data."""
     if not isinstance(planned, dict):
         return  # of another planner
     for name, path in planned.items():
@@ -221,11 +216,11 @@ def _check_paths(described: dict[Any, Any], planned: Any) -> None:
         if not whole or name not in described or ".".join(map(str, path)) != name:
             raise ValueError(f"the path to {name!r:.100} leads elsewhere")
     if len(planned) != len(described):
-        raise ValueError("other paths than names")
+        raise ValueError("another number of paths than of names")
 
 
 def _key(name: str, offset: tuple[int, ...] | None) -> str:
-    """For a dict: of tuples of numbers whoever chooses the numbers can have many with one hash."""
+    """Returns a dict key; a tuple of numbers could be chosen to have the hash of many others."""
     return f"{offset} {name}"
 
 
@@ -234,172 +229,114 @@ def _place(index: Any, at: Any) -> tuple[str, StoredAt]:
     name, offset = fields["fqn"], fields.get("offset")
     path, start, length = place["relative_path"], place["offset"], place["length"]
     if type(name) is not str or type(path) is not str:
-        raise ValueError("a name that is no string")
+        raise ValueError("a name that is not a string")
     if place.get("transform_descriptors"):
         raise CheckpointError(
-            f"{name} was written through an extension (compressed, say), which is not undone here; write it "
-            "without"
+            f"{name} was written through an extension, such as compression, which load_dcp doesn't undo; "
+            "write it without"
         )
     sizes_of((start, length))
     return _key(name, None if offset is None else sizes_of(offset)), StoredAt(path, start, length)
 
 
-def _tensor(
-    name: str,
-    fields: dict[str, Any],
-    stored: Mapping[str, StoredAt],
-) -> StoredTensor:
+def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -> StoredTensor:
     dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
     shape = shape_of(fields["size"])
     chunks: dict[str, StoredChunk] = {}
-    for each in fields["chunks"]:
-        box = _fields(each, "ChunkStorageMetadata")
+    for chunk in fields["chunks"]:
+        box = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
         inside = len(offsets) == len(sizes) == len(shape) and all(
             o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
             raise ValueError(f"{name}, {shape}, has a chunk at {offsets} of {sizes}, outside of it")
-        at = stored.get(_key(name, offsets))
-        chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, at)
-    found = tuple(chunks.values())
-    if not tile(shape, [chunk for chunk in found if prod(chunk.sizes)]):
+        chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, stored.get(_key(name, offsets)))
+    result = StoredTensor(dtype, shape, tuple(chunks.values()))
+    if not tile(shape, [chunk.box for chunk in result.chunks if prod(chunk.sizes)]):
         raise ValueError(f"the chunks of {name}, {shape}, overlap or don't cover it")
-    return StoredTensor(dtype, shape, found)
+    return result
 
 
-# Sources: where the values of a stored tensor come from, box by box.
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) of a part of a tensor."""
-
-_BLOCK = 1 << 26  # bytes copied at a time
+# -- sources -----------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A stored tensor."""
+class Source(ABC):
+    """A stored tensor, which is read by boxes.
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    Attributes:
+        dtype, shape: of the whole tensor.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
-        """The records that hold ``boxes``, to be verified; raises unless they hold all of these, once."""
-
-    def take(self, name: str) -> None:
-        """Raises a CorruptCheckpointError if ``name``, of its shape, would be more bytes than are stored."""
-
-    def copy(self, box: Box, target: Tensor) -> None:
-        """Copies ``box`` into ``target``, which is of its sizes."""
-
-
-def whole(source: Source) -> Box:
-    """The box that is all of it."""
-    return (0,) * len(source.shape), tuple(source.shape)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """One that is in memory, of a file that was unpickled in full."""
-
-    tensor: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def entries(self, boxes: Iterable[Box]) -> list[Entry]:
+        """Returns the records of ``boxes``, for the caller to verify; raises if some are not stored."""
         return []
 
+    @abstractmethod
     def take(self, name: str) -> None:
-        held = self.tensor.untyped_storage().nbytes()
-        if self.tensor.nbytes > held:
+        """Raises CorruptCheckpointError if memory for ``name``, of its shape, would exceed what is stored."""
+
+    @abstractmethod
+    def copy(self, box: Box, target: Tensor) -> None:
+        """Copies ``box`` into ``target``, of the same sizes."""
+
+
+class Memory(Source):
+    """A tensor of a file that was unpickled as a whole."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tuple(tensor.shape)
+
+    def take(self, name: str) -> None:
+        stored = self.tensor.untyped_storage().nbytes()
+        if self.tensor.nbytes > stored:
             raise CorruptCheckpointError(
-                f"{name} would be {self.tensor.nbytes} bytes, {self.dtype} of shape {self.shape}, and {held} "
-                "are stored of it; if it was expanded, save a .clone() of it"
+                f"{name} would be {self.tensor.nbytes} bytes, {self.dtype} of shape {self.shape}, and "
+                f"{stored} are stored of it; if it was expanded, save a .clone() of it"
             )
 
     def copy(self, box: Box, target: Tensor) -> None:
-        target.copy_(self.tensor[_slices(*box)])
+        target.copy_(self.tensor[slices_of(*box)])
 
 
-@dataclass(frozen=True)
-class FileTensor:
-    """One of an archive."""
+class FileTensor(Source):
+    """A tensor of an archive."""
 
-    archive: Archive
-    tensor: SavedTensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
+    def __init__(self, archive: Archive, tensor: SavedTensor) -> None:
+        self.archive, self.tensor = archive, tensor
+        self.dtype, self.shape = tensor.dtype, tensor.shape
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
         return [self.archive.checked(self.tensor)]
 
-    def copy(self, box: Box, target: Tensor) -> None:
-        for offsets, sizes in self._blocks(*box):
-            start = tuple(o - base for o, base in zip(offsets, box[0], strict=True))
-            part = self.archive.read(self.tensor, offsets, sizes)
-            target[_slices(start, sizes)].copy_(part)
-
     def take(self, name: str) -> None:
         self.archive.take(self.tensor, name)
 
-    def _blocks(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterable[Box]:
-        """The box in parts whose bytes lie within about 64 MiB of the file each."""
-        first, last = self.tensor.span(offsets, sizes)
-        if (last - first) * self.dtype.itemsize <= _BLOCK or max(sizes, default=1) == 1:
-            yield offsets, sizes
-            return
-        steps = [(n - 1) * stride for n, stride in zip(sizes, self.tensor.stride, strict=True)]
-        dim = steps.index(max(steps))
-        # Rows whose begins lie close enough; half of them if one alone is too large.
-        within = _BLOCK // (self.dtype.itemsize * self.tensor.stride[dim])
-        rows = min(max(1, within), (sizes[dim] + 1) // 2)
-        for start in range(0, sizes[dim], rows):
-            at, count = list(offsets), list(sizes)
-            at[dim], count[dim] = offsets[dim] + start, min(rows, sizes[dim] - start)
-            yield from self._blocks(tuple(at), tuple(count))
+    def copy(self, box: Box, target: Tensor) -> None:
+        self.archive.copy(self.tensor, box[0], target)
 
 
-@dataclass
-class DcpTensor:
-    """One of a DCP folder, in chunks that are archives each.
+class DcpTensor(Source):
+    """A tensor of a DCP folder, in chunks that are archives.
 
-    Attributes:
-        checksums: whether those of the chunks are compared.
+    Args:
+        checksums: verify those of the chunks.
     """
 
-    name: str
-    folder: DcpFolder
-    stored: StoredTensor
-    checksums: bool = True
-    _opened: dict[Box, FileTensor] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+    def __init__(
+        self, name: str, folder: DcpFolder, stored: StoredTensor, checksums: bool = True
+    ) -> None:
+        self.name, self.folder, self.stored, self.checksums = name, folder, stored, checksums
+        self.dtype, self.shape = stored.dtype, stored.shape
+        self._opened: dict[Box, FileTensor] = {}
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for box in boxes:
             common = list(self._common(box))
             if sum(prod(sizes) for _, (_, sizes) in common) != prod(box[1]):
@@ -407,18 +344,17 @@ class DcpTensor:
                     f"{self.folder.path}: the chunks of {self.name}, {self.shape}, overlap or don't cover it"
                 )
             for chunk, _ in common:
-                key = chunk.offsets, chunk.sizes
-                if key not in self._opened:
-                    source = self._opened[key] = self._open(chunk)
-                    found += source.entries([whole(source)])
-        return found
+                if chunk.box not in self._opened:
+                    source = self._opened[chunk.box] = self._open(chunk)
+                    entries += source.entries([])
+        return entries
 
     def copy(self, box: Box, target: Tensor) -> None:
         for chunk, (offsets, sizes) in self._common(box):
-            source = self._opened[chunk.offsets, chunk.sizes]
-            within = tuple(o - c for o, c in zip(offsets, chunk.offsets, strict=True))
-            there = tuple(o - b for o, b in zip(offsets, box[0], strict=True))
-            source.copy((within, sizes), target[_slices(there, sizes)])
+            in_chunk = tuple(o - c for o, c in zip(offsets, chunk.offsets, strict=True))
+            in_target = tuple(o - b for o, b in zip(offsets, box[0], strict=True))
+            source = self._opened[chunk.box]
+            source.copy((in_chunk, sizes), target[slices_of(in_target, sizes)])
 
     def take(self, name: str) -> None:
         stored = sum(chunk.at.length for chunk in self.stored.chunks if chunk.at is not None)
@@ -430,42 +366,41 @@ class DcpTensor:
             )
 
     def _common(self, box: Box) -> Iterable[tuple[StoredChunk, Box]]:
-        """The chunks that hold something of ``box``, and what."""
+        """Yields the chunks that contain a part of ``box``, and that part."""
         for chunk in self.stored.chunks:
-            part = _intersection(box, (chunk.offsets, chunk.sizes))
+            part = intersection(box, chunk.box)
             if part is not None:
                 yield chunk, part
 
     def _open(self, chunk: StoredChunk) -> FileTensor:
         what = f"{self.folder.path}: {self.name} at {chunk.offsets}"
         if chunk.at is None:
-            raise CorruptCheckpointError(f"{what} is listed and nowhere stored")
+            raise CorruptCheckpointError(f"{what} is listed but not stored")
         archive = archive_at(self.folder, chunk.at, what, checksums=self.checksums)
         value = archive.value
         if not isinstance(value, SavedTensor):
             raise CorruptCheckpointError(f"{what} is no tensor")
-        source = FileTensor(archive, value)
-        if source.dtype != self.dtype or source.shape != chunk.sizes:
+        if value.dtype != self.dtype or value.shape != chunk.sizes:
             raise CorruptCheckpointError(
-                f"{what} is of {source.dtype} and {source.shape}; the table of contents says {self.dtype} "
-                f"and {chunk.sizes}"
+                f"{what} is {value.dtype} of {value.shape}; the metadata says {self.dtype} of {chunk.sizes}"
             )
-        return source
+        return FileTensor(archive, value)
 
 
-def small(source: Source, name: str) -> Tensor:
-    """All of it, verified, if it takes no more memory than is stored of it."""
-    entries = source.entries([whole(source)])
+def read_small(source: Source, name: str) -> Tensor:
+    """Reads and verifies a whole tensor, if it takes no more memory than is stored of it."""
+    box = whole_box(source.shape)
+    entries = source.entries([box])
     source.take(name)
     for entry in entries:
         entry.verify()
-    found = torch.empty(source.shape, dtype=source.dtype)
-    source.copy(whole(source), found)
-    return found
+    target = torch.empty(source.shape, dtype=source.dtype)
+    source.copy(box, target)
+    return target
 
 
 def archive_at(folder: DcpFolder, at: StoredAt, what: str, *, checksums: bool = True) -> Archive:
-    """The archive of the folder at ``at``."""
+    """Returns the archive that is stored at ``at``."""
     path = file_within(folder.path, at.path)
     size = path.stat().st_size
     if at.offset + at.length > size:
@@ -473,33 +408,3 @@ def archive_at(folder: DcpFolder, at: StoredAt, what: str, *, checksums: bool = 
             f"{what}: bytes {at.offset} to {at.offset + at.length} of {path.name}, which has {size}"
         )
     return Archive(path, at.offset, at.length, what=what, checksums=checksums)
-
-
-def blob_of(archive: Archive) -> Any:
-    """The small value that ``archive`` is, its tensors read and verified."""
-    return blob_in(archive, archive.value)
-
-
-def blob_in(archive: Archive, value: Any) -> Any:
-    """``value``, a part of what ``archive`` is, with its tensors read and verified."""
-    try:
-        return archive.with_tensors(value)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{archive.what} has {error}") from None
-
-
-# -- boxes -------------------------------------------------------------------------------------------------
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-
-
-def _intersection(a: Box, b: Box) -> Box | None:
-    """What is in both; None if nothing is."""
-    offsets = tuple(map(max, a[0], b[0]))
-    ends = [min(o + n, p + m) for o, n, p, m in zip(a[0], a[1], b[0], b[1], strict=True)]
-    sizes = tuple(end - o for end, o in zip(ends, offsets, strict=True))
-    return (offsets, sizes) if all(n > 0 for n in sizes) else None

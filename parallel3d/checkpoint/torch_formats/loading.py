@@ -1,135 +1,142 @@
-"""Loading in two passes: all ranks look at all that they need and agree that it is whole, then they copy."""
+"""Loading of torch's formats in two passes: all ranks verify what they need and agree, then they copy."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.checkpoint.torch_formats.archive import Entry
-from parallel3d.checkpoint.torch_formats.model_target import ModelTarget, state_at_rest
-from parallel3d.checkpoint.torch_formats.optimizer_target import OptimizerTarget, SavedOptimizer
-from parallel3d.errors import CheckpointError
+from parallel3d.checkpoint.torch_formats.model_target import ModelTarget, check_names, state_at_rest
+from parallel3d.checkpoint.torch_formats.names import (
+    find_model,
+    find_optimizer,
+    unexpected_names,
+)
+from parallel3d.checkpoint.torch_formats.optimizer_target import OptimizerTarget
+from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a checkpoint has for a model and an optimizer.
+class LoadOptions:
+    """The options of ``load_dcp`` and ``load_torch``."""
+
+    model_prefix: str | None
+    optimizer_prefix: str | None
+    strict: bool
+    cast: bool
+    checksums: bool
+    trusted: bool
+
+
+class Checkpoint(ABC):
+    """An opened checkpoint.
 
     Attributes:
-        model: a Source for each tensor, values for the rest, by the model's names.
-        unexpected: names that a model of this kind would have, and this one hasn't.
-        optimizer: None where none is asked for.
+        names: its flat names, without those of wrappers.
+        shared: whether all ranks need the same records, which the ranks of a host then verify together.
     """
 
-    model: Mapping[str, Any]
-    unexpected: Collection[str]
-    optimizer: SavedOptimizer | None
+    names: Mapping[str, Any]
+    shared = False
+
+    @abstractmethod
+    def value(self, name: str) -> Any:
+        """Returns a Source for a tensor, the value itself for anything else."""
+
+    @abstractmethod
+    def optimizer(self, prefix: str, params: Mapping[str, Any]) -> SavedOptimizer:
+        """Returns the optimizer after ``prefix``; ``params`` has the names that its parameters may have."""
 
 
 def load(
+    call: str,
     model: nn.Module,
     optimizer: Any,
-    read: Callable[[dict[str, Any]], Contents],
-    *,
-    strict: bool,
-    cast: bool,
-    share: bool,
+    open_checkpoint: Callable[[LoadOptions], Checkpoint],
+    options: LoadOptions,
 ) -> None:
-    """Loads what ``read(the model's state dict)`` returns; every rank of the model's mesh must call it.
+    """Loads the checkpoint that ``open_checkpoint`` returns; every rank of the model's mesh must call it.
 
     Args:
-        strict: all of the model's names must be there, and no others.
-        cast: whether stored values may be of another dtype.
-        share: whether all ranks need the same records, which those on one host then verify together.
+        call: the function that the user has called.
 
     Raises:
-        CheckpointError: on all ranks, with model and optimizer as they were.
+        CheckpointError: on all ranks, with model and optimizer unchanged.
     """
-    ranks = ranks_of(model, "load_torch" if share else "load_dcp")
-    jobs: list[_Job] = []  # one, if it can be done
-
-    def plan() -> str:
-        jobs.append(_Job(model, optimizer, read, strict=strict, cast=cast))
-        return socket.gethostname()
-
-    hosts = ranks.all(plan)
-    ranks.all(lambda: jobs[0].make_sure(_share(ranks, hosts) if share else slice(None)))
-    job = jobs[0]
+    ranks = ranks_of(model, call)
+    job = ranks.on_each(lambda: _Job(model, optimizer, open_checkpoint(options), options))
+    own = slice(None)  # the records that this rank verifies
+    if job.shared:
+        hosts = ranks.all(socket.gethostname)
+        peers = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
+        own = slice(peers.index(ranks.rank), None, len(peers))
+    ranks.all(lambda: job.verify(own))
     ranks.all(job.read_new)
-    ranks.undone_unless(job.adopt, lambda: None, job.undo)
-    ranks.all(job.carry_out)
-
-
-def _share(ranks: Ranks, hosts: Sequence[str]) -> slice:
-    """Which records this rank verifies of those that all ranks of its host read."""
-    mine = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-    return slice(mine.index(ranks.rank), None, len(mine))
+    ranks.with_undo(job.adopt, lambda: None, job.undo)
+    ranks.all(job.copy)
 
 
 class _Job:
-    """What one rank does in one load; nothing is changed until ``carry_out``."""
+    """What one rank does in one load; the values of tensors change only in ``copy``."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        read: Callable[[dict[str, Any]], Contents],
-        *,
-        strict: bool,
-        cast: bool,
+        self, model: nn.Module, optimizer: Any, saved: Checkpoint, options: LoadOptions
     ) -> None:
+        self.shared = saved.shared
         state = state_at_rest(model, "loading a checkpoint")
-        contents = read(state)
-        self.model = ModelTarget(
-            model, state, contents.model, contents.unexpected, strict=strict, cast=cast
-        )
-        self.optimizer: OptimizerTarget | None = None
+        prefix = find_model(list(state), saved.names, given=options.model_prefix)
+        own = {name.removeprefix(prefix): name for name in saved.names if name.startswith(prefix)}
+        values = {name: saved.value(own[name]) for name in state if name in own}
+        unexpected = unexpected_names(own, state, top_level=not prefix)
+        saved_optimizer = None
         if optimizer is not None:
-            if contents.optimizer is None:
-                raise CheckpointError(
-                    "the checkpoint has no state of an optimizer; leave it out to load the model alone"
-                )
-            self.optimizer = OptimizerTarget(model, optimizer, contents.optimizer, cast=cast)
-        entries = self.model.entries()
-        if self.optimizer is not None:
-            entries += self.optimizer.entries()
+            at = find_optimizer(saved.names, given=options.optimizer_prefix, model=prefix)
+            parts = (f"{at}state.", f"{at}param_groups")
+            unexpected = [name for name in unexpected if not own[name].startswith(parts)]
+            saved_optimizer = saved.optimizer(at, state)
+        if options.strict:
+            check_names(state, values, unexpected)
+        self.targets: list[ModelTarget | OptimizerTarget] = [
+            ModelTarget(model, state, values, options.cast)
+        ]
+        if saved_optimizer is not None:
+            self.targets.append(OptimizerTarget(model, optimizer, saved_optimizer, options.cast))
+        entries = [entry for target in self.targets for entry in target.entries()]
         self.entries: list[Entry] = list(dict.fromkeys(entries))
 
-    def make_sure(self, share: slice) -> None:
-        """That every byte is as it was written, and that there is memory for all."""
-        for entry in self.entries[share]:
+    def verify(self, own: slice) -> None:
+        """Verifies checksums of this rank's share of the records, and allocates all memory."""
+        for entry in self.entries[own]:
             entry.verify()
-        if self.optimizer is not None:
-            self.optimizer.allocate()
+        for target in self.targets:
+            target.allocate()
 
+    @torch.no_grad()
     def read_new(self) -> None:
-        """What the optimizer doesn't have yet."""
-        if self.optimizer is not None:
-            with torch.no_grad():
-                self.optimizer.read_new()
+        """Reads what the optimizer does not have yet."""
+        for target in self.targets:
+            target.read_new()
 
+    @torch.no_grad()
     def adopt(self) -> None:
-        """What runs code that may raise; no tensor's values change."""
-        with torch.no_grad():
-            self.model.adopt()
-            if self.optimizer is not None:
-                self.optimizer.adopt()
+        """Calls the user's code, which may raise, before the values of tensors change."""
+        for target in self.targets:
+            target.adopt()
 
     def undo(self) -> None:
-        """What was before ``adopt``."""
-        if self.optimizer is not None:
-            self.optimizer.undo()
-        self.model.undo()
+        """Undoes ``adopt``."""
+        for target in reversed(self.targets):
+            target.undo()
 
-    def carry_out(self) -> None:
-        """On the word of all ranks that everything is there."""
-        with torch.no_grad():
-            self.model.apply()
-            if self.optimizer is not None:
-                self.optimizer.read()
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copies into existing tensors, after all ranks have agreed."""
+        for target in self.targets:
+            target.copy()

@@ -1,9 +1,9 @@
-"""read_pickle: a pickle's values, by the standard library's unpickler with few opcodes and names.
+"""Pickles of torch's files, read by the standard library's unpickler with few opcodes and names.
 
-An unpickler imports and calls what the file names, and even with a ``find_class`` that refuses names it can
-be made to allocate and to hash without end. Here a name stands for a value or a function of ours, or is an
-error; whatever else the file does is making dicts, lists, tuples, numbers and strings, in time and memory
-that its size bounds.
+An unpickler imports and calls what a file names. With a ``find_class`` that refuses names, as with torch's
+weights-only unpickler, a file can still make it allocate and hash without end. Here a name stands for a value
+or a function of this module, or is an error; and the time and memory for the dicts, lists, tuples, numbers
+and strings that a file describes are bounded by its size.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pickletools import opcodes
 from typing import Any
@@ -24,14 +25,13 @@ from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 @dataclass(frozen=True)
 class Maker:
-    """What a name of the file stands for where the file calls it: ``make(*arguments)``."""
+    """What a class or function named in a file stands for: the file's call becomes ``make(*arguments)``."""
 
     make: Callable[..., Any]
-    is_value: bool = False
 
 
 class Record:
-    """An object of the file: its class's name, and what the file says is in it. No code belongs to it."""
+    """An object in a file: the name of its class, and its state. No code belongs to it."""
 
     __slots__ = ("kind", "state")
 
@@ -42,10 +42,19 @@ class Record:
 Names = Mapping[tuple[str, str], Any]
 """(module, name) -> a Maker, or the value itself."""
 
-_KEYS = (str, int, float, bool, bytes, type(None), Record)  # whose hash takes no time
-_MOST_KEYS = 1_000_000  # of all dicts of a file together
-_MOST_SCATTERED = 10_000  # numbers as keys, other than 0, 1, 2, ...
-_LARGEST_KEY = 1 << 60  # the hash of an integer is the remainder by 2 ** 61 - 1
+PROTO = pickle.PROTO
+"""The first byte of torch's pickles."""
+_KEY_TYPES = (str, int, float, bool, bytes, type(None), Record)  # their hash takes no time
+_MAX_KEYS = 1_000_000  # of all dicts of a file together
+_MAX_SPARSE_KEYS = 10_000  # numbers as keys other than 0, 1, 2, ...
+_MAX_NUMBER = 1 << 60  # as a key; the hash of an integer is the remainder by 2 ** 61 - 1
+
+_PLAIN_OPCODES = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE "
+    "BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE "
+    "EMPTY_LIST EMPTY_DICT BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID"
+)
+"""Opcodes executed as the library's unpickler does: they push values, or names by ``find_class``."""
 
 
 def read_pickle(
@@ -54,67 +63,58 @@ def read_pickle(
     *,
     what: str,
     persistent: Callable[[Any], Any] | None = None,
-    most_keys: int = _MOST_KEYS,
+    max_keys: int = _MAX_KEYS,
 ) -> Any:
-    """The value of the pickle ``data``.
+    """Returns the value of the pickle ``data``.
 
     Args:
-        names: all that it may name.
-        what: what it is, for errors.
-        persistent: makes the value of a persistent id; None: there may be none.
-        most_keys: that its dicts may have together.
+        names: all names that it may contain.
+        what: names the file in errors.
+        persistent: returns the value of a persistent id; None: there may be none.
+        max_keys: of all its dicts together.
 
     Raises:
-        CheckpointError: it names something else, or does what such a file has no need of.
-        CorruptCheckpointError: it is no whole pickle.
+        CheckpointError: if it contains another name, or an opcode that such files do not need.
+        CorruptCheckpointError: if it is not a complete pickle.
     """
-    reader = _Reader(data, names, what, persistent, most_keys)
+    reader = _Reader(data, names, what, persistent, max_keys)
     try:
-        return reader.read_all()
+        value = reader.load()
+        if reader.stack or reader.metastack:
+            raise ValueError("more than one value")
+        _check_values(value)
+        return value
     except CheckpointError:
         raise
-    except Exception as error:  # of any kind: what the file says is arbitrary
+    except Exception as error:  # of any type, because the file's content is arbitrary
         raise CorruptCheckpointError(
             f"{what} is no whole pickle: {type(error).__name__} at byte {reader.file.tell()} of {len(data)} "
             f"({error})"
         ) from None
 
 
-PROTO = pickle.PROTO
-"""What torch's pickles begin with."""
-
-_PLAIN = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE),
-    *(pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-    *(pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
-    *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8, pickle.EMPTY_TUPLE, pickle.TUPLE1),
-    *(pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
-    *(pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
-)
-"""Opcodes that the library's unpickler may do as it does them: values, and names by ``find_class``."""
-
-
-class _Steps(dict):
-    """Opcode -> what is done; all others are refused."""
+class _Opcodes(dict):
+    """Opcode -> its implementation; all others are refused."""
 
     def __missing__(self, code: int) -> Any:
-        name = next((each.name for each in opcodes if each.code == chr(code)), None)
+        name = next((opcode.name for opcode in opcodes if opcode.code == chr(code)), None)
         if name is None:
             raise ValueError(f"no opcode is 0x{code:02x}")
 
         def refuse(reader: _Reader) -> None:
             raise CheckpointError(
-                f"{reader.what} has the pickle opcode {name} at byte {reader.file.tell() - 1}, which none "
-                "that torch writes for values has; it is not read. If you trust who made it: trusted=True"
+                f"{reader.what} has the pickle opcode {name} at byte {reader.file.tell() - 1}, which torch "
+                "doesn't write for values; it is not read. If you trust who made it: trusted=True"
             )
 
         return refuse
 
 
 class _Reader(pickle._Unpickler):
-    """The standard library's unpickler, the one in Python, whose steps can be replaced: it calls ``Maker`` s
-    only, and what it does is bounded."""
+    """The standard library's unpickler written in Python, whose opcodes can be replaced.
+
+    It calls ``Maker`` objects only, and the work that it does is bounded.
+    """
 
     stack: list[Any]
     metastack: list[list[Any]]
@@ -122,40 +122,27 @@ class _Reader(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def __init__(
-        self,
-        data: bytes,
-        names: Names,
-        what: str,
-        persistent: Callable[[Any], Any] | None,
-        most_keys: int,
+        self, data: bytes, names: Names, what: str, persistent: Any, max_keys: int
     ) -> None:
         self.file = io.BytesIO(data)
         super().__init__(self.file)
         self.names, self.what, self.persistent = names, what, persistent
-        self.allowance = 8 * len(data) + 10_000  # elements that calls may be given, in all
-        self.scattered = _MOST_SCATTERED
-        self.keys = most_keys
-
-    def read_all(self) -> Any:
-        """The value."""
-        value = self.load()
-        if self.stack or self.metastack:
-            raise ValueError("more than one value")
-        _check_values(value)
-        return value
+        self.elements_left = 8 * len(data) + 10_000  # in arguments of calls, in all
+        self.sparse_left = _MAX_SPARSE_KEYS
+        self.keys_left = max_keys
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the name stands for here."""
+        """Returns what the name stands for."""
         value = self.names.get((module, name))
         if value is None:
             raise CheckpointError(
-                f"{self.what} names {module[:80]}.{name[:80]}, which is not among what such a file needs; "
-                "nothing of it was called. If you trust who made it: trusted=True"
+                f"{self.what} names {module[:80]}.{name[:80]}, which such a file doesn't need; nothing of it "
+                "was called. If you trust who made it: trusted=True"
             )
         return value
 
     def persistent_load(self, pid: Any) -> Any:
-        """The value of a persistent id."""
+        """Returns the value of a persistent id."""
         if self.persistent is None:
             raise CheckpointError(f"{self.what} refers to objects outside of it; it is not read")
         return self.persistent(pid)
@@ -163,12 +150,12 @@ class _Reader(pickle._Unpickler):
     def _call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(arguments) is not tuple or not isinstance(function, Maker):
-            raise ValueError("a call of no class")
+            raise ValueError("a call of something other than a class")
         for argument in arguments:
             if isinstance(argument, (str, bytes, tuple, list, dict)):
-                self.allowance -= len(argument)
-        if self.allowance < 0:
-            raise ValueError("more work than a file of its size has")
+                self.elements_left -= len(argument)
+        if self.elements_left < 0:
+            raise ValueError("more work than a file of its size needs")
         self.append(function.make(*arguments))
 
     def _build(self) -> None:
@@ -177,47 +164,48 @@ class _Reader(pickle._Unpickler):
         if type(target) is OrderedDict:
             return  # a state dict's _metadata
         if type(target) is not Record or target.state is not None:
-            raise ValueError("a state of nothing that has one")
+            raise ValueError("a state of something that has none")
         target.state = state
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise ValueError("elements of no list")
+            raise ValueError("elements of something other than a list")
         self.stack[-1].extend(items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
-            raise ValueError("items of no dict")
-        self.keys -= len(items) // 2
-        if self.keys < 0:
+            raise ValueError("items of something other than a dict")
+        self.keys_left -= len(items) // 2
+        if self.keys_left < 0:
             raise ValueError("more keys of dicts than a checkpoint has")
         for key, value in zip(items[::2], items[1::2], strict=True):
             kind = type(key)
-            if kind not in _KEYS:
+            if kind not in _KEY_TYPES:
                 raise ValueError(f"a dict with a {kind.__name__} as a key")
             if kind is float or (kind is int and not 0 <= key <= len(target)):
-                # The hash of a string is a secret of this process; that of a number is not, and whoever
-                # chooses numbers of one hash makes each key cost as much as there are keys. Those that are
-                # counted from 0 have different ones, and of others there are few.
-                if not -_LARGEST_KEY < key < _LARGEST_KEY:
+                # The hash of a string depends on a secret of this process, that of a number does not: with
+                # numbers of one hash each insertion takes time proportional to the size of the dict. Keys
+                # that count from 0 have different hashes, and of others there are few.
+                if not -_MAX_NUMBER < key < _MAX_NUMBER:
                     raise ValueError("a dict with a huge number as a key")
-                self.scattered -= 1
-                if self.scattered < 0:
+                self.sparse_left -= 1
+                if self.sparse_left < 0:
                     raise ValueError(
-                        f"dicts with more than {_MOST_SCATTERED} numbers as keys that don't count from 0"
+                        f"dicts with more than {_MAX_SPARSE_KEYS} numbers as keys that don't count from 0"
                     )
             target[key] = value
 
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
-
-    dispatch = _Steps({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN})
+    dispatch = _Opcodes(
+        {
+            code[0]: pickle._Unpickler.dispatch[code[0]]
+            for code in (getattr(pickle, name) for name in _PLAIN_OPCODES.split())
+        }
+    )
     dispatch |= {
         pickle.APPEND[0]: lambda r: r._extend([r.stack.pop()]),
         pickle.APPENDS[0]: lambda r: r._extend(r.pop_mark()),
-        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEM[0]: lambda r: r._set_items([r.stack.pop(-2), r.stack.pop()]),
         pickle.SETITEMS[0]: lambda r: r._set_items(r.pop_mark()),
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,
@@ -226,78 +214,56 @@ class _Reader(pickle._Unpickler):
 
 
 def _check_values(value: Any) -> None:
-    """Raises ValueError if there is a class where a value must be, or text that is none."""
+    """Raises ValueError if ``value`` contains a class, or a string that cannot be encoded."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, str):
-            if not each.isascii():
-                each.encode()  # no half of a pair, which nobody could print
-        elif isinstance(each, Maker):
-            if not each.is_value:
-                raise ValueError("a class where a value must be")
-        elif isinstance(each, (dict, list, tuple, Record)) and id(each) not in seen:
-            seen.add(id(each))
-            if isinstance(each, dict):
-                waiting += each
-                waiting += each.values()
+        item = waiting.pop()
+        if isinstance(item, str):
+            if not item.isascii():
+                item.encode()  # raises for lone surrogates, which cannot be printed
+        elif isinstance(item, Maker):
+            raise ValueError("a class instead of a value")
+        elif isinstance(item, (dict, list, tuple, Record)) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                waiting += item
+                waiting += item.values()
             else:
-                waiting += (each.state,) if isinstance(each, Record) else each
+                waiting += (item.state,) if isinstance(item, Record) else item
 
 
-# The names that torch's files may have in their pickles, and what they stand for here.
+# The names in pickles of torch's files, and what they stand for.
 
 _MAX_DIMS = 64
 _MAX_ELEMENTS = 1 << 60
 MAX_NAME = 2000
-"""Characters of a name: what looks for prefixes takes time that grows with the square of it."""
+"""Characters of a name: searching it for prefixes takes time that grows with its square."""
 
 
-def sizes_of(value: Any, *, signed: bool = False) -> tuple[int, ...]:
-    """``value``, if it is a sequence of sizes or offsets; a ValueError if not."""
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """Returns ``value`` as sizes or offsets; raises ValueError if it cannot be."""
     if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMS:
-        raise ValueError("sizes that are no short tuple")
-    if any(type(n) is not int or (n < 0 and not signed) or abs(n) >= 2**62 for n in value):
-        raise ValueError("sizes or offsets that can't be: negative, huge or no numbers")
+        raise ValueError("sizes that are not a short tuple")
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise ValueError("sizes or offsets that are negative, huge or not integers")
     return tuple(value)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """``value``, if it is the shape of a tensor that can be; a ValueError if not."""
+    """Returns ``value`` as the shape of a tensor; raises ValueError if it cannot be."""
     shape = sizes_of(value)
     if prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
-        raise ValueError("a shape of more elements than there can be")
+        raise ValueError("a shape of too many elements")
     return shape
 
 
-def check_name(name: str) -> None:
-    """A ValueError if it is longer than names are."""
+def check_name(name: Any) -> None:
+    """Raises ValueError if ``name`` is not a string, or too long for a name."""
+    if type(name) is not str:
+        raise ValueError("a name that is not a string")
     if len(name) > MAX_NAME:
         raise ValueError(f"a name of {len(name)} characters, {name[:40]!r}...")
-
-
-@dataclass(frozen=True)
-class StorageId:
-    """A storage that a file's pickle refers to.
-
-    Attributes:
-        key: names its record. elements: of ``dtype``; None as dtype: bytes.
-    """
-
-    key: str
-    dtype: torch.dtype | None
-    elements: int
-
-    @classmethod
-    def of(cls, value: Any) -> StorageId:
-        """From the persistent id ``("storage", type, key, location, elements)``."""
-        if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
-            raise ValueError("a persistent id of no storage")
-        _, kind, key, _, elements = value
-        if type(kind) is not _StorageType or type(key) is not str or type(elements) is not int:
-            raise ValueError("a persistent id of no storage")
-        return cls(key, kind.dtype, elements)
 
 
 @dataclass(frozen=True)
@@ -306,11 +272,35 @@ class _StorageType:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that a file's pickle describes.
+class StorageId:
+    """A storage that a pickle refers to.
 
     Attributes:
-        storage: where its values are. start, stride: in elements.
+        key: name of its record.
+        dtype, elements: type and number of its elements; None as dtype: bytes.
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    elements: int
+
+    @classmethod
+    def of(cls, value: Any) -> StorageId:
+        """Parses the persistent id ``("storage", type, key, location, elements)``."""
+        if type(value) is tuple and len(value) == 5 and value[0] == "storage":
+            _, kind, key, _, elements = value
+            if (type(kind), type(key), type(elements)) == (_StorageType, str, int):
+                return cls(key, kind.dtype, elements)
+        raise ValueError("a persistent id that is not of a storage")
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that a pickle describes.
+
+    Attributes:
+        storage: contains its values.
+        start, stride: in elements.
     """
 
     storage: StorageId
@@ -321,7 +311,7 @@ class SavedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its values, each counted, also where several are one in the storage."""
+        """Bytes of all its values, also of those that share memory in the storage."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -330,57 +320,34 @@ class SavedTensor:
         return self.start + self.span((0,) * len(self.shape), self.shape)[1]
 
     def span(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
-        """(first element, the one after the last) that a box of it takes, counted from ``start``."""
+        """Returns (first element, the one after the last) of a box, counted from ``start``."""
         first = sum(o * s for o, s in zip(offsets, self.stride, strict=True))
         if not prod(sizes):
             return first, first
         return first, first + 1 + sum((n - 1) * s for n, s in zip(sizes, self.stride, strict=True))
 
 
-def _tensor_v2(
-    storage: Any, start: Any, shape: Any, stride: Any, requires_grad: Any, hooks: Any, *rest: Any
-) -> SavedTensor:
-    if type(storage) is not StorageId or storage.dtype is None:
-        raise ValueError("a tensor without a storage of its type")
-    return _tensor(storage, start, shape, stride, storage.dtype, rest)
-
-
-def _tensor_v3(
-    storage: Any,
-    start: Any,
-    shape: Any,
-    stride: Any,
-    requires_grad: Any,
-    hooks: Any,
-    dtype: Any,
-    *rest: Any,
-) -> SavedTensor:
+def _tensor_v3(*arguments: Any) -> SavedTensor:
+    storage, start, shape, stride, _requires_grad, _hooks, dtype, *bits = arguments
     if type(storage) is not StorageId or type(dtype) is not torch.dtype:
-        raise ValueError("a tensor without a storage")
-    return _tensor(storage, start, shape, stride, dtype, rest)
-
-
-def _tensor(
-    storage: StorageId, start: Any, shape: Any, stride: Any, dtype: torch.dtype, rest: Any
-) -> SavedTensor:
+        raise ValueError("a tensor without a typed storage")
     shape, stride, (start,) = shape_of(shape), sizes_of(stride), sizes_of((start,))
     if len(shape) != len(stride):
         raise ValueError("a tensor with more sizes than strides, or fewer")
-    if any(rest):
-        raise ValueError(
-            "a tensor with a conjugate or negative bit, which has other values than are stored"
-        )
+    if any(bits):
+        raise ValueError("a tensor with a conjugate or negative bit, whose values are not stored")
     return SavedTensor(storage, start, shape, stride, dtype)
 
 
-def _parameter(data: Any, requires_grad: Any, hooks: Any) -> SavedTensor:
+def _tensor_v2(*arguments: Any) -> SavedTensor:
+    storage = arguments[0]
+    return _tensor_v3(*arguments[:6], getattr(storage, "dtype", None), *arguments[6:])
+
+
+def _parameter(data: Any, _requires_grad: Any, _hooks: Any) -> SavedTensor:
     if type(data) is not SavedTensor:
         raise ValueError("a parameter without a tensor")
     return data
-
-
-def _ordered_dict() -> OrderedDict:
-    return OrderedDict()
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
@@ -389,9 +356,20 @@ def _encoded(text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
-def _all_dtypes() -> dict[tuple[str, str], torch.dtype]:
-    found = {name: getattr(torch, name) for name in dir(torch) if not name.startswith("_")}
-    return {("torch", n): value for n, value in found.items() if isinstance(value, torch.dtype)}
+_MEMORY_FORMAT = Maker(lambda number: Record("memory format"))
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+
+def _memory_format(kind: Any, name: Any) -> Record:
+    """A member of the enum as Python 3.11.0 to 3.11.3 pickles it: ``getattr`` of the class and its name."""
+    if kind is not _MEMORY_FORMAT or name not in _MEMORY_FORMATS:
+        raise ValueError("an attribute that is not a memory format")
+    return Record("memory format")
+
+
+def _no_arguments(make: Callable[[], Any]) -> Maker:
+    """A class that is called without arguments."""
+    return Maker(lambda: make())
 
 
 _STORAGES = {
@@ -409,70 +387,46 @@ _STORAGES = {
     "ShortStorage": torch.int16,
 }
 
-_SIZE = {("torch", "Size"): Maker(lambda sizes: sizes_of(sizes))}
+_COMMON: Names = {
+    **{("torch", n): dtype for n, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+    ("torch", "Size"): Maker(sizes_of),
+    ("collections", "OrderedDict"): _no_arguments(OrderedDict),
+}
 
 SAVED_VALUES: Names = {
-    **_all_dtypes(),
-    **_SIZE,
+    **_COMMON,
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): _StorageType(None),
     ("torch", "UntypedStorage"): _StorageType(None),
     ("torch._utils", "_rebuild_tensor_v2"): Maker(_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): Maker(_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): Maker(_parameter),
-    ("collections", "OrderedDict"): Maker(_ordered_dict),
     ("_codecs", "encode"): Maker(_encoded),
 }
-"""Of what ``torch.save`` writes for tensors, dicts, lists, tuples, numbers and strings."""
+"""Names in what ``torch.save`` writes for tensors, dicts, lists, tuples, numbers and strings."""
 
-
-def _record(kind: str) -> Maker:
-    def make() -> Record:
-        return Record(kind)
-
-    return Maker(make)
-
-
-def _path(*parts: Any) -> Record:
-    return Record("path")
-
-
-_MEMORY_FORMAT = Maker(lambda number: Record("memory format"), is_value=True)
-_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
-
-
-def _member(kind: Any, name: Any) -> Record:
-    """A member of the enum, as Python 3.11.0 to 3.11.3 writes it: ``getattr`` of the class and its name."""
-    if kind is not _MEMORY_FORMAT or name not in _MEMORY_FORMATS:
-        raise ValueError("an attribute that is no memory format")
-    return Record("memory format")
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDS = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-)
+_METADATA, _FILESYSTEM = (f"torch.distributed.checkpoint.{n}" for n in ("metadata", "filesystem"))
+_RECORDS = {
+    _METADATA: "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata",
+    _FILESYSTEM: "_StorageInfo _StoragePrefix",
+}
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 DCP_METADATA: Names = {
-    **_all_dtypes(),
-    **_SIZE,
-    **{(_METADATA, name): _record(name) for name in _RECORDS},
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
-    ("builtins", "getattr"): Maker(_member),
-    ("torch.serialization", "_get_layout"): Maker(lambda name: Record("layout")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _record("_StoragePrefix"),
-    ("collections", "OrderedDict"): Maker(_ordered_dict),
+    **_COMMON,
     **{
-        (module, name): Maker(_path)
+        (module, name): _no_arguments(partial(Record, name))
+        for module, names in _RECORDS.items()
+        for name in names.split()
+    },
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    ("builtins", "getattr"): Maker(_memory_format),
+    ("torch.serialization", "_get_layout"): Maker(lambda name: Record("layout")),
+    **{
+        (module, name): Maker(lambda *parts: Record("path"))
         for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        for name in _PATHS
     },
 }
-"""Of the ``.metadata`` that ``torch.distributed.checkpoint`` writes (2.11 to 2.13)."""
+"""Names in the ``.metadata`` that ``torch.distributed.checkpoint`` writes (2.11 to 2.13)."""

@@ -1,0 +1,129 @@
+"""Where the names of a model and an optimizer are among the flat names of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from heapq import nsmallest
+from typing import Any
+
+from parallel3d.checkpoint.model_state import plain_name
+from parallel3d.errors import CheckpointError
+
+# Where torch's examples and torchtitan put a model.
+_USUAL = ("model.", "", "app.model.", "state_dict.", "module.")
+
+
+def without_wrappers(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``stored`` by names without those of wrappers, as torch's get_model_state_dict has them."""
+    result: dict[str, Any] = {}
+    for name, value in stored.items():
+        plain = plain_name(name)
+        if plain in result:
+            raise CheckpointError(
+                f"the checkpoint has {plain} twice, with and without a wrapper's name"
+            )
+        result[plain] = value
+    return result
+
+
+def find_model(names: Collection[str], stored: Collection[str], *, given: str | None) -> str:
+    """Returns the prefix before the model's ``names`` among ``stored``.
+
+    Args:
+        given: the caller's argument; None: search for it.
+
+    Raises:
+        CheckpointError: if the names occur after several prefixes, or not at all.
+    """
+    if given is not None:
+        return _dotted(given)
+    if not names:
+        return ""
+    counts: dict[str, int] = {}
+    wanted = set(names)
+    for name in stored:
+        for start in _starts(name):
+            if name[start:] in wanted:
+                counts[name[:start]] = counts.get(name[:start], 0) + 1
+    most = max(counts.values(), default=0)
+    prefixes = [prefix for prefix, count in counts.items() if count == most]
+    if not prefixes:
+        raise CheckpointError(
+            f"the checkpoint has none of the model's names ({shown(names)}); it has {shown(stored)}. Is it "
+            "of another model?"
+        )
+    usual = [prefix for prefix in _USUAL if prefix in prefixes]
+    if usual or len(prefixes) == 1:
+        return (usual or prefixes)[0]
+    raise CheckpointError(
+        f"the model's names are at several places of the checkpoint, after {shown(prefixes)}; say after "
+        f"which: model_prefix={min(prefixes)!r}"
+    )
+
+
+def find_optimizer(stored: Collection[str], *, given: str | None, model: str) -> str:
+    """Returns the prefix before "state." and "param_groups." of an optimizer among ``stored``.
+
+    Args:
+        model: the model's prefix; an optimizer next to it is preferred.
+
+    Raises:
+        CheckpointError: if there are several, or none.
+    """
+    if given is not None:
+        return _dotted(given)
+    prefixes = {
+        name[:start]
+        for name in stored
+        for start in _starts(name)
+        if name.startswith("param_groups.", start) or name[start:] == "param_groups"
+    }
+    if len(prefixes) == 1:
+        return prefixes.pop()
+    parent = model[: model.rstrip(".").rfind(".") + 1]
+    for last in ("optimizer.", "optim.", ""):
+        if parent + last in prefixes:
+            return parent + last
+    if not prefixes:
+        raise CheckpointError(
+            f"the checkpoint has no state of an optimizer; it has {shown(stored)}. Leave the optimizer out "
+            "to load the model alone"
+        )
+    raise CheckpointError(
+        f"the checkpoint has state of several optimizers, after {shown(prefixes)}; say after which: "
+        f"optimizer_prefix={min(prefixes)!r}"
+    )
+
+
+def unexpected_names(
+    stored: Iterable[str], names: Collection[str], *, top_level: bool
+) -> list[str]:
+    """Returns those of ``stored`` that are not the model's ``names`` but would be of another model.
+
+    Args:
+        top_level: whether ``stored`` may include values that belong to no model: at the top of a checkpoint.
+    """
+    heads = {name.split(".", 1)[0] for name in names}
+    return [
+        name
+        for name in stored
+        if name not in names and not (top_level and name.split(".", 1)[0] not in heads)
+    ]
+
+
+def shown(names: Iterable[str], count: int = 4) -> str:
+    """Returns the first few names, for an error."""
+    all_names = list(names)
+    first = nsmallest(count, map(repr, all_names))
+    more = f" and {len(all_names) - count} more" if len(all_names) > count else ""
+    return (", ".join(name[:120] for name in first) + more) or "nothing"
+
+
+def _dotted(prefix: str) -> str:
+    return prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+
+
+def _starts(name: str) -> list[int]:
+    """Returns where a name may begin after a prefix."""
+    return [0, *(match.end() for match in re.finditer(r"\.", name))]
