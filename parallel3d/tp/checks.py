@@ -1,4 +1,4 @@
-"""What the styles refuse, and the rule a parameter gets when it is found fit."""
+"""The rule of a parameter, and the checks that styles share."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +15,12 @@ from parallel3d.errors import PlanError
 
 @dataclass(frozen=True)
 class ParamRule:
-    """What becomes of one parameter: its placement on ``tp`` and what its gradient is there.
+    """The placement of one parameter on ``tp``, and the kind of its gradient there.
 
     Attributes:
-        placement: on ``tp``.
-        tp_grad: as in ``ParamLayout``.
-        packing: the rows of ``placement.dim`` each rank holds, where they are not ``torch.chunk``'s.
-        compute: as in ``ParamLayout``.
+        placement: its placement.
+        tp_grad, compute: as in ``ParamLayout``.
+        packing: the rows of ``placement.dim`` that each rank holds, if not those of ``torch.chunk``.
     """
 
     placement: Shard | Replicate
@@ -31,20 +30,17 @@ class ParamRule:
 
     @property
     def layout(self) -> ParamLayout:
-        """The mark the engine reads."""
+        """The layout that the sharding engine reads."""
         return ParamLayout(self.compute, self.tp_grad)
 
     @property
     def changes_compute(self) -> bool:
-        """Whether a module that uses the parameter without knowing the rule would be wrong."""
-        return (
-            isinstance(self.placement, Shard)
-            or self.tp_grad == "partial"
-            or self.compute == "dtensor"
-        )
+        """Whether a module that uses the parameter without a rule of its own would be wrong."""
+        changed = self.tp_grad == "partial" or self.compute == "dtensor"
+        return changed or isinstance(self.placement, Shard)
 
     def describe(self) -> str:
-        """The rule in words."""
+        """Returns the rule in words."""
         kind = " (a DTensor)" if self.compute == "dtensor" else ""
         if isinstance(self.placement, Shard):
             packed = "" if self.packing is None else f" as {self.packing.rows}"
@@ -53,9 +49,9 @@ class ParamRule:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether ``module`` is a ``kind`` that computes what ``kind`` computes, by being called."""
-    # A subclass that computes something else, an instance whose forward was replaced and
-    # MultiheadAttention's projection, which is never called, would be silently wrong.
+    """Whether calling ``module`` runs the forward of ``kind``."""
+    # Not a subclass or an instance with another forward, nor MultiheadAttention's projection, which is never
+    # called.
     return (
         isinstance(module, kind)
         and type(module).forward is kind.forward
@@ -65,7 +61,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def check_count(what: str, size: int, multiple_of: int) -> None:
-    """Refuses a size, called ``what``, that isn't made of whole groups of ``multiple_of``."""
+    """Raises PlanError for a size, named ``what``, that isn't a multiple of ``multiple_of``."""
     if type(multiple_of) is not int or multiple_of < 1:
         raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
     if size % multiple_of:
@@ -73,20 +69,29 @@ def check_count(what: str, size: int, multiple_of: int) -> None:
 
 
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:
-    """Refuses embedding options that need whole rows, or counts of ids other ranks look up."""
+    """Raises PlanError for embedding options that need whole rows, or counts of ids on other ranks."""
     refused = {
         "max_norm": module.max_norm is not None,
         "scale_grad_by_freq": module.scale_grad_by_freq and not scale_grad_by_freq,
         "sparse": module.sparse,
     }
-    given = [name for name, is_on in refused.items() if is_on]
-    if given:
-        raise PlanError(f"an nn.Embedding with {', '.join(given)} can't be split over tp")
+    options = [name for name, is_on in refused.items() if is_on]
+    if options:
+        raise PlanError(f"an nn.Embedding with {', '.join(options)} can't be split over tp")
+
+
+def own_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the module's parameters, without those of its children, by name."""
+    return {name: p for name, p in module._parameters.items() if p is not None}
 
 
 def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
-    """``rules`` for the parameters the module has, once they are found fit."""
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    """Returns the rules of the parameters that the module has.
+
+    Raises:
+        PlanError: a parameter without a rule, no weight, or a parameter that can't be split.
+    """
+    own = own_params(module)
     extra = [name for name in own if name not in rules]
     if extra or ("weight" in rules and "weight" not in own):
         raise PlanError(
@@ -103,13 +108,12 @@ def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
     return {name: rules[name] for name in own}
 
 
-# torch's own modules that do to each token what they'd do without the others. Other people's are
-# judged by their parameters.
+# torch's modules that treat each token by itself. Modules of other packages are judged by their parameters.
 _PER_TOKEN = (nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 
 
 def need_per_token(module: nn.Module) -> None:
-    """Refuses a module that doesn't treat each token of the sequence by itself."""
+    """Raises PlanError for a module that doesn't treat each token of the sequence by itself."""
     kind = type(module).__name__
     unknown = type(module).__module__.split(".")[0] == "torch" and type(module) not in _PER_TOKEN
     if unknown or any(module.children()):
@@ -117,11 +121,7 @@ def need_per_token(module: nn.Module) -> None:
     normalized = getattr(module, "normalized_shape", (0,))
     if isinstance(normalized, tuple) and len(normalized) > 1:
         raise PlanError(f"{kind} normalizes over the dims {normalized}, the sequence among them")
-    wrong = [
-        f"{name} {tuple(p.shape)}"
-        for name, p in module._parameters.items()
-        if p is not None and p.dim() != 1
-    ]
+    wrong = [f"{name} {tuple(p.shape)}" for name, p in own_params(module).items() if p.dim() != 1]
     if wrong:
         raise PlanError(
             "SequenceParallel needs parameters of one dim, elementwise on the last dim of the "

@@ -1,31 +1,31 @@
 """Autograd collectives on local tensors over the ``tp`` axis.
 
-Each is a linear map between two ways of holding an activation, and its backward is the map back:
+Each is a linear map between two layouts of an activation, and its backward is the map back:
 
 =========================== ============== ============== =========================================
 operation                   forward        backward       from -> to
 =========================== ============== ============== =========================================
 ``copy_to_tp``              nothing        all-reduce     whole -> one copy per rank
-``reduce_from_tp``          all-reduce     nothing        parts to be summed -> whole
+``reduce_from_tp``          all-reduce     nothing        partial sums -> whole
 ``gather_from_tp``          all-gather     own chunk      chunks -> whole
 ``split_to_tp``             own chunk      all-gather     whole -> chunks
 ``gather_sequence``         all-gather     reduce-scatter chunks -> one copy per rank
 ``scatter_sequence``        own chunk      all-gather     whole -> chunks (of the sequence)
-``reduce_scatter_sequence`` reduce-scatter all-gather     parts to be summed -> chunks
+``reduce_scatter_sequence`` reduce-scatter all-gather     partial sums -> chunks
 =========================== ============== ============== =========================================
 
-*Whole*: the same tensor on every rank, and the same, complete gradient. *One copy per rank*: the
-same tensor, but each rank computes something else from it, so gradients are parts to be summed.
+*Whole*: every rank has the same tensor and the same, complete gradient. *One copy per rank*: every
+rank has the same tensor but computes something else from it, so the gradients must be summed.
 
-Chunks are those of ``torch.chunk``: all of ``ceil(size / tp)`` but the last ones, which may be
-shorter or empty. A chunk doesn't know the global size, so operations that need it take it. Buffers
-of a collective are equal on all ranks: short chunks are padded to the ceil and trimmed after.
-On an axis of one rank every operation returns its argument.
-
-Backwards are built from the same operations, so second derivatives are right too.
+Chunks are those of ``torch.chunk``: all have ``ceil(size / tp)`` rows but the last ones, which may be
+shorter or empty. The size of the whole cannot be read off a chunk, so operations that need it take it as
+an argument. Short chunks are padded for the collective and trimmed after it. On an axis of one rank every
+operation returns its argument. Backwards are built from the same operations, so second derivatives are
+right too.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,14 +41,14 @@ from parallel3d.errors import StateError
 
 
 class TpAxis:
-    """The ``tp`` axis seen from this rank.
+    """The ``tp`` mesh axis and this rank's place on it.
 
     Attributes:
         mesh: the one-axis DeviceMesh.
-        size: how many ranks it has.
+        size: the number of ranks.
         rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
         group: its process group.
-        copies, gathered: what ``shared_input`` remembers.
+        copies, gathered: recent inputs with their shared copies and gathered sequences (``overlap.py``).
     """
 
     mesh: DeviceMesh
@@ -69,77 +69,89 @@ class TpAxis:
         return self  # a copied model runs on the same ranks; process groups can't be copied
 
     def chunk(self, size: int) -> int:
-        """Rows of the largest chunk of a dim of ``size``: what a collective carries per rank."""
+        """Returns the rows of the largest chunk of a dim of ``size``."""
         return -(-size // self.size)
 
     def rows(self, size: int) -> int:
-        """Rows of this rank's chunk of a dim of ``size``; under simulated ranks a ``SymInt``."""
+        """Returns the rows of this rank's chunk of a dim of ``size``, a ``SymInt`` under simulated ranks."""
         chunk = self.chunk(size)
         return smaller(size - smaller(self.rank * chunk, size), chunk)
 
 
 def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
-    """``x`` unchanged; its gradient is summed over ``tp``."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    """Returns ``x``; its gradient is summed over ``tp``."""
+    return _apply(x, "copy", axis)
 
 
 def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor:
-    """The sum of ``x`` over ``tp``; its gradient is passed on unchanged.
+    """Returns the sum of ``x`` over ``tp``; its gradient is passed on unchanged.
 
     Args:
-        in_place: the sum may overwrite ``x``: nobody else reads it, nor does its backward.
+        in_place: whether the sum may overwrite ``x``: neither other code nor a backward reads ``x``.
     """
-    if axis.size == 1:
-        return x
-    # A compiler finds out by itself what may be overwritten.
-    if in_place and x.is_contiguous() and not torch.compiler.is_compiling():
+    # A compiler decides by itself what may be overwritten.
+    if in_place and axis.size > 1 and x.is_contiguous() and not torch.compiler.is_compiling():
         return _ReduceInPlace.apply(x, axis)
-    return _Reduce.apply(x, axis)
+    return _apply(x, "reduce", axis)
 
 
 def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """The ranks' chunks joined along ``dim``; the gradient of each is its chunk of the whole's.
+    """Joins the ranks' chunks along ``dim``; the gradient of ``x`` is its chunk of the result's.
 
     Args:
         x: this rank's chunk.
         global_size: size of ``dim`` in the result.
     """
-    return x if axis.size == 1 else _Gather.apply(x, dim % x.dim(), global_size, axis)
+    return _apply(x, "gather", axis, dim % x.dim(), global_size)
 
 
 def split_to_tp(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """This rank's chunk of ``x`` along ``dim``; the gradient is the chunks' gradients joined."""
-    return x if axis.size == 1 else _Split.apply(x, dim % x.dim(), axis)
+    """Returns this rank's chunk of ``x`` along ``dim``; the ranks' gradients are joined."""
+    return _apply(x, "split", axis, dim % x.dim(), x.shape[dim])
 
 
 def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """The ranks' chunks joined along ``dim``; the gradients of the joined copies are summed and
-    each rank keeps its chunk.
+    """Joins the ranks' chunks along ``dim``; the gradients of the joined copies are summed, and each rank
+    keeps its chunk of the sum.
 
     Args:
         x: this rank's chunk.
         global_size: size of ``dim`` in the result.
     """
-    return x if axis.size == 1 else _GatherCopies.apply(x, dim % x.dim(), global_size, axis)
+    return _apply(x, "gather_copies", axis, dim % x.dim(), global_size)
 
 
 def scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """This rank's chunk of ``x`` along ``dim``; the gradient is the chunks' gradients joined."""
+    """Returns this rank's chunk of ``x`` along ``dim``; the ranks' gradients are joined."""
     return split_to_tp(x, dim, axis)
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """This rank's chunk along ``dim`` of the sum of ``x`` over ``tp``; the gradient is the chunks'
-    gradients joined."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, dim % x.dim(), axis)
+    """Returns this rank's chunk along ``dim`` of the sum of ``x`` over ``tp``; the ranks' gradients are
+    joined."""
+    return _apply(x, "reduce_scatter", axis, dim % x.dim(), x.shape[dim])
 
 
-# ---- what the collectives do to tensors, without autograd ----
+def gather_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+    """Joins the ranks' rows of ``packing`` in the order of the whole; the gradient of ``x`` is its rows.
+
+    Args:
+        x: this rank's rows along ``packing.dim``.
+    """
+    return _apply(x, "gather_packed", axis, packing)
+
+
+def split_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
+    """Returns this rank's rows of ``x``; the ranks' gradients are joined."""
+    return _apply(x, "split_packed", axis, packing)
+
+
+# ---- the operations on tensors, without autograd ----
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with zeros after it up to ``size`` along ``dim``. Called alike on every rank, also on
-    those with nothing to add: their sizes may differ, their code may not."""
+    """Returns ``x`` with zeros after it up to ``size`` along ``dim``. Every rank calls this, also those with
+    nothing to add: simulated ranks may differ in their sizes, not in the code that they run."""
     shape = list(x.shape)
     shape[dim] = size
     padded = x.new_zeros(shape)
@@ -147,31 +159,40 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def _all_gather(x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
-    chunk = axis.chunk(size)
-    uneven = chunk * axis.size != size
-    x = _pad(x, dim, chunk) if uneven else x.contiguous()
+def _stack_ranks(x: Tensor, axis: TpAxis) -> Tensor:
+    """Returns (tp, \\*x.shape): the ranks' ``x``, which are of one size."""
+    x = x.contiguous()
     stacked = x.new_empty((axis.size, *x.shape))
     all_gather_single(stacked.view(-1), x.view(-1), group=axis.group)
-    # One copy into the layout the next matmul wants; none for dim 0 or a batch of one. Contiguous, as
-    # what a module puts out is: models' code takes views of it.
+    return stacked
+
+
+def _all_gather(x: Tensor, axis: TpAxis, dim: int, size: int) -> Tensor:
+    chunk = axis.chunk(size)
+    uneven = chunk * axis.size != size
+    stacked = _stack_ranks(_pad(x, dim, chunk) if uneven else x, axis)
+    # One copy into a contiguous result, of which models' code takes views; none for dim 0 or a batch of one.
     if uneven and math.prod(x.shape[:dim]) > 1:
         rows = [max(0, min(chunk, size - rank * chunk)) for rank in range(axis.size)]
         return torch.cat([x.narrow(dim, 0, n) for x, n in zip(stacked, rows, strict=True)], dim)
     joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
-    # No view: what an autograd function gives as one can't be changed in place, by an activation.
+    # Not a view: an activation can't change a view that an autograd function returns in place.
     return for_compiled_function((joined.narrow(dim, 0, size) if uneven else joined).detach())
 
 
-def _reduce_scatter(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    return start_reduce_scatter(x, dim, axis, wait=True)[0]
+def _gather_packed(x: Tensor, axis: TpAxis, packing: Packing) -> Tensor:
+    dim = packing.dim
+    x = x if packing.is_even else _pad(x, dim, max(packing.lengths))
+    stacked = _stack_ranks(x, axis)
+    parts = [x.narrow(dim, 0, n) for x, n in zip(stacked, packing.lengths, strict=True)]
+    return packing.join(parts)
 
 
 def start_reduce_scatter(
     x: Tensor, dim: int, axis: TpAxis, *, wait: bool = False
 ) -> tuple[Tensor, Any]:
-    """This rank's chunk along ``dim`` of the sum, and what to ``wait()`` for before it is read; None
-    if ``wait``."""
+    """Returns this rank's chunk along ``dim`` of the sum, and the work to ``wait()`` for before it is read,
+    which is None with ``wait``."""
     size = x.shape[dim]
     chunk = axis.chunk(size)
     uneven = chunk * axis.size != size
@@ -187,53 +208,54 @@ def start_reduce_scatter(
     return for_compiled_function(own), work
 
 
-def _all_reduce(x: Tensor, axis: TpAxis) -> Tensor:
-    return start_all_reduce(x, axis, wait=True)[0]
-
-
 def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Tensor, Any]:
-    """The sum, and what to ``wait()`` for before it is read; None if ``wait``."""
-    # A copy: autograd may hand the same gradient to other consumers.
+    """Returns the sum, and the work to ``wait()`` for before it is read, which is None with ``wait``."""
+    # A copy: autograd may pass the same gradient to other consumers.
     total = x.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, group=axis.group, async_op=not wait)
     return for_compiled_function(total), work
 
 
-# ---- the pairs ----
-#
-# A backward is built of these functions too, so that it has a derivative. An ordinary one makes no graph,
-# and a function's ``apply`` costs as much as a small linear's own backward.
+# Operation -> its forward, a function of (x, axis, *how), and the operation that is its backward.
+_OPERATIONS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "copy": (lambda x, axis: x.view_as(x), "reduce"),
+    "reduce": (lambda x, axis: start_all_reduce(x, axis, wait=True)[0], "copy"),
+    "gather": (_all_gather, "split"),
+    "split": (lambda x, axis, dim, size: local_chunk(x, dim, axis.size, axis.rank), "gather"),
+    "gather_copies": (_all_gather, "reduce_scatter"),
+    "reduce_scatter": (
+        lambda x, axis, dim, size: start_reduce_scatter(x, dim, axis, wait=True)[0],
+        "gather_copies",
+    ),
+    "gather_packed": (_gather_packed, "split_packed"),
+    "split_packed": (lambda x, axis, packing: packing.take(x, axis.rank), "gather_packed"),
+}
 
 
-def reduced(x: Tensor, axis: TpAxis) -> Tensor:
-    """``reduce_from_tp`` in a backward, on an axis of more than one rank."""
-    return _Reduce.apply(x, axis) if torch.is_grad_enabled() else _all_reduce(x, axis)
+def _apply(x: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
+    return x if axis.size == 1 else _Collective.apply(x, operation, axis, how)
 
 
-def _copied(x: Tensor, axis: TpAxis) -> Tensor:
-    return _Copy.apply(x, axis) if torch.is_grad_enabled() else x
+def apply_in_backward(grad: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
+    """Returns the operation's result in a backward, on an axis of more than one rank. It has a graph only if
+    the backward makes one: ``apply`` costs as much as a small linear's own backward."""
+    if torch.is_grad_enabled():
+        return _Collective.apply(grad, operation, axis, how)
+    return _OPERATIONS[operation][0](grad, axis, *how)
 
 
-class _Copy(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """An operation of ``_OPERATIONS``; ``how`` are its further arguments, and those of its backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, operation: str, axis: TpAxis, how: tuple[Any, ...]) -> Tensor:
+        forward, ctx.operation = _OPERATIONS[operation]
+        ctx.axis, ctx.how = axis, how
+        return forward(x, axis, *how)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduced(grad, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
-        ctx.axis = axis
-        return _all_reduce(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _copied(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return apply_in_backward(grad, ctx.operation, ctx.axis, *ctx.how), None, None, None
 
 
 class _ReduceInPlace(torch.autograd.Function):
@@ -246,132 +268,26 @@ class _ReduceInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _copied(grad, ctx.axis), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return _all_gather(x, dim, size, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Split.apply(grad, ctx.dim, ctx.axis), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-        ctx.dim, ctx.size, ctx.axis = dim, x.shape[dim], axis
-        return local_chunk(x, dim, axis.size, axis.rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(grad, ctx.dim, ctx.size, ctx.axis), None, None
-
-
-class _GatherCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, axis: TpAxis) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return _all_gather(x, dim, size, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _ReduceScatter.apply(grad, ctx.dim, ctx.axis), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-        ctx.dim, ctx.size, ctx.axis = dim, x.shape[dim], axis
-        return _reduce_scatter(x, dim, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherCopies.apply(grad, ctx.dim, ctx.size, ctx.axis), None, None
-
-
-# Collectives on activations whose features are cut by a
-# :class:`~parallel3d._layout.packing.Packing`.
-
-
-def gather_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-    """The ranks' rows of ``packing`` joined in the order of the whole; the gradient of each is its rows.
-
-    Args:
-        x: this rank's rows along ``packing.dim``.
-    """
-    return x if axis.size == 1 else _GatherPacked.apply(x, packing, axis)
-
-
-def split_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-    """This rank's rows of ``x``; the gradient is the ranks' gradients joined."""
-    return x if axis.size == 1 else _SplitPacked.apply(x, packing, axis)
-
-
-def _gather(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-    dim, most = packing.dim, max(packing.lengths)
-    shape = list(x.shape)
-    shape[dim] = most
-    if packing.is_even:
-        sent = x.contiguous()
-    else:
-        sent = x.new_zeros(shape)
-        sent.narrow(dim, 0, x.shape[dim]).copy_(x)
-    stacked = sent.new_empty((axis.size, *shape))
-    all_gather_single(stacked.view(-1), sent.view(-1), group=axis.group)
-    joined = stacked.movedim(0, dim).flatten(dim, dim + 1)
-    # In the order of the whole: one narrow for each interval.
-    places = []
-    for rank, held in enumerate(packing.rows):
-        at = rank * most
-        for first, number in held:
-            places.append((first, at, number))
-            at += number
-    return torch.cat([joined.narrow(dim, at, number) for _, at, number in sorted(places)], dim)
-
-
-class _GatherPacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-        ctx.packing, ctx.axis = packing, axis
-        return _gather(x, packing, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _SplitPacked.apply(grad, ctx.packing, ctx.axis), None, None
-
-
-class _SplitPacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-        ctx.packing, ctx.axis = packing, axis
-        return packing.take(x, axis.rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherPacked.apply(grad, ctx.packing, ctx.axis), None, None
+        return apply_in_backward(grad, "copy", ctx.axis), None
 
 
 class SequenceLength:
-    """The global length of the sequence that sequence-parallel modules of one model hold parts of.
+    """The global length of the sequence of which a model's sequence-parallel modules hold parts.
 
-    A part doesn't tell it (3 rows of 5 or of 6?), so whatever splits the sequence notes it here in
-    its forward and whatever gathers reads it. One model holds one sequence at a time: one that
-    splits a second of another length before it is done with the first is refused, and so is the
-    recomputation of an earlier micro-batch of another length.
+    A part doesn't show it (3 rows of 5 or of 6?), so a module that splits the sequence sets it in its
+    forward, and a module that gathers reads it. A model holds one sequence at a time: splitting a second one
+    of another length before the first is gathered is refused, and so is the recomputation of an earlier
+    micro-batch of another length.
     """
 
     def __init__(self) -> None:
         self.length: int | None = None
 
     def of(self, part: Tensor, dim: int, axis: TpAxis) -> int:
-        """Global length of the sequence of which ``part`` is this rank's chunk along ``dim``.
+        """Returns the global length of the sequence of which ``part`` is this rank's chunk along ``dim``.
 
         Raises:
-            StateError: nothing has split a sequence yet, or it was one of another length.
+            StateError: no module has split a sequence yet, or the last one had another length.
         """
         if axis.size == 1:
             return part.shape[dim]

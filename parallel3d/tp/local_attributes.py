@@ -1,7 +1,7 @@
-"""Numbers that a module keeps as attributes and that are others on a rank which holds a part of it.
+"""Int attributes of modules, such as numbers of heads, that differ on a rank which holds a part.
 
-``self.num_heads`` in a forward's ``view`` must say how many heads this rank has. Such an attribute is set
-on the instance when a plan is applied; the model's code and its config stay what they are.
+``self.num_heads`` in a forward's ``view`` must be the number of this rank's heads. Such an attribute is set
+on the instance when a plan is applied; the model's code and its config stay unchanged.
 """
 
 import ast
@@ -16,33 +16,11 @@ from torch import nn
 
 from parallel3d._layout.packing import pick_by_rank
 
-# They run before or beside computing.
+# Methods that don't run in a forward.
 NOT_COMPUTING = {"__init__", "extra_repr", "reset_parameters", "_init_weights", "__repr__"}
-_WIDTH = {
-    "size",
-    "dim",
-    "width",
-    "features",
-    "channels",
-    "embd",
-    "embed",
-    "hidden",
-    "model",
-    "inner",
-}
+_WIDTH = re.compile("size|dim|width|features|channels|embd|embed|hidden|model|inner")
 # Sizes of something else, which may be the same number: Mistral's sliding_window is its width.
-_NO_WIDTH = {
-    "head",
-    "heads",
-    "vocab",
-    "rope",
-    "nope",
-    "rotary",
-    "window",
-    "max",
-    "position",
-    "chunk",
-}
+_NO_WIDTH = re.compile("heads?|vocab|rope|nope|rotary|window|max|position|chunk")
 
 
 @dataclass(frozen=True)
@@ -51,9 +29,9 @@ class PlannedAttribute:
 
     Attributes:
         module: the module's path.
-        name: of the attribute.
+        name: the attribute.
         whole: its value in the plain model.
-        values: [tp rank] -> its value there.
+        values: its value on each tp rank.
     """
 
     module: str
@@ -62,7 +40,7 @@ class PlannedAttribute:
     values: tuple[int, ...]
 
     def set(self, module: nn.Module, rank: int) -> None:
-        """Gives ``module`` its value on ``rank``; under simulated ranks that differ, a ``SymInt``."""
+        """Sets the attribute of ``module`` to its value on ``rank``, a ``SymInt`` under simulated ranks."""
         alike = len(set(self.values)) == 1
         setattr(module, self.name, self.values[0] if alike else pick_by_rank(self.values, rank))
 
@@ -70,11 +48,11 @@ class PlannedAttribute:
 def local_attributes(
     path: str, module: nn.Module, values: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedAttribute]:
-    """The plan to set attributes of ``module``, which lies at ``path``.
+    """Returns the attributes of ``module``, at ``path``, that change.
 
     Args:
-        values: name -> its value on each tp rank. Attributes the module doesn't have as an ``int`` of its
-            own are left out, and so are those that are alike on all ranks and in the plain model.
+        values: name -> its value on each tp rank; names that are no ``int`` of the module, or don't change,
+            are left out.
     """
     planned = []
     for name, by_rank in values.items():
@@ -85,25 +63,19 @@ def local_attributes(
 
 
 def width_attributes(module: nn.Module, width: int) -> list[str]:
-    """The module's own attributes that hold ``width``, are named like a width, and are read in computing."""
-    reads = reads_of(module)
-    return [
-        name
-        for name, value in vars(module).items()
-        if type(value) is int
-        and value == width
-        and _is_width(name)
-        and (reads is None or name in reads)
-    ]
-
-
-def _is_width(name: str) -> bool:
-    words = set(name.split("_"))
-    return name == "all_head_size" or bool(words & _WIDTH and not words & _NO_WIDTH)
+    """Returns the attributes with the value ``width`` that are named like a width and read in the forward."""
+    reads, names = reads_of(module), []
+    for name, value in vars(module).items():
+        words = name.split("_")
+        is_width = any(map(_WIDTH.fullmatch, words)) and not any(map(_NO_WIDTH.fullmatch, words))
+        is_width |= name == "all_head_size"
+        if type(value) is int and value == width and is_width and (reads is None or name in reads):
+            names.append(name)
+    return names
 
 
 def describe_attributes(attributes: Sequence[PlannedAttribute]) -> Iterator[str]:
-    """One line for each group that differs in nothing but a layer's number."""
+    """Yields one line for each group of attributes that differ only in the number of a layer."""
     groups: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for a in attributes:
         name = re.sub(r"\b\d+\b", "*", f"{a.module}.{a.name}".lstrip("."))
@@ -114,10 +86,8 @@ def describe_attributes(attributes: Sequence[PlannedAttribute]) -> Iterator[str]
 
 
 def reads_of(module: nn.Module) -> frozenset[str] | None:
-    """What the module's methods read of ``self`` while it computes: ``"num_heads"``, ``"config.n_head"``.
-
-    Read off the source of its class and its bases, without ``__init__``. None where there is no source.
-    """
+    """Returns the attributes of ``self`` in the source of the module's class and its bases, without
+    ``__init__``: ``"num_heads"``, ``"config.n_head"``. None where there is no source."""
     return _reads_of_class(type(module))  # type: ignore[arg-type]  # a class has a hash
 
 
@@ -141,13 +111,10 @@ def _reads_of_class(cls: type) -> frozenset[str] | None:
 
 def _reads(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            owner = node.value
-            if isinstance(owner, ast.Name) and owner.id == "self":
-                yield node.attr
-            elif (
-                isinstance(owner, ast.Attribute)
-                and isinstance(owner.value, ast.Name)
-                and owner.value.id == "self"
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                yield name
+            case ast.Attribute(
+                value=ast.Attribute(value=ast.Name(id="self"), attr=owner), attr=name
             ):
-                yield f"{owner.attr}.{node.attr}"
+                yield f"{owner}.{name}"

@@ -1,12 +1,11 @@
 """A plan, resolved against a model: which module gets which style, checked before anything changes.
 
 A plan is data: ``{"layers.*.attn.wq": "colwise", ...}``. :func:`resolve_plan` is pure and works on
-meta models; the :class:`ResolvedPlan` it returns can be printed, compared between ranks,
-and applied.
+meta models; the :class:`ResolvedPlan` it returns can be printed, compared between ranks, and applied.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -28,255 +27,9 @@ from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
-from parallel3d.tp.resolve import ChosenPlan, Plan, Resolution, check_plan_type, numberless
+from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
 from parallel3d.tp.styles import Style
 from parallel3d.tp.styles.base import Traffic
-
-# Modules that the plan forgot, among modules that hold parts of the sequence.
-#
-# Such a module computes what it would, but its parameters get the gradient of this rank's part
-# alone: nothing fails, and the ranks' copies of them drift apart.
-
-
-def watch_forgotten(
-    model: nn.Module, plan: "ResolvedPlan", axis: TpAxis, sequence: SequenceLength
-) -> None:
-    """Makes modules without a style refuse a part of the sequence in their first forward."""
-    splits = [p.style for p in plan.modules if p.style.splits_sequence]
-    dims = {getattr(style, "sequence_dim", 1) for style in splits}
-    if axis.size == 1 or not dims or not isinstance(axis.rank, int):  # simulated ranks
-        return
-    modules = dict(model.named_modules())
-    for name in {n.rpartition(".")[0] for n in plan.unplanned}:
-        if name in modules:
-            watch = _Watch(name, axis, sequence, tuple(dims))
-            modules[name].register_forward_pre_hook(watch)
-
-
-class _Watch:
-    """The hook. One forward is enough to see a module that always gets parts; in later ones a whole tensor
-    may have a part's length by chance."""
-
-    def __init__(
-        self, name: str, axis: TpAxis, sequence: SequenceLength, dims: tuple[int, ...]
-    ) -> None:
-        self.name, self.axis, self.sequence, self.dims = name, axis, sequence, dims
-        self.done = False
-
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
-        if self.done or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self.done = True
-        own = module.parameters(recurse=False)
-        if self.sequence.length is None or not any(p.requires_grad for p in own):
-            return
-        for x in args[:1]:
-            if isinstance(x, Tensor) and x.is_floating_point():
-                self._check(x)
-
-    def _check(self, x: Tensor) -> None:
-        length, axis = self.sequence.length, self.axis
-        assert length is not None
-        rows = axis.rows(length)
-        for dim in self.dims:
-            # The last dim is of features.
-            if length > 1 and 0 <= dim < x.dim() - 1 and x.shape[dim] == rows:
-                self.done = False
-                raise StateError(
-                    f"{self.name!r} has no style in the plan, but its input {tuple(x.shape)} looks like "
-                    f"this rank's part of a sequence of {length}: its parameters would get the gradient "
-                    'of that part alone. Give it SequenceParallel() or Replicated(tp_grad="partial"); or '
-                    "Replicated(), if its input is whole"
-                )
-
-
-# Applying a resolved plan: parameters become DTensors on ``tp``, modules get their forwards.
-
-
-def apply_plan(plan: "ResolvedPlan", model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """See :meth:`ResolvedPlan.apply`."""
-    axis = _tp_axis(mesh, plan.tp_size)
-    modules = _find_modules(plan, model)
-    if plan.tp_size == 1:
-        return model
-    # All new parameters first: if one fails (memory), the model is as it was.
-    new: dict[int, nn.Parameter] = {}
-    for planned, module in zip(plan.modules, modules, strict=True):
-        for p in planned.params:
-            old = module._parameters[p.name]
-            assert old is not None
-            if id(old) not in new:
-                new[id(old)] = _distribute(old, p.rule, axis)
-    with unchanged_on_error(model), marking_replaced(model):
-        # Every owner of a replaced parameter, also those the plan has no style for: ties stay ties.
-        for module in model.modules():
-            for name, param in module._parameters.items():
-                if param is not None and id(param) in new:
-                    module._parameters[name] = new[id(param)]
-        sequence = SequenceLength()
-        for planned, module in zip(plan.modules, modules, strict=True):
-            planned.style.install(module, axis, sequence)
-        by_name = dict(model.named_modules(remove_duplicate=False))
-        for attribute in plan.attributes:
-            attribute.set(by_name[attribute.module], axis.rank)
-        if can_drop(model):
-            install_random(model, {planned.name: planned.style for planned in plan.modules}, axis)
-        elif axis.size > 1:
-            refuse_later_dropout(model)
-        watch_forgotten(model, plan, axis, sequence)
-    return model
-
-
-def _tp_axis(mesh: DeviceMesh, size: int) -> TpAxis:
-    names = mesh.mesh_dim_names or ()
-    if "tp" not in names:
-        raise MeshError(f"the mesh has the axes {names or '(unnamed)'}; tensor parallel needs 'tp'")
-    axis = TpAxis(mesh if mesh.ndim == 1 else mesh["tp"])
-    if axis.size != size:
-        raise MeshError(
-            f"the plan was resolved for {size} tp ranks, the mesh has {axis.size}; resolve it again"
-        )
-    return axis
-
-
-def _find_modules(plan: "ResolvedPlan", model: nn.Module) -> list[nn.Module]:
-    by_name = dict(model.named_modules(remove_duplicate=False))
-    found = []
-    for planned in plan.modules:
-        module = by_name.get(planned.name)
-        own = {} if module is None else module._parameters
-        fits = module is not None and all(
-            (q := own.get(p.name)) is not None and tuple(q.shape) == p.shape for p in planned.params
-        )
-        if module is None or not fits:
-            raise PlanError(
-                f"the plan was resolved for another model: module {planned.name!r} is missing here "
-                "or has other parameters"
-            )
-        found.append(module)
-    return found
-
-
-def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
-    """The parameter as a DTensor on ``tp``, of which this rank holds its chunk."""
-    whole = param.detach()
-    if rule.packing is not None:
-        local = rule.packing.take(whole, axis.rank)
-    elif isinstance(rule.placement, Shard):
-        local = local_chunk(whole, rule.placement.dim, axis.size, axis.rank)
-    else:
-        local = _own_copy(whole)
-    placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
-    spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
-    new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
-    new.__dict__.update(param.__dict__)  # marks people put on parameters, such as "no weight decay"
-    set_param_layout(new, rule.layout)
-    return new
-
-
-def _own_copy(whole: Tensor) -> Tensor:
-    if not ranks_are_simulated():
-        return whole
-    # Made by a factory call, the tensor is one per simulated rank.
-    return torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
-
-
-# Report: a resolved plan as a table to read before training.
-
-_HEADER = ("module", "style", "parameters, whole -> on a rank", "forward", "backward", "why")
-
-
-def report(plan: "ResolvedPlan") -> str:
-    """What each group of modules gets, what it communicates for each token, and why.
-
-    Bytes are of the whole tensor that is reduced or gathered, in the parameters' dtype, for each token.
-    Modules that read the same tensor share its collective; here each counts its own.
-    """
-    groups = _groups(plan)
-    rows: list[tuple[str, ...]] = [
-        _HEADER,
-        *(_row(plan, label, members) for label, members in groups),
-    ]
-    if not any(row[-1] for row in rows[1:]):
-        rows = [row[:-1] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(0, f"Tensor parallel over {plan.tp_size} ranks")
-    lines.insert(2, "  ".join("-" * width for width in widths))
-    lines += _totals(plan)
-    lines += _unplanned(plan)
-    lines += [f"Attribute: {line}" for line in describe_attributes(plan.attributes)]
-    lines += [f"Note: {note}" for note in plan.notes]
-    lines += [f"Not checked: {said}" for said in plan.unchecked]
-    return "\n".join(lines)
-
-
-def _groups(plan: "ResolvedPlan") -> Iterator[tuple[str, list["PlannedModule"]]]:
-    """Modules that differ in nothing but their layer, under one name."""
-    groups: dict[tuple[str, ...], list[PlannedModule]] = {}
-    for m in plan.modules:
-        key = (numberless(m.name), str(m.style), _params(m, plan.tp_size), str(m.traffic), m.why)
-        groups.setdefault(key, []).append(m)
-    for (name, *_), members in groups.items():
-        one = members[0].name or "(root)"
-        yield (f"{name} (x{len(members)})" if len(members) > 1 else one), members
-
-
-def _row(plan: "ResolvedPlan", label: str, members: list["PlannedModule"]) -> tuple[str, ...]:
-    m = members[0]
-    cells = [_cell(m, phase) for phase in ("forward", "backward")]
-    return (label, str(m.style), _params(m, plan.tp_size) or "-", *cells, m.why)
-
-
-def _params(m: "PlannedModule", tp: int) -> str:
-    return ", ".join(_param(p, tp) for p in m.params)
-
-
-def _param(p: "PlannedParam", tp: int) -> str:
-    summed = " [gradient summed]" if p.rule.tp_grad == "partial" else ""
-    return f"{p.name} {p.shape} -> {p.local_shape(tp)}{summed}"
-
-
-def _cell(m: "PlannedModule", phase: str) -> str:
-    found = [t for t in m.traffic if t.phase == phase]
-    said = [
-        t.op if t.elements is None else f"{t.op} {_bytes(t.elements * m.itemsize)}" for t in found
-    ]
-    return ", ".join(said) or "-"
-
-
-def _totals(plan: "ResolvedPlan") -> Iterator[str]:
-    every = [(t, m.itemsize) for m in plan.modules for t in m.traffic]
-    if not every:
-        return
-    unknown = sum(t.elements is None for t, _ in every)
-    parts = []
-    for phase in ("forward", "backward"):
-        mine = [(t, size) for t, size in every if t.phase == phase]
-        total = sum((t.elements or 0) * size for t, size in mine)
-        parts.append(f"{phase} {_bytes(total)} in {len(mine)}")
-    more = f", and {unknown} of a size that the input has" if unknown else ""
-    yield (
-        f"Communicated for each token, as whole tensors: {', '.join(parts)} collectives{more}; modules that "
-        "read one tensor share its collective, here each counts its own"
-    )
-
-
-def _unplanned(plan: "ResolvedPlan") -> Iterator[str]:
-    names = list(dict.fromkeys(map(numberless, plan.unplanned)))
-    if names:
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        yield f"Not in the plan, whole on every rank: {len(plan.unplanned)} parameters ({shown})"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} B"
 
 
 @dataclass(frozen=True)
@@ -284,9 +37,9 @@ class PlannedParam:
     """One parameter of a planned module.
 
     Attributes:
-        name: in its module, such as ``"weight"``.
-        shape: of the plain model's parameter.
-        rule: its placement on ``tp`` and what its gradient is.
+        name: its name in the module, such as ``"weight"``.
+        shape: its shape in the plain model.
+        rule: its placement on ``tp`` and the kind of its gradient.
     """
 
     name: str
@@ -294,7 +47,7 @@ class PlannedParam:
     rule: ParamRule
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of the largest part a rank holds."""
+        """Returns the shape of the largest part on a rank."""
         if not isinstance(self.rule.placement, Shard):
             return self.shape
         dim, packing = self.rule.placement.dim, self.rule.packing
@@ -308,11 +61,11 @@ class PlannedModule:
 
     Attributes:
         name: its path in the model; ``""`` is the root.
-        pattern: the plan's key that matched it.
-        style: what it gets.
+        pattern: the plan's pattern that matched it.
+        style: its style.
         params: its own parameters, in its order.
-        why: where the rule comes from, when it isn't the user's.
-        traffic: what it communicates for each token.
+        why: the reason for the rule, when it isn't the user's.
+        traffic: its collectives, with their sizes per token.
         itemsize: bytes of an element of its parameters, or of the model's.
     """
 
@@ -327,27 +80,26 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan that fits a model. Holds no module, so it can be applied to a copy of the model too.
+    """A plan that fits a model. It refers to no module, so it can be applied to a copy of the model too.
 
     Attributes:
-        tp_size: ranks of the ``tp`` axis it was resolved for.
+        tp_size: the number of ranks of the ``tp`` axis for which it was resolved.
         modules: the modules with a style, in the model's order.
-        unplanned: names of the parameters no style has; they stay plain tensors, whole on every
-            rank.
-        notes: what the resolution did that the plan doesn't say.
-        attributes: what numbers that modules keep, such as of heads, become on each rank.
-        unchecked: what of a plan that the user wrote could not be checked, a line each.
+        unplanned: names of the parameters without a style; they stay plain tensors, whole on every rank.
+        notes: what the resolution did that the plan doesn't contain.
+        attributes: the values on each rank of modules' attributes, such as numbers of heads.
+        unchecked: what of a user's plan could not be checked.
     """
 
     tp_size: int
     modules: tuple[PlannedModule, ...]
     unplanned: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     attributes: tuple[PlannedAttribute, ...] = ()
     unchecked: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """Text that is equal on two ranks exactly when they would do the same."""
+        """Returns a text that is equal on two ranks exactly when they would apply the same plan."""
         lines = [f"tp {self.tp_size}"]
         for m in self.modules:
             params = ", ".join(f"{p.name} {p.shape} {p.rule}" for p in m.params)
@@ -356,14 +108,51 @@ class ResolvedPlan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return report(self)
+        """Returns a table of the modules' styles, parameters and collectives.
+
+        Bytes are those of the whole tensor that is reduced or gathered, in the parameters' dtype, per token.
+        Modules that read the same tensor share its collective; here each counts its own.
+        """
+        rows = [tuple(_HEADER), *self._rows()]
+        if not any(row[-1] for row in rows[1:]):
+            rows = [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
+        lines.insert(2, "  ".join("-" * width for width in widths))
+        lines += _totals(self)
+        names = list(dict.fromkeys(map(numberless, self.unplanned)))
+        if names:
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            lines.append(
+                f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters ({shown})"
+            )
+        lines += [f"Attribute: {line}" for line in describe_attributes(self.attributes)]
+        lines += [f"Note: {note}" for note in self.notes]
+        lines += [f"Not checked: {message}" for message in self.unchecked]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the table's rows; modules that differ only in the number of their layer share one."""
+        names: dict[tuple[str, ...], list[str]] = {}
+        for m in self.modules:
+            params = ", ".join(_describe_param(p, self.tp_size) for p in m.params) or "-"
+            traffic = [_describe_traffic(m, phase) for phase in ("forward", "backward")]
+            key = (numberless(m.name), str(m.style), params, *traffic, m.why)
+            names.setdefault(key, []).append(m.name)
+        for (name, *cells), members in names.items():
+            label = f"{name} (x{len(members)})" if len(members) > 1 else members[0] or "(root)"
+            yield label, *cells
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Makes ``model`` tensor-parallel in place, and returns it.
 
-        Each distinct parameter of the plan becomes one DTensor on the ``tp`` axis, marked with its
-        ``ParamLayout``; modules that share a parameter go on sharing it. The forwards expect local
-        tensors as parameters, which the engine gives them. Nothing is done on an axis of one rank.
+        Each distinct parameter of the plan becomes one DTensor on the ``tp`` axis with its ``ParamLayout``;
+        modules that share a parameter still share it. The forwards expect local tensors as parameters,
+        which the engine gives them. On an axis of one rank nothing changes.
 
         Args:
             mesh: a DeviceMesh with an axis named ``tp``.
@@ -372,7 +161,175 @@ class ResolvedPlan:
             MeshError: no ``tp`` axis, or not of ``tp_size`` ranks.
             PlanError: ``model`` is not the one (or a copy of it) the plan was resolved for.
         """
-        return apply_plan(self, model, mesh)
+        axis = _tp_axis(mesh, self.tp_size)
+        modules = _find_modules(self, model)
+        if self.tp_size == 1:
+            return model
+        # All new parameters first: if one fails (memory), the model is unchanged.
+        new: dict[int, nn.Parameter] = {}
+        for planned, module in zip(self.modules, modules, strict=True):
+            for p in planned.params:
+                old = module._parameters[p.name]
+                assert old is not None
+                if id(old) not in new:
+                    new[id(old)] = _distribute(old, p.rule, axis)
+        with unchanged_on_error(model), marking_replaced(model):
+            # In every owner of a replaced parameter, also those without a style: ties stay ties.
+            for module in model.modules():
+                for name, param in module._parameters.items():
+                    if param is not None and id(param) in new:
+                        module._parameters[name] = new[id(param)]
+            sequence = SequenceLength()
+            for planned, module in zip(self.modules, modules, strict=True):
+                planned.style.install(module, axis, sequence)
+            by_name = dict(model.named_modules(remove_duplicate=False))
+            for attribute in self.attributes:
+                attribute.set(by_name[attribute.module], axis.rank)
+            if can_drop(model):
+                install_random(model, {p.name: p.style for p in self.modules}, axis)
+            elif axis.size > 1:
+                refuse_later_dropout(model)
+            _watch_unplanned(model, self, axis, sequence)
+        return model
+
+
+_HEADER = ("module", "style", "parameters, whole -> on a rank", "forward", "backward", "why")
+
+
+def _describe_param(p: PlannedParam, tp: int) -> str:
+    summed = " [gradient summed]" if p.rule.tp_grad == "partial" else ""
+    return f"{p.name} {p.shape} -> {p.local_shape(tp)}{summed}"
+
+
+def _describe_traffic(m: PlannedModule, phase: str) -> str:
+    cells = [
+        t.op if t.elements is None else f"{t.op} {_bytes(t.elements * m.itemsize)}"
+        for t in m.traffic
+        if t.phase == phase
+    ]
+    return ", ".join(cells) or "-"
+
+
+def _totals(plan: ResolvedPlan) -> Iterator[str]:
+    collectives = [(t, m.itemsize) for m in plan.modules for t in m.traffic]
+    if not collectives:
+        return
+    unknown = sum(t.elements is None for t, _ in collectives)
+    parts = []
+    for phase in ("forward", "backward"):
+        sizes = [(t.elements or 0) * size for t, size in collectives if t.phase == phase]
+        parts.append(f"{phase} {_bytes(sum(sizes))} in {len(sizes)}")
+    more = f", and {unknown} of a size that the input has" if unknown else ""
+    yield (
+        f"Communicated for each token, as whole tensors: {', '.join(parts)} collectives{more}; modules that "
+        "read one tensor share its collective, here each counts its own"
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+def _tp_axis(mesh: DeviceMesh, size: int) -> TpAxis:
+    names = mesh.mesh_dim_names or ()
+    if "tp" not in names:
+        raise MeshError(f"the mesh has the axes {names or '(unnamed)'}; tensor parallel needs 'tp'")
+    axis = TpAxis(mesh if mesh.ndim == 1 else mesh["tp"])
+    if axis.size != size:
+        raise MeshError(
+            f"the plan was resolved for {size} tp ranks, the mesh has {axis.size}; resolve it again"
+        )
+    return axis
+
+
+def _find_modules(plan: ResolvedPlan, model: nn.Module) -> list[nn.Module]:
+    by_name = dict(model.named_modules(remove_duplicate=False))
+    modules = []
+    for planned in plan.modules:
+        module = by_name.get(planned.name)
+        own = {} if module is None else module._parameters
+        shapes = {name: tuple(p.shape) for name, p in own.items() if p is not None}
+        if module is None or any(shapes.get(p.name) != p.shape for p in planned.params):
+            raise PlanError(
+                f"the plan was resolved for another model: module {planned.name!r} is missing here "
+                "or has other parameters"
+            )
+        modules.append(module)
+    return modules
+
+
+def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
+    """Returns the parameter as a DTensor on ``tp``, of which this rank holds its part."""
+    whole = param.detach()
+    if rule.packing is not None:
+        local = rule.packing.take(whole, axis.rank)
+    elif isinstance(rule.placement, Shard):
+        local = local_chunk(whole, rule.placement.dim, axis.size, axis.rank)
+    elif ranks_are_simulated():  # a factory call makes one tensor per simulated rank
+        local = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
+    else:
+        local = whole
+    placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
+    spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
+    new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)  # users' attributes, such as "no weight decay"
+    set_param_layout(new, rule.layout)
+    return new
+
+
+def _watch_unplanned(
+    model: nn.Module, plan: ResolvedPlan, axis: TpAxis, sequence: SequenceLength
+) -> None:
+    """Makes modules without a style raise for a part of the sequence in their first forward.
+
+    Such a module computes the right output, but its parameters get the gradient of this rank's part alone:
+    nothing fails, and the ranks' copies of them become different.
+    """
+    splits = [p.style for p in plan.modules if p.style.splits_sequence]
+    dims = {getattr(style, "sequence_dim", 1) for style in splits}
+    if axis.size == 1 or not dims or not isinstance(axis.rank, int):  # simulated ranks
+        return
+    modules = dict(model.named_modules())
+    for name in {n.rpartition(".")[0] for n in plan.unplanned}:
+        if name in modules:
+            check = _CheckInput(name, axis, sequence, tuple(dims))
+            modules[name].register_forward_pre_hook(check)
+
+
+@dataclass
+class _CheckInput:
+    """The hook. It checks one forward: a module that always gets parts shows in it, and in later ones a whole
+    tensor may have a part's length by chance."""
+
+    name: str
+    axis: TpAxis
+    sequence: SequenceLength
+    dims: tuple[int, ...]
+    done: bool = False
+
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
+        if self.done or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.done = True
+        length, x = self.sequence.length, args[0] if args else None
+        trained = any(p.requires_grad for p in module.parameters(recurse=False))
+        if length is None or length <= 1 or not trained:
+            return
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return
+        rows = self.axis.rows(length)
+        # The last dim is of features.
+        if any(0 <= dim < x.dim() - 1 and x.shape[dim] == rows for dim in self.dims):
+            self.done = False
+            raise StateError(
+                f"{self.name!r} has no style in the plan, but its input {tuple(x.shape)} looks like "
+                f"this rank's part of a sequence of {length}: its parameters would get the gradient "
+                'of that part alone. Give it SequenceParallel() or Replicated(tp_grad="partial"); or '
+                "Replicated(), if its input is whole"
+            )
 
 
 def resolve_plan(
@@ -385,19 +342,19 @@ def resolve_plan(
         plan: pattern -> style or style name. A pattern is the path of a module, or of a parameter
             (its own name without wildcards) whose module has a style that takes rules for parameters.
             In it ``*`` stands for any characters within one segment (also ``?`` and ``[...]``) and
-            ``{q,k,v}_proj`` for three names; ``""`` is the root. ``"auto"``: the plan
-            :func:`auto_plan` finds.
-        tp_size: ranks of the ``tp`` axis.
-        strict: a rule that matches nothing is an error; otherwise a note of the result.
+            ``{q,k,v}_proj`` for three names; ``""`` is the root. ``"auto"``: the plan of
+            :func:`auto_plan`.
+        tp_size: the number of ranks of the ``tp`` axis.
+        strict: whether a rule that matches nothing is an error; otherwise it is a note of the result.
         example: ``(args, kwargs)`` of a small batch for the model's forward, where no input can be guessed.
-            A plan that you write is checked by running the model once without weights, and comparing
-            attention layers with themselves split, see ``docs/tensor_parallel.md``.
+            A user's plan is checked by running the model once without weights, and comparing attention
+            layers with themselves split, see ``docs/tensor_parallel.md``.
 
     Raises:
-        PlanError: lists everything that is wrong: unmatched rules, two rules on one module, styles
-            that don't fit their module, sizes that can't be shared by ``tp_size`` ranks, shared
-            parameters split in two ways, layers that don't compute on parts what they do on the whole, a
-            split weight that is read outside its module, a model that is parallel already, an empty plan.
+        PlanError: lists all problems: unmatched rules, two rules on one module, styles that don't fit their
+            module, sizes that ``tp_size`` ranks can't share, shared parameters split in two ways, layers
+            that compute something else on parts than on the whole, a split weight that is read outside its
+            module, a model that is parallel already, an empty plan.
     """
     check_plan_type(plan)
     if type(tp_size) is not int or tp_size < 1:
@@ -408,55 +365,57 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
-    chosen = choose(model, tp_size, example) if isinstance(plan, str) else ChosenPlan(plan)
+    if isinstance(plan, str):
+        plan_source = choose(model, tp_size, example)
+    else:
+        plan_source = PlanSource(plan)
+    from_user = not plan_source.origin
     resolution = Resolution(model, tp_size)
-    resolution.notes += chosen.notes
-    resolution.add_plan(chosen, strict=strict and not chosen.source)
+    resolution.notes += plan_source.notes
+    resolution.add_plan(plan_source, strict=strict and from_user)
     resolution.add_tied_embeddings()
     resolution.leave_fast_paths()
     align_heads(resolution)
-    rules = resolution.rules()
-    resolution.add_attributes(rules)
-    resolution.check_as_a_whole(rules)
+    resolution.finish()
     unchecked: list[str] = []
-    if not resolution.problems and not chosen.source:
-        # Here, as in auto.py. A plan found for the user has been proven, or is right for its family.
+    if not resolution.problems and from_user:
+        # Imported when needed. An "auto" plan is proven, or written for the model's family.
         from parallel3d.tp.auto.check import check_groups
 
-        unchecked = check_groups(model, resolution, rules, example)
+        unchecked = check_groups(model, resolution, example)
     if resolution.problems:
         listed = "".join(f"\n  - {problem}" for problem in resolution.problems)
         count = len(resolution.problems)
         raise PlanError(f"{count} problem{'s'[: count > 1]} in the tensor-parallel plan:{listed}")
 
-    modules = tuple(
-        PlannedModule(
-            ruled.name,
-            ruled.pattern,
-            ruled.style,
-            tuple(
-                PlannedParam(name, tuple(ruled.module._parameters[name].shape), rule)  # type: ignore[union-attr]
-                for name, rule in rules[key].items()
-            ),
-            ruled.why,
-            ruled.style.traffic(ruled.module, tp_size) if tp_size > 1 else (),
-            _itemsize(ruled.module, model),
+    modules = []
+    for key, ruled in resolution.ruled_in_order():
+        params = dict(ruled.module.named_parameters(recurse=False, remove_duplicate=False))
+        planned = (
+            PlannedParam(name, tuple(params[name].shape), rule)
+            for name, rule in resolution.rules[key].items()
         )
-        for key, ruled in resolution.ruled_in_order()
-    )
+        # Bytes of an element of what the module computes: of its parameters, or else of the model's.
+        floats = (
+            p for p in chain(ruled.module.parameters(), model.parameters()) if p.is_floating_point()
+        )
+        first = next(floats, None)
+        modules.append(
+            PlannedModule(
+                ruled.name,
+                ruled.pattern,
+                ruled.style,
+                tuple(planned),
+                ruled.why,
+                ruled.style.traffic(ruled.module, tp_size) if tp_size > 1 else (),
+                4 if first is None else first.dtype.itemsize,
+            )
+        )
     return ResolvedPlan(
         tp_size,
-        modules,
-        tuple(resolution.unplanned(rules)),
+        tuple(modules),
+        tuple(resolution.unplanned()),
         tuple(resolution.notes),
         tuple(resolution.attributes),
         tuple(unchecked),
     )
-
-
-def _itemsize(module: nn.Module, model: nn.Module) -> int:
-    """Bytes of an element of what ``module`` computes, as its parameters say or else the model's."""
-    for param in chain(module.parameters(), model.parameters()):
-        if param.is_floating_point():
-            return param.dtype.itemsize
-    return 4

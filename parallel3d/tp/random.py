@@ -1,36 +1,36 @@
-"""Random numbers under tensor parallelism: dropout on whole tensors alike, on parts different.
+"""Random numbers under tensor parallelism: the same dropout on whole tensors, different dropout on parts.
 
-The ranks of a tp group are seeded alike (``torch.manual_seed`` with the *data* rank). What they draw on
-whole activations must then be equal, or they'd compute different things from there on; what they draw on
-their parts (heads, hidden features, a part of the sequence) must differ, or each mask would be used
-``tp`` times. Dropout draws from the device's default generator, wherever in a model's code it is, so that
-generator is switched: to a stream of this rank's own when a module of the plan has put out parts, back
-when one has put out a whole tensor, and in any case when the model's forward ends.
+The ranks of a tp group are seeded alike (``torch.manual_seed`` with the *data* rank). Random numbers for
+whole activations must be equal on them, or they would compute different things from there on; those for their
+parts (heads, hidden features, a part of the sequence) must differ, or each mask would be used ``tp`` times.
+Dropout draws from the device's default generator, wherever it is in a model's code. So that generator is
+switched to a stream of this rank's own after a module of the plan that puts out parts, back after one that
+puts out a whole tensor, and in any case when the model's forward ends.
 
-All there is to know lies in the generator, so activation checkpointing, which saves and restores its
-state, recomputes the same masks, and a run goes on from a saved state as it would have::
+The generator's state has all that is needed, so activation checkpointing, which saves and restores it,
+recomputes the same masks, and a run resumed from a saved state continues as it would have::
 
     s      = hash(state)                      of the common stream, where parts begin
     parts:   seed(MARK | s + rank * STEP)     48 bits below the mark
     whole:   seed(hash(s))                    where they end: a function of the seed before it
 
-Only for models that can drop out at all when the plan is applied; others pay nothing, and their dropout
-modules refuse a ``p`` that is set later. The ranks' states are compared in the first forward and, ever more
-rarely, in later ones. Limits:
+Only models with dropout when the plan is applied do this; the dropout modules of others refuse a ``p`` that
+is set later. The ranks' states are compared in the first forward and, less and less often, in later ones.
+Limits:
 
-- From a module's first Colwise to its Rowwise all is taken for parts. Dropout of a whole tensor *there*
+- From a module's first Colwise to its Rowwise all tensors count as parts. Dropout of a whole tensor *there*
   differs by rank. (Inside a wrapper of the Colwise alone, such as a LoRA layer, it doesn't.)
-- Numbers drawn from the default generator of the CPU decide for all ranks alike, as the dropping of
-  layers must, when the model runs on an accelerator. On the CPU itself that isn't so among parts.
-- What ``torch.compile`` compiles isn't switched: masks are then alike on all tp ranks, on parts too.
-- Submodules called by themselves, outside the model's forward, aren't either.
-- ``checkpoint(preserve_rng_state=False)`` recomputes other masks, as ever.
+- Where the model runs on an accelerator, numbers from the CPU's default generator are equal on all ranks, as
+  the dropping of layers needs. On the CPU itself they aren't equal among parts.
+- In code under ``torch.compile`` nothing is switched: masks are then the same on all tp ranks, on parts too.
+- The same holds for submodules called by themselves, outside the model's forward.
+- ``checkpoint(preserve_rng_state=False)`` recomputes other masks, as without tensor parallelism.
 """
 
 import ctypes
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,31 +59,21 @@ _COMPARED_EVERY = 256
 
 
 def can_drop(model: nn.Module) -> bool:
-    """Whether a module has an attribute, or its ``config`` one, that says to drop something."""
+    """Whether a module, or its ``config``, has an attribute with a dropout probability above 0."""
     return any(
         "drop" in name and isinstance(value, (int, float)) and value > 0
         for module in model.modules()
-        for holder in (module, getattr(module, "config", None))
-        for name, value in _attributes(holder)
+        for owner in (module, getattr(module, "config", None))
+        for name, value in getattr(owner, "__dict__", {}).items()
     ) or any(isinstance(m, _DROPOUT) and m.p > 0 for m in model.modules())
 
 
-_DROPOUT = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-
-
-def _attributes(holder: object) -> Iterable[tuple[str, Any]]:
-    return vars(holder).items() if hasattr(holder, "__dict__") else ()
+_DROPOUT: tuple[type[Any], ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_DROPOUT += (nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -> None:
-    """Makes the modules of a plan that has been applied, by name, switch the generator."""
+    """Makes the modules of an applied plan, name -> style, switch the generator."""
     regions = _Regions(axis)
     done = set()
     for name, style in styles.items():
@@ -101,8 +91,8 @@ def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -
 
 
 def refuse_later_dropout(model: nn.Module) -> None:
-    """Makes the dropout modules of a model that doesn't drop anything refuse to: its plan has been applied
-    without what the random numbers of tp ranks need."""
+    """Makes the dropout modules of a model without dropout raise if their ``p`` is set later: its plan is
+    applied without ``install_random``."""
     for module in model.modules():
         if isinstance(module, _DROPOUT):
             module.register_forward_pre_hook(_refuse_dropout)
@@ -118,8 +108,8 @@ def _refuse_dropout(module: Any, args: Any) -> None:
 
 
 def _outermost(name: str, model: nn.Module) -> nn.Module:
-    """The module ``name``, or the outermost around it that stands for the same linear layer: what a LoRA
-    layer computes beside the Colwise in it, such as dropout of the input, isn't on parts."""
+    """Returns the module ``name``, or the outermost wrapper of that linear layer: other computations of a
+    LoRA layer around a Colwise, such as dropout of the input, aren't on parts."""
     module = model.get_submodule(name)
     size = getattr(module, "out_features", None)
     while "." in name and size is not None:
@@ -135,11 +125,11 @@ def _outermost(name: str, model: nn.Module) -> nn.Module:
 
 
 class _Regions:
-    """What the modules of one model share.
+    """The state that the modules of one model share.
 
     Attributes:
-        depth: how many forwards of the model are under way.
-        forwards: how many there were in training.
+        depth: the number of the model's forwards under way.
+        forwards: the number of its forwards in training.
     """
 
     def __init__(self, axis: TpAxis) -> None:
@@ -148,11 +138,8 @@ class _Regions:
         self.forwards = 0
 
     def compare_now(self) -> bool:
-        """Whether this forward in training is one of those in which states are compared.
-
-        The first, second, fourth ... and each 256th: what one rank alone draws, to log or to
-        evaluate, sets it apart from the others only then.
-        """
+        """Counts a forward in training, and returns whether it compares states: the first, second, fourth ...
+        and each 256th. A rank that alone draws numbers, to log or to evaluate, differs afterwards."""
         n = self.forwards = self.forwards + 1
         return n & (n - 1) == 0 or n % _COMPARED_EVERY == 0
 
@@ -191,7 +178,7 @@ def _at_root(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             _compare(regions.axis)
         except AgreementError:
-            regions.forwards -= 1  # the next is no better for it
+            regions.forwards -= 1  # the next forward compares again
             raise
     regions.depth += 1
     try:
@@ -199,7 +186,7 @@ def _at_root(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         regions.depth -= 1
         if regions.depth == 0:
-            _to_whole(regions.axis)  # data may be shuffled by the next numbers
+            _to_whole(regions.axis)  # the next numbers may shuffle data
 
 
 # ---- streams ----
@@ -210,7 +197,7 @@ def _to_parts(regions: _Regions) -> None:
     if regions.depth == 0:  # a recomputation, or a module called by itself
         if not in_backward_pass():
             return
-        # Where the state isn't restored after it (preserve_rng_state=False).
+        # For preserve_rng_state=False, which doesn't restore the state after it.
         queue_backward_callback(functools.partial(_to_whole, axis))
 
     def switch(generator: torch.Generator, rank: int) -> None:
@@ -264,21 +251,21 @@ def _hash(data: bytes) -> int:
 
 
 def _compare(axis: TpAxis) -> None:
-    """Refuses tp ranks whose generators have different states."""
+    """Raises if the generators of the tp ranks have different states."""
     generator = _generator(axis)
-    if generator is None or ranks_are_simulated():  # which begin alike
+    if generator is None or ranks_are_simulated():  # simulated ranks begin alike
         return
     own = _hash(_state(generator))
-    # On a fake group nothing is received: all are equal.
+    # A fake group receives nothing: all stay equal.
     states = torch.full((axis.size,), own, dtype=torch.int64, device=axis.mesh.device_type)
     all_gather_single(states, states[axis.rank].view(1).clone(), group=axis.group)
-    found = states.tolist()
-    if found != [own] * axis.size:
-        other = next(rank for rank, state in enumerate(found) if state != found[0])
+    hashes = states.tolist()
+    if hashes != [own] * axis.size:
+        other = next(rank for rank, state in enumerate(hashes) if state != hashes[0])
         ranks = [dist.get_global_rank(axis.group, rank) for rank in (0, other)]
         raise AgreementError(
-            f"the model drops out, but the default random generators of the ranks {ranks[0]} and "
-            f"{ranks[1]}, of one tp group, have different states: they'd drop different elements of "
+            f"the model has dropout, but the default random generators of the ranks {ranks[0]} and "
+            f"{ranks[1]}, of one tp group, have different states: they would drop different elements of "
             "the same tensors. Seed them alike, by the data rank: "
             "torch.manual_seed(seed + layout.data_rank(dist.get_rank()))"
         )

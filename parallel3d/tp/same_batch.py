@@ -1,9 +1,9 @@
-"""check_same_batch: whether the ranks of each tp group were given the same batch.
+"""check_same_batch: whether the ranks of each tp group got the same batch.
 
 They share each layer's computation, so they must read the same samples. Where they don't, nothing fails: the
-loss is of a mixture of batches, and goes down more slowly. With the check on, inputs are compared before
-every forward, by collectives on tensors alone, so that it works on simulated ranks too. ``parallelize`` looks
-at the first training forward, where a digest of the inputs is enough unless it differs.
+loss is that of a mixture of batches, and decreases more slowly. The check compares inputs before every
+forward, by collectives on tensors alone, so that it works on simulated ranks too. ``parallelize`` checks the
+first training forward, in which a digest of the inputs is enough unless it differs.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from parallel3d.errors import AgreementError, MeshError, Parallel3dError
 from parallel3d.mesh.store import others, ranks_are_played
 
 _HANDLE = "_parallel3d_same_batch"
-_DIMS = 8  # of a tensor, that are told apart
+_DIMS = 8  # dims of a tensor that are compared
 _NEVER = torch.iinfo(torch.int64).max  # the rank in the record of a group without a difference
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
-# A record, int64: global rank, input, dims, the element's index in each, its value, that on the first rank.
+# A record, int64: global rank, input, dims, an element's index in each, its value here and on the first rank.
 _INDEX = slice(3, 3 + _DIMS)
 _GOT, _WANT = 3 + _DIMS, 4 + _DIMS
 
 
 def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -> None:
-    """For debugging: before each forward of ``model`` compares its input tensors over each tp group.
+    """Compares the input tensors of ``model`` over each tp group before each forward, for debugging.
 
     It costs a broadcast of the inputs over tp, a few small collectives and a wait for the device. Values must
-    be equal, where nan equals nan. Inputs that are DTensors are not compared, as their placements say what
-    ranks hold; nor are sparse and nested ones.
+    be equal; nan equals nan. DTensors, whose placements say what ranks hold, and sparse and nested tensors
+    are not compared.
 
     Args:
-        model: called alike on all ranks of ``mesh``.
-        mesh: with an axis ``tp``; without one, or of size 1, nothing is compared.
-        enabled: False ends it; True again changes nothing.
+        model: a module that all ranks of ``mesh`` call with the same kinds of arguments.
+        mesh: a mesh; without an axis ``tp`` of more than one rank nothing is compared.
+        enabled: whether to compare; False removes the check.
 
     Raises:
         Parallel3dError, MeshError: no module, or no mesh. Later, in the forward, AgreementError on every rank
@@ -68,18 +68,18 @@ def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -
         handle.remove()
     names = mesh.mesh_dim_names or ()
     if enabled and "tp" in names and mesh.size(names.index("tp")) > 1:
-        # First of the hooks: an error must find the sharding engine at rest.
+        # Before other hooks: an error must be raised while the sharding engine is at rest.
         hook = _Check(mesh, names.index("tp"))
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         vars(model)[_HANDLE] = handle
 
 
 def check_first_batch(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Once, before the first forward of ``model`` in training, compares its inputs over each tp group.
+    """Compares the inputs of ``model`` over each tp group once, before its first forward in training.
 
-    Of integers a hash is compared, of others their size and direction, so that what differs by rounding only
-    (what pipeline stages are given) is alike: one all-gather of eight numbers over tp, and of one over each
-    other axis. Nothing happens where there are no other ranks, as in a dry run.
+    It compares a hash of integers, and norm and direction of other tensors, so that those that differ by
+    rounding only (inputs of pipeline stages) are equal: one all-gather of eight numbers over tp, and of one
+    over each other axis. Nothing happens where there are no other ranks, as in a dry run.
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names and mesh.size(names.index("tp")) > 1:
@@ -88,9 +88,9 @@ def check_first_batch(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Check:
-    """The hook."""
+    """The hook of ``check_same_batch``."""
 
-    more = ""  # what its error says in the end
+    more = ""  # the end of its error
 
     def __init__(self, mesh: DeviceMesh, tp: int) -> None:
         self.mesh = mesh
@@ -108,49 +108,50 @@ class _Check:
         self.check_kinds(number.view(1), "the number of input tensors", [])
         kinds = [number.new_empty(0), *(self.kind(tensor) for _, tensor in named)]
         self.check_kinds(torch.cat(kinds), "", [name for name, _ in named])
-        found = self.no_difference()
+        record = self.no_difference()
         for index, (_, tensor) in enumerate(named):
             here = self.first_difference(index, tensor)
-            found = torch.where(found[0] == _NEVER, here, found)
-        record = self.first_of_all(found)
-        if record is not None:
-            self.fail_value(record, named)
-
-    # -- this rank's tensors -------------------------------------------------------------------------
+            record = torch.where(record[0] == _NEVER, here, record)
+        numbers = self.first_of_all(record)
+        if numbers is not None:
+            rank, index, dims = numbers[:3]
+            name, tensor = named[index]
+            where = f"{name}, element {numbers[_INDEX][: min(dims, _DIMS)]}" if dims else name
+            self.fail(rank, where, *(_value(numbers[i], tensor.dtype) for i in (_GOT, _WANT)))
 
     def filled(self, value: int) -> torch.Tensor:
-        """A number, which may be one for each simulated rank, as a tensor."""
+        """Returns a number, which may differ by simulated rank, as a tensor."""
         return torch.full((), value, dtype=torch.int64, device=self.device)
 
     def rank(self) -> torch.Tensor:
-        """This rank's global number."""
+        """Returns this rank's global number."""
         place = self.mesh.mesh.to(self.device, torch.int64)
         for axis in range(self.mesh.ndim):
             place = place.select(0, self.mesh.get_local_rank(axis))
         return place
 
     def kind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What must be the same before values can be compared: (dtype, dims, sizes)."""
+        """Returns what must be equal before values can be compared: (dtype, dims, sizes)."""
         sizes = [*tensor.shape[:_DIMS], *([-1] * (_DIMS - tensor.dim()))]
         numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *sizes]
         return torch.stack([self.filled(number) for number in numbers])
 
     def no_difference(self) -> torch.Tensor:
-        """The record that says so."""
+        """Returns the record of a group without a difference."""
         return torch.full((5 + _DIMS,), _NEVER, dtype=torch.int64, device=self.device)
 
     def first_difference(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The record of input ``index``, beside that of the first rank of this tp group."""
+        """Returns the record of input ``index``, compared with the first rank of this tp group."""
         mine = _flat(tensor.to(self.device))
         first = mine.clone()
         dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.tp))
         differs = (mine != first) & ~((mine != mine) & (first != first))
         ones = torch.ones_like(mine, dtype=torch.int64)
         places = torch.where(differs, ones.cumsum(0) - 1, _NEVER)
-        # One place more, behind the last: where nothing differs, and of an input without elements.
+        # One place after the last is used where nothing differs, and for an input without elements.
         element = torch.cat([places, ones.sum().view(1)]).min()
-        values = [torch.cat([each, each.new_zeros(1)]).view(torch.int64) for each in (mine, first)]
-        got, want = (each.index_select(0, element.view(1)) for each in values)
+        values = [torch.cat([x, x.new_zeros(1)]).view(torch.int64) for x in (mine, first)]
+        got, want = (x.index_select(0, element.view(1)) for x in values)
         if tensor.is_complex():
             element = element // 2  # of two numbers each
         head = torch.stack([self.rank(), self.filled(index), self.filled(tensor.dim())])
@@ -158,7 +159,7 @@ class _Check:
         return torch.where(differs.any(), record, self.no_difference())
 
     def unravel(self, element: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """The index in each dim of a flat element."""
+        """Returns the index in each dim of a flat element."""
         indices = []
         for dim in reversed(range(min(tensor.dim(), _DIMS))):
             size = self.filled(tensor.shape[dim]).clamp(min=1)
@@ -167,17 +168,15 @@ class _Check:
         indices = indices[::-1] + [self.filled(0)] * (_DIMS - len(indices))
         return torch.stack(indices)
 
-    # -- between ranks -------------------------------------------------------------------------------
-
     def rows(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """What each rank along ``axis`` has of a flat tensor: (ranks, numel)."""
+        """Gathers a flat tensor along ``axis``: (ranks, numel)."""
         size = self.mesh.size(axis)
         rows = tensor.new_empty(size * tensor.numel())
         all_gather_single(rows, tensor.contiguous(), group=self.mesh.get_group(axis))
         return rows.view(size, -1)
 
     def first_of_all(self, record: torch.Tensor) -> list[int] | None:
-        """The record of the lowest rank of the mesh that has one, on every rank."""
+        """Returns the record of the lowest rank of the mesh that has a difference, on every rank."""
         for axis in range(self.mesh.ndim):
             if self.mesh.size(axis) > 1:
                 rows = self.rows(record, axis)
@@ -186,19 +185,19 @@ class _Check:
         return None if numbers[0] == _NEVER else numbers
 
     def check_kinds(self, kinds: torch.Tensor, what: str, names: Sequence[str]) -> None:
-        """Compares numbers that every rank of a tp group must have alike."""
+        """Compares numbers that must be equal on all ranks of a tp group."""
         if not kinds.numel():
             return
         first = self.rows(kinds, self.tp)[0]
         differs = kinds != first
         at = differs.to(torch.int64).argmax()
-        got, want = (each.index_select(0, at.view(1)) for each in (kinds, first))
+        got, want = (x.index_select(0, at.view(1)) for x in (kinds, first))
         record = torch.cat([self.rank().view(1), at.view(1), got, want])
         record = torch.where(differs.any(), record, self.no_difference()[:4])
-        found = self.first_of_all(record)
-        if found is None:
+        numbers = self.first_of_all(record)
+        if numbers is None:
             return
-        rank, place, here, there = found
+        rank, place, here, there = numbers
         index, number = divmod(place, 2 + _DIMS)
         if not names:
             self.fail(rank, what, here, there)
@@ -207,14 +206,6 @@ class _Check:
         elif number == 1:
             self.fail(rank, f"the number of dims of {names[index]}", here, there)
         self.fail(rank, f"the size of dim {number - 2} of {names[index]}", here, there)
-
-    def fail_value(self, record: list[int], named: list[tuple[str, torch.Tensor]]) -> None:
-        """Raises for a difference in value."""
-        rank, index, dims = record[:3]
-        name, tensor = named[index]
-        at = record[_INDEX][: min(dims, _DIMS)]
-        where = f"{name}, element {at}" if dims else name
-        self.fail(rank, where, *(_value(record[i], tensor.dtype) for i in (_GOT, _WANT)))
 
     def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
         """Raises, naming the rank and the first of its tp group."""
@@ -229,7 +220,7 @@ class _Check:
 
 
 class _FirstCheck(_Check):
-    """The hook that ``parallelize`` leaves, until the first training forward."""
+    """The hook of ``check_first_batch``, which removes itself."""
 
     more = ". parallelize(..., check_same_batch=False) leaves this check out"
     handle: RemovableHandle | None = None
@@ -242,30 +233,31 @@ class _FirstCheck(_Check):
         self.handle = None
         if dry_run.active() or (others() is None and not ranks_are_played()):
             return
-        # Another model's may be left on some ranks, which guards would find to differ.
+        # Some ranks may still have another model's, for which guards would raise.
         issuing.unit = ""
         with torch.no_grad():
             rows = self.rows(self.digest([t for _, t in _named_inputs(args, kwargs)]), self.tp)
             exact = (rows[:, :_EXACT] != rows[:1, :_EXACT]).any()
             about = rows[:, _EXACT:].view(torch.float64)
-            found = (exact | ((about - about[:1]).abs() > _ABOUT).any()).to(torch.int64).view(1)
+            differ = (exact | ((about - about[:1]).abs() > _ABOUT).any()).to(torch.int64).view(1)
             for axis in range(self.mesh.ndim):
                 if axis != self.tp and self.mesh.size(axis) > 1:
-                    found = self.rows(found, axis).amax(0)
-            differs = bool(next(inner_tensors(found)).item())
+                    differ = self.rows(differ, axis).amax(0)
+            differs = bool(next(inner_tensors(differ)).item())
         if differs:
             super().__call__(module, args, kwargs)
 
     def digest(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """int64 (8): number, kinds and hash of integers; then, as bits of float64, of other tensors the sum
-        of their norms' logarithms, and of their unit vectors' products with four vectors of signs."""
+        """Returns int64 (8): the number of tensors, hashes of their kinds and of the integers; then, as bits
+        of float64 and summed over the other tensors, the logarithm of the norm, and the products of the unit
+        vector with four vectors of signs."""
         kinds = torch.cat([self.filled(0).view(1), *(self.kind(tensor) for tensor in tensors)])
         whole, scale = self.filled(0), self.filled(0).to(torch.float64)
         signed = torch.zeros(4, dtype=torch.float64, device=self.device)
         for number, tensor in enumerate(tensors):
             flat = _flat(tensor.to(self.device))
             if not isinstance(flat.numel(), int):
-                continue  # sizes of simulated ranks that differ, as their kinds say
+                continue  # simulated ranks have different sizes, which their kinds show
             if flat.dtype == torch.int64:
                 whole = whole + _hash(flat, number)
                 continue
@@ -281,8 +273,8 @@ class _FirstCheck(_Check):
         return torch.cat([exact, torch.cat([scale.view(1), signed]).view(torch.int64)])
 
 
-_EXACT = 3  # numbers of a digest that must be equal
-_ABOUT = 0.05  # how far the others may be apart: by rounding 0.01 at most, by other samples about 1
+_EXACT = 3  # the first numbers of a digest must be equal
+_ABOUT = 0.05  # tolerance of the others: rounding gives 0.01 at most, other samples about 1
 _MIXERS = (0x9E3779B97F4A7C1, 0xBF58476D1CE4E5B, 0x94D049BB133111E + 1, 0x2545F4914F6CDD1)
 _PIECE = 1 << 20
 
@@ -293,7 +285,7 @@ def _pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _hash(flat: torch.Tensor, salt: int) -> torch.Tensor:
-    """Of int64 numbers and their places; sums of products, which wrap around."""
+    """Returns a hash of int64 numbers and their places: a sum of products, which wraps around."""
     total = flat.new_zeros(())
     for start, piece in _pieces(flat):
         place = torch.arange(start, start + piece.numel(), device=flat.device) + 31 * salt + 1
@@ -302,25 +294,25 @@ def _hash(flat: torch.Tensor, salt: int) -> torch.Tensor:
 
 
 def _named_inputs(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The plain tensors in the inputs, and what to call them."""
+    """Returns the plain tensors in the inputs, with names for messages."""
     values = [(f"input {place}", value) for place, value in enumerate(args)]
     values += [(f"input {key!r}", kwargs[key]) for key in sorted(kwargs)]
     named = []
     for name, value in values:
-        tensors = [tensor for tensor in tensors_in(value) if _is_compared(tensor)]
+        tensors = [
+            t
+            for t in tensors_in(value)
+            if t.layout == torch.strided
+            and not (t.is_nested or t.is_meta or isinstance(t, DTensor))
+        ]
         for place, tensor in enumerate(tensors):
             several = f", tensor {place}" if not isinstance(value, torch.Tensor) else ""
             named.append((name + several, tensor))
     return named
 
 
-def _is_compared(tensor: torch.Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not tensor.is_nested
-    return dense and not tensor.is_meta and not isinstance(tensor, DTensor)
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements, of a dtype that every backend carries and that compares exactly."""
+    """Returns the elements in float64 or int64, which all backends communicate and which compare exactly."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.float64 if tensor.is_floating_point() else torch.int64
@@ -328,7 +320,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value(bits: int, dtype: torch.dtype) -> object:
-    """The number whose bits are given, of what ``_flat`` makes of ``dtype``."""
+    """Returns the number with these bits in the result of ``_flat`` for a tensor of ``dtype``."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
     if dtype == torch.uint64:

@@ -1,11 +1,11 @@
 """TorchStyle: one of torch's own ``ParallelStyle`` objects in a plan, beside ours.
 
-Its module computes with DTensors, as torch has it. Parameters are made as for our styles, so they stay tied
-and stay frozen, and none is communicated; torch's style gives the module its hooks.
+Its module computes with DTensors, as under torch's ``parallelize_module``. Parameters are made as for our
+styles, so they stay tied and frozen, and none is communicated; torch's style gives the module its hooks.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.checks import ParamRule, fit_rules
+from parallel3d.tp.checks import ParamRule, fit_rules, own_params
 from parallel3d.tp.collectives import SequenceLength, TpAxis
-from parallel3d.tp.styles.base import Style, Traffic
+from parallel3d.tp.styles.base import RandomLayout, Style, Traffic
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,17 +29,19 @@ class TorchStyle(Style):
     """A module made parallel by a ``torch.distributed.tensor.parallel.ParallelStyle``.
 
     Plans take such objects as they are; on an axis of one rank they do nothing. A linear layer whose split
-    features ``tp`` doesn't divide is refused: torch computes something else there, our styles don't.
+    features ``tp`` doesn't divide raises: torch computes something else there, our styles don't.
 
     Attributes:
-        style: torch's. One that splits parameters is a ``ColwiseParallel``, ``RowwiseParallel`` or
-            ``SequenceParallel``, or a subclass; one of another class must leave them alone.
+        style: torch's. One that splits parameters must be a ``ColwiseParallel``, ``RowwiseParallel`` or
+            ``SequenceParallel``, or a subclass; one of another class must not change parameters.
     """
 
     style: ParallelStyle
 
     def __str__(self) -> str:
-        return f"torch's {_describe(self.style)}"
+        cls = type(self.style)  # an object's default repr has its address, which differs by rank
+        plain = cls.__repr__ is object.__repr__
+        return f"torch's {f'{cls.__module__}.{cls.__qualname__}' if plain else repr(self.style)}"
 
     __repr__ = __str__
 
@@ -49,19 +51,22 @@ class TorchStyle(Style):
             return {}
         if any(True for child in module.children() for _ in child.parameters()):
             raise PlanError(f"{type(module).__name__} has modules inside; give {self} to those")
-        rules = {
-            name: ParamRule(_placement(dims.get(name)), compute="dtensor")
-            for name, p in module._parameters.items()
-            if p is not None
-        }
-        rules = fit_rules(module, **rules)
-        for name, rule in rules.items():
-            if isinstance(rule.placement, Shard):
-                self._check(module, name, rule.placement.dim, tp)
+        placements = {n: Shard(dims[n]) if n in dims else Replicate() for n in own_params(module)}
+        rules = fit_rules(
+            module, **{n: ParamRule(p, compute="dtensor") for n, p in placements.items()}
+        )
+        for name in (name for name in rules if name in dims and isinstance(module, nn.Linear)):
+            size = own_params(module)[name].shape[dims[name]]
+            if size % tp:
+                ours = "colwise" if isinstance(self.style, ColwiseParallel) else "rowwise"
+                raise PlanError(
+                    f"dim {dims[name]} of {name} is {size}, which {tp} ranks can't share equally: torch's "
+                    f"style can't compute that; our style {ours!r} can"
+                )
         return rules
 
-    def _split_dims(self, module: nn.Module) -> dict[str, int | None] | None:
-        """The dim each parameter is split along, by name; None: the style leaves parameters alone."""
+    def _split_dims(self, module: nn.Module) -> dict[str, int] | None:
+        """The dim along which each parameter is split, by name; None: the style doesn't change parameters."""
         if isinstance(self.style, SequenceParallel):
             return {}
         if not isinstance(self.style, (ColwiseParallel, RowwiseParallel)):
@@ -73,19 +78,9 @@ class TorchStyle(Style):
             return {"weight": 1 if colwise else 0}
         raise PlanError(f"{self} is for nn.Linear and nn.Embedding, not {type(module).__name__}")
 
-    def _check(self, module: nn.Module, name: str, dim: int, tp: int) -> None:
-        param: Any = module._parameters[name]
-        size = param.shape[dim]
-        if size % tp and isinstance(module, nn.Linear):
-            ours = "colwise" if isinstance(self.style, ColwiseParallel) else "rowwise"
-            raise PlanError(
-                f"dim {dim} of {name} is {size}, which {tp} ranks can't share equally: torch's style "
-                f"can't compute that; our style {ours!r} can"
-            )
-
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        # torch's style makes parameters anew, so that tied ones come apart; it gets stand-ins without data.
+        own = own_params(module)
+        # torch's style makes new parameters, which would separate tied ones; it gets meta parameters instead.
         for name, p in own.items():
             empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
             module._parameters[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
@@ -99,14 +94,13 @@ class TorchStyle(Style):
         finally:
             self.style.src_data_rank = source
             module._parameters.update(own)
-        left_alone = self._split_dims(module) is None
+        unchanged = self._split_dims(module) is None
         for name, p in own.items():
             got: Any = after.get(name)
-            fits = (
-                got is stand_ins[name]
-                if left_alone
-                else getattr(got, "placements", None) == p.placements  # type: ignore[attr-defined]
-            )
+            if unchanged:
+                fits = got is stand_ins[name]
+            else:
+                fits = getattr(got, "placements", None) == p.placements  # type: ignore[attr-defined]
             if not fits or made is not module:
                 raise PlanError(
                     f"{self} made of {name} of {type(module).__name__} what could not be foreseen: "
@@ -117,35 +111,38 @@ class TorchStyle(Style):
             raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
 
     def _watch_sequence(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        """Hooks that run before torch's: they see what it will split, and what it takes for parts."""
-        out = _sequence_dim(self.style, "output_layouts", "desired_output_layouts")
-        if out is not None:
-            module.register_forward_hook(_Splits(sequence, axis.size, out))
-        if self._takes_sequence():
-            module.register_forward_pre_hook(_Takes(sequence, axis.size))
-
-    def _takes_sequence(self) -> bool:
-        """Whether it makes a DTensor of a part of a sequence, of which it doesn't know the length."""
-        if isinstance(self.style, SequenceParallel):
-            return True
+        """Registers hooks that run before torch's, and check the length of a sequence that it splits or of
+        which it takes parts."""
+        check, dim = _CheckLength(sequence, axis.size), self._sequence_dim
+        if dim is not None:
+            module.register_forward_hook(_SetLength(check, dim))
         placements = getattr(self.style, "input_layouts", None) or ()
-        return any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
+        parts = any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
+        # It makes a DTensor of such a part, without the length of the whole.
+        if parts or isinstance(self.style, SequenceParallel):
+            module.register_forward_pre_hook(check)
+
+    @property
+    def _sequence_dim(self) -> int | None:
+        """The dim of the sequence that the style splits in its output, if it does."""
+        names = ("output_layouts", "desired_output_layouts")
+        placements = [x for name in names for x in getattr(self.style, name, None) or ()]
+        last = placements[-1] if placements else None
+        return last.dim if isinstance(last, Shard) and last.dim in (0, 1) else None
 
     @property
     def splits_sequence(self) -> bool:
-        return _sequence_dim(self.style, "output_layouts", "desired_output_layouts") is not None
+        return self._sequence_dim is not None
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return Traffic("torch's own", "forward", None), Traffic("torch's own", "backward", None)
 
     @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        # Of a DTensor it is torch that sees to random numbers.
+    def random_after(self) -> RandomLayout:
+        # torch handles the random numbers of DTensors.
         if not getattr(self.style, "use_local_output", False):
             return ""
-        if isinstance(self.style, SequenceParallel):
-            return "sequence"
-        if self.splits_sequence:
+        if isinstance(self.style, SequenceParallel) or self.splits_sequence:
             return "sequence"
         placement = (getattr(self.style, "output_layouts", None) or (None,))[-1]
         if isinstance(placement, Shard):
@@ -154,50 +151,28 @@ class TorchStyle(Style):
 
 
 @dataclass
-class _Splits:
-    """Notes the length of the sequence that torch's style is about to split, for our styles, too."""
+class _CheckLength:
+    """Raises for a sequence that torch's style would split, or has split, into unequal parts."""
 
     sequence: SequenceLength
     ranks: int
+
+    def __call__(self, *_: Any) -> None:
+        if self.sequence.length is not None and self.sequence.length % self.ranks:
+            raise StateError(
+                f"a sequence of {self.sequence.length} can't be shared equally by {self.ranks} tp ranks, and "
+                "torch's styles take its parts for equal; our styles take any length"
+            )
+
+
+@dataclass
+class _SetLength:
+    """Sets the length of the sequence that torch's style is about to split, which our styles read too."""
+
+    check: _CheckLength
     dim: int
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, DTensor):
-            self.sequence.length = output.shape[self.dim]
-            _check_length(self.sequence, self.ranks)
-
-
-@dataclass
-class _Takes:
-    sequence: SequenceLength
-    ranks: int
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        _check_length(self.sequence, self.ranks)
-
-
-def _check_length(sequence: SequenceLength, ranks: int) -> None:
-    if sequence.length is not None and sequence.length % ranks:
-        raise StateError(
-            f"a sequence of {sequence.length} can't be shared equally by {ranks} tp ranks, and torch's "
-            "styles take its parts for equal; our styles take any length"
-        )
-
-
-def _sequence_dim(style: ParallelStyle, *names: str) -> int | None:
-    """The dim of the sequence in the last of the layouts that the style has; None: it isn't split there."""
-    layouts = [getattr(style, name, None) for name in names]
-    placements = [x for found in layouts if found for x in found]
-    last = placements[-1] if placements else None
-    return last.dim if isinstance(last, Shard) and last.dim in (0, 1) else None
-
-
-def _placement(dim: int | None) -> Shard | Replicate:
-    return Replicate() if dim is None else Shard(dim)
-
-
-def _describe(style: ParallelStyle) -> str:
-    """What the style says of itself, where that is the same on every rank."""
-    if type(style).__repr__ is object.__repr__:
-        return f"{type(style).__module__}.{type(style).__qualname__}"
-    return repr(style)
+            self.check.sequence.length = output.shape[self.dim]
+            self.check()

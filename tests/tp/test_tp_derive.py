@@ -21,8 +21,7 @@ from parallel3d.tp import (
     auto_plan,
     resolve_plan,
 )
-from parallel3d.tp.auto.derive import _Derivation, derive_plan
-from parallel3d.tp.auto.groups import Group
+from parallel3d.tp.auto.derive import Group, _Derivation, derive_plan
 from parallel3d.tp.auto.prove import run_ranks
 
 
@@ -52,10 +51,14 @@ def _named(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("between", ["", "activation", "float32"])
 def test_mlp_is_derived(between: str) -> None:
     model = Mlp(between)
-    chosen = derive_plan(model, 2)
-    assert chosen.rules == {"up": Colwise(), "down": Rowwise()}
-    assert "reaches down only" in chosen.why["up"] and "proven equal" in chosen.why["down"]
-    check_parity(model.eval(), dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+    plan_source = derive_plan(model, 2)
+    assert plan_source.rules == {"up": Colwise(), "down": Rowwise()}
+    assert (
+        "reaches down only" in plan_source.why["up"] and "proven equal" in plan_source.why["down"]
+    )
+    check_parity(
+        model.eval(), dict(plan_source.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,10 @@ def test_what_cannot_be_split_stays_whole_beside_what_can() -> None:
             return x
 
     three = Three()
-    chosen = derive_plan(three, 2)
-    assert set(chosen.rules) == {f"blocks.{i}.{n}" for i in (0, 2) for n in ("up", "down")}
-    assert any("blocks.1.up" in note and "differs" in note for note in chosen.notes)
-    check_parity(three, dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+    plan_source = derive_plan(three, 2)
+    assert set(plan_source.rules) == {f"blocks.{i}.{n}" for i in (0, 2) for n in ("up", "down")}
+    assert any("blocks.1.up" in note and "differs" in note for note in plan_source.notes)
+    check_parity(three, dict(plan_source.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
 class OddlyNamed(FusedAttention):
@@ -119,10 +122,10 @@ class OddlyNamed(FusedAttention):
 
 def test_sizes_of_a_module_are_made_local_where_its_forward_needs_them() -> None:
     model = OddlyNamed(24, 4)
-    chosen = derive_plan(model, 2, ((torch.randn(2, 5, 24),), {}))
-    assert chosen.rules[""] == LocalSizes(("count",))
-    assert chosen.rules["qkv"] == Colwise(packed=(24, 24, 24))
-    check_parity(model, dict(chosen.rules), 2, torch.randn(2, 3, 24, dtype=torch.float64))
+    plan_source = derive_plan(model, 2, ((torch.randn(2, 5, 24),), {}))
+    assert plan_source.rules[""] == LocalSizes(("count",))
+    assert plan_source.rules["qkv"] == Colwise(packed=(24, 24, 24))
+    check_parity(model, dict(plan_source.rules), 2, torch.randn(2, 3, 24, dtype=torch.float64))
     with pytest.raises(PlanError, match="count is 4, which 3 tp ranks can't share equally"):
         resolve_plan(model, {"": LocalSizes(("count",)), "proj": "rowwise"}, 3)
     with pytest.raises(PlanError, match="heads is None, not an int"):
@@ -149,10 +152,10 @@ def test_what_attention_is_given_for_each_head_is_cut() -> None:
             return self.attn(x, bias=(self.slopes * places).repeat(len(x), 1, 1))
 
     model = Model()
-    chosen = derive_plan(model, 2, ((torch.randn(2, 5, 16),), {}))
-    assert chosen.rules["attn"] == HeadArguments(4, (("bias", 0),))
-    check_parity(model, dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
-    assert derive_plan(model, 3, ((torch.randn(2, 5, 16),), {})).rules == chosen.rules
+    plan_source = derive_plan(model, 2, ((torch.randn(2, 5, 16),), {}))
+    assert plan_source.rules["attn"] == HeadArguments(4, (("bias", 0),))
+    check_parity(model, dict(plan_source.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+    assert derive_plan(model, 3, ((torch.randn(2, 5, 16),), {})).rules == plan_source.rules
     with pytest.raises(PlanError, match="4 heads are too few for 5 tp ranks"):
         resolve_plan(model, {"attn": HeadArguments(4, (("bias", 0),))}, 5)
     with pytest.raises(PlanError, match="has no argument 'alibi'; it has x, bias"):
@@ -189,9 +192,9 @@ def test_norms_on_heads_have_their_gradients_summed() -> None:
             return self.proj(y.transpose(1, 2).flatten(2))
 
     model = QkNorm()
-    chosen = derive_plan(model, 2, ((torch.randn(2, 5, 16),), {}))
-    assert chosen.rules["norm"].tp_grad == "partial"
-    check_parity(model, dict(chosen.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
+    plan_source = derive_plan(model, 2, ((torch.randn(2, 5, 16),), {}))
+    assert plan_source.rules["norm"].tp_grad == "partial"
+    check_parity(model, dict(plan_source.rules), 2, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
 class Lm(nn.Module):
@@ -213,14 +216,14 @@ class Lm(nn.Module):
 @pytest.mark.parametrize("tied", [True, False])
 def test_vocabulary_is_split_and_stays_tied(tied: bool) -> None:
     model = Lm(tied).eval()
-    chosen = derive_plan(model, 2)
-    assert chosen.rules == {
+    plan_source = derive_plan(model, 2)
+    assert plan_source.rules == {
         "blocks.*.up": Colwise(),
         "blocks.*.down": Rowwise(),
         "tokens": VocabParallel(),
         "head": Colwise(output="replicate"),
     }
-    check_parity(model, dict(chosen.rules), 2, torch.randint(67, (2, 5)))
+    check_parity(model, dict(plan_source.rules), 2, torch.randint(67, (2, 5)))
 
 
 def test_head_whose_table_is_read_without_calling_it_is_left_whole() -> None:
@@ -231,8 +234,8 @@ def test_head_whose_table_is_read_without_calling_it_is_left_whole() -> None:
                 x = x + block(x)
             return nn.functional.linear(x, self.tokens.weight)
 
-    chosen = derive_plan(Bare(False), 2)
-    assert set(chosen.rules) == {"blocks.*.up", "blocks.*.down"}
+    plan_source = derive_plan(Bare(False), 2)
+    assert set(plan_source.rules) == {"blocks.*.up", "blocks.*.down"}
 
 
 def test_same_plan_on_meta_inside_a_job_and_for_any_weights() -> None:
@@ -300,22 +303,22 @@ def test_a_model_that_cannot_be_guessed_needs_an_example() -> None:
 
 def test_hidden_sizes_that_do_not_divide() -> None:
     model = Mlp()
-    chosen = derive_plan(model, 3)
-    check_parity(model, dict(chosen.rules), 3, torch.randn(2, 3, 16, dtype=torch.float64))
+    plan_source = derive_plan(model, 3)
+    check_parity(model, dict(plan_source.rules), 3, torch.randn(2, 3, 16, dtype=torch.float64))
 
 
 def test_heads_that_do_not_divide_are_shared_out_whole() -> None:
-    chosen = derive_plan(Vit(), 3)
-    assert "blocks.*.attn.qkv" in chosen.rules
+    plan_source = derive_plan(Vit(), 3)
+    assert "blocks.*.attn.qkv" in plan_source.rules
     image = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    check_parity(Vit(), dict(chosen.rules), 3, image)
+    check_parity(Vit(), dict(plan_source.rules), 3, image)
 
 
 def test_heads_that_go_by_another_name_are_shared_out_too() -> None:
     model = OddlyNamed(24, 4)
-    chosen = derive_plan(model, 3, ((torch.randn(2, 5, 24),), {}))
-    assert chosen.rules[""] == LocalSizes(("count",))
-    (attribute,) = resolve_plan(model, dict(chosen.rules), 3).attributes
+    plan_source = derive_plan(model, 3, ((torch.randn(2, 5, 24),), {}))
+    assert plan_source.rules[""] == LocalSizes(("count",))
+    (attribute,) = resolve_plan(model, dict(plan_source.rules), 3).attributes
     assert attribute.values == (2, 1, 1)
 
 

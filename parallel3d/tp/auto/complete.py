@@ -1,12 +1,11 @@
-"""Completion: a model's plan, made right where the forward's flow shows that it is not.
+"""Completion: a model's own plan, corrected where the flow of its forward shows that it is wrong.
 
-Two repairs are certain. A parameter without a rule that acts on each head, or on each feature, alike gets
-its gradient summed; one that holds something for each head is split with the heads. Anything else in an
-attention or MLP block is answered by leaving the block whole on every rank, which is always right.
+Two corrections are certain. A parameter without a rule that acts alike on each head, or on each feature, gets
+its gradient summed; one that holds something for each head is split with the heads. Any other error in an
+attention or MLP block leaves the block whole on every rank, which is always right.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,9 +16,17 @@ from torch import nn
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._util.trees import map_tensors
 from parallel3d.errors import PlanError
-from parallel3d.tp.auto.flow import Clash, Flow, Meeting, OwnCode, plan_packages, quoted, trace_flow
-from parallel3d.tp.auto.trace import Example, check_example, examples
-from parallel3d.tp.resolve import ChosenPlan, Rule, matches, numberless, parse_style, specificity
+from parallel3d.tp.auto.flow import (
+    Conflict,
+    Flow,
+    LocalUse,
+    OwnCode,
+    plan_packages,
+    quoted,
+    trace_flow,
+)
+from parallel3d.tp.auto.trace import Example, check_example, common_path, examples
+from parallel3d.tp.resolve import PlanSource, Rule, matches, numberless, parse_style, specificity
 from parallel3d.tp.styles import Replicated, Style
 
 Rules = dict[str, Rule]
@@ -32,51 +39,54 @@ def complete(
     tp_size: int,
     calls: Callable[[nn.Module], Iterable[Call]],
 ) -> tuple[Rules, dict[str, str], list[str]]:
-    """``rules`` with what is missing and without what can't be right.
+    """Adds to ``rules`` what is missing and removes what can't be right.
 
     Args:
         rules: pattern -> style name.
-        calls: of the model: ways to run a copy of it on the meta device, of which one should work.
+        calls: returns, for a model, ways to run a copy of it on the meta device, of which one should work.
 
     Returns:
-        The rules, why each added one is there, and notes. When no call works the rules are as given, and a
-        note says why they were not looked at.
+        The rules, the reason for each added one, and notes. When no call works the rules are unchanged, and
+        a note says why they were not checked.
 
     Raises:
-        PlanError: something that is wrong lies in no block that could be left whole, or in every layer's.
+        PlanError: an error lies in no block that could be left whole, or in every layer's.
     """
-    why: dict[str, str] = {}
     notes: list[str] = []
     rules = dict(rules)
     code = OwnCode(plan_packages(model))
     while True:
         styles = styles_of(model, rules)
-        flow, failed = _look(model, styles, calls, code)
+        flow, failed = _trace(model, styles, calls, code)
         if flow is None:
             _check_taken_as_is(model, code, failed)
-            return rules, why, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
+            return rules, {}, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
         if failed:
-            said = f"only the models inside {type(model).__name__} were looked at: {_NOT_RUN} ({failed})"
-            notes += [said] if said not in notes else []
-        summed = _summed_for_nothing(rules, styles, flow)
-        if summed:
-            rules = {p: style for p, style in rules.items() if p not in summed}
+            note = f"only the models inside {type(model).__name__} were looked at: {_NOT_RUN} ({failed})"
+            notes += [note] if note not in notes else []
+        # Rules that would sum gradients that are whole already.
+        paths = [p for p in flow.whole - flow.local_uses.keys() if _is_summed(p, styles)]
+        named = {name for path in paths for name in (path, path.rpartition(".")[0])}
+        needless = [p for p in rules if any(matches(p, name) for name in named)]
+        if needless:
+            rules = {p: style for p, style in rules.items() if p not in needless}
             notes += [
-                f"{p!r} is not needed: what it is for is used alike on every rank" for p in summed
+                f"{p!r} is not needed: what it is for is used alike on every rank" for p in needless
             ]
             continue
-        clashes = _clashes(model, styles, flow, tp_size)
-        if not clashes:
-            return _with_params(model, rules, styles, why, notes, flow, tp_size)
-        # One block at a time: a part that goes astray is seen wherever it comes to.
-        block = _block(clashes[0])
+        conflicts = _conflicts(model, styles, flow, tp_size)
+        if not conflicts:
+            added, why, more = _param_rules(model, rules, styles, flow, tp_size)
+            return {**rules, **added}, why, [*notes, *more]
+        # One block at a time: a part that is used wrongly in one causes conflicts in others.
+        block = _block(conflicts[0])
         dropped = [pattern for pattern in rules if _inside(model, pattern, block)]
         if not dropped:
-            raise PlanError(f"the plan {type(model).__name__} brings is wrong: {clashes[0].text}")
+            raise PlanError(f"the plan {type(model).__name__} brings is wrong: {conflicts[0].text}")
         rules = {p: style for p, style in rules.items() if p not in dropped}
         notes.append(
             f"{block!r} stays whole on every rank, its {len(dropped)} rules are left out: "
-            f"{clashes[0].text}"
+            f"{conflicts[0].text}"
         )
         if not any("*" in pattern for pattern in rules):
             raise PlanError(
@@ -87,15 +97,16 @@ def complete(
 _NOT_RUN = "the model can't be run on the meta device to look at it"
 
 
-def _look(
+def _trace(
     model: nn.Module,
     styles: dict[str, Style],
     calls: Callable[[nn.Module], Iterable[Call]],
     code: OwnCode,
 ) -> tuple[Flow | None, str]:
-    """The flow of the first call that works, or what the first one that doesn't says.
+    """Returns the flow of the first call that works, and ``""``.
 
-    Where the model itself can't be run, those inside it that bring a plan are, one by one.
+    Where the model itself can't be run, the models inside it that have a plan are run one by one; then the
+    second value is the error of the first call. The flow is None if one of these can't be run either.
     """
     trace = functools.partial(trace_flow, model, styles, code=code)
     flow, failed = _first(trace, calls(model), "")
@@ -114,13 +125,13 @@ def _first(trace: Callable[..., Flow], calls: Iterable[Call], path: str) -> tupl
     for call in calls:
         try:
             return trace(call=lambda twin, call=call: call(twin.get_submodule(path))), ""
-        except Exception as error:  # anything at all: it is the model's code
+        except Exception as error:  # any: it is the model's code
             failed = failed or f"{type(error).__name__}: {error}".splitlines()[0][:160]
     return None, failed
 
 
 def _models_inside(model: nn.Module, path: str = "") -> Iterable[tuple[str, nn.Module]]:
-    """The outermost modules inside ``model`` that have a config with a plan."""
+    """Yields the outermost modules inside ``model`` that have a config with a plan."""
     for name, child in model.named_children():
         inner = f"{path}.{name}".lstrip(".")
         if getattr(getattr(child, "config", None), "base_model_tp_plan", None):
@@ -130,7 +141,7 @@ def _models_inside(model: nn.Module, path: str = "") -> Iterable[tuple[str, nn.M
 
 
 def _check_taken_as_is(model: nn.Module, code: OwnCode, failed: str) -> None:
-    """A plan may be taken on trust only with the code that it was written for."""
+    """Raises if a plan that can't be checked is used with code that it wasn't written for."""
     own = [path for path, m in model.named_modules() if code.runs_in(m) or code.hooks_of(m)]
     if own:
         raise PlanError(
@@ -141,7 +152,7 @@ def _check_taken_as_is(model: nn.Module, code: OwnCode, failed: str) -> None:
 
 
 def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
-    """Path of a module or a parameter -> the style that holds for it."""
+    """Returns path of a module or a parameter -> the style of its most specific rule."""
     found: dict[str, Style] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -154,32 +165,27 @@ def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
     return found
 
 
-# ---- what can't be repaired ----
+# ---- conflicts ----
 
 
-def _clashes(model: nn.Module, styles: dict[str, Style], flow: Flow, tp_size: int) -> list[Clash]:
-    found = list(flow.clashes)
-    for path, meetings in flow.met.items():
+def _conflicts(
+    model: nn.Module, styles: dict[str, Style], flow: Flow, tp_size: int
+) -> list[Conflict]:
+    conflicts = list(flow.conflicts)
+    for path, uses in flow.local_uses.items():
         if _is_summed(path, styles):
             continue
-        if path in flow.whole or _repair(model, path, meetings, tp_size) is None:
-            sources = frozenset[str]().union(*(m.sources for m in meetings))
+        if path in flow.whole or _correction(model, path, uses, tp_size) is None:
+            sources = frozenset[str]().union(*(use.sources for use in uses))
             text = (
                 f"parameter {path!r} has no rule and meets each rank's part, of {quoted(sources)}"
             )
-            found.append(Clash(text, sources | {path.rpartition(".")[0]}))
-    for path in flow.whole & flow.met.keys():
+            conflicts.append(Conflict(text, sources | {path.rpartition(".")[0]}))
+    for path in flow.whole & flow.local_uses.keys():
         if _is_summed(path, styles):
             text = f"{path!r} meets each rank's part, but is used alike on every rank too"
-            found.append(Clash(text, frozenset([path.rpartition(".")[0]])))
-    return found
-
-
-def _summed_for_nothing(rules: Rules, styles: dict[str, Style], flow: Flow) -> list[str]:
-    """Rules that would sum gradients that are whole already."""
-    paths = [p for p in flow.whole - flow.met.keys() if _is_summed(p, styles)]
-    named = {name for path in paths for name in (path, path.rpartition(".")[0])}
-    return [pattern for pattern in rules if any(matches(pattern, name) for name in named)]
+            conflicts.append(Conflict(text, frozenset([path.rpartition(".")[0]])))
+    return conflicts
 
 
 def _is_summed(path: str, styles: dict[str, Style]) -> bool:
@@ -187,104 +193,92 @@ def _is_summed(path: str, styles: dict[str, Style]) -> bool:
     return isinstance(style, Replicated) and style.tp_grad == "partial"
 
 
-def _block(clash: Clash) -> str:
-    """The pattern of the smallest module around everything the clash is about; ``""``: the whole model."""
-    paths = [path.split(".") for path in clash.modules]
-    if len(paths) == 1:
-        paths = [paths[0][:-1]]
-    common = [column[0] for column in itertools.takewhile(_is_one, zip(*paths, strict=False))]
-    return numberless(".".join(common))
-
-
-def _is_one(column: tuple[str, ...]) -> bool:
-    return len(set(column)) == 1
+def _block(conflict: Conflict) -> str:
+    """Returns the pattern of the smallest module around all of a conflict's; ``""``: the whole model."""
+    paths = list(conflict.modules)
+    return numberless(common_path(paths) if len(paths) > 1 else paths[0].rpartition(".")[0])
 
 
 def _inside(model: nn.Module, pattern: str, block: str) -> bool:
-    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
-    names += [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    found = {numberless(name) for name in names if matches(pattern, name)}
-    return bool(block) and any(n == block or n.startswith(f"{block}.") for n in found)
+    matched = {numberless(name) for name in _names(model) if matches(pattern, name)}
+    return bool(block) and any(n == block or n.startswith(f"{block}.") for n in matched)
 
 
-# ---- what can ----
+# ---- corrections ----
 
 
-def _repair(model: nn.Module, path: str, meetings: list[Meeting], tp_size: int) -> str | None:
-    """The style that makes a parameter without a rule right, if one does."""
+def _correction(model: nn.Module, path: str, uses: list[LocalUse], tp_size: int) -> str | None:
+    """Returns the style that makes a parameter without a rule right, if one does."""
     shape = tuple(model.get_parameter(path).shape)
-    wanted = {_repair_once(model, shape, met, tp_size) for met in meetings}
+    wanted = {_correction_for(model, shape, use, tp_size) for use in uses}
     return wanted.pop() if len(wanted) == 1 else None
 
 
-def _repair_once(
-    model: nn.Module, shape: tuple[int, ...], met: Meeting, tp_size: int
+def _correction_for(
+    model: nn.Module, shape: tuple[int, ...], use: LocalUse, tp_size: int
 ) -> str | None:
-    dims = [i - len(met.shape) for i, size in enumerate(met.shape) if size != 1]
+    dims = [i - len(use.shape) for i, size in enumerate(use.shape) if size != 1]
     if not dims:  # one number for everything
         return "replicated_with_grad_allreduce"
-    if not met.apart or met.shape[-1] != met.local_shape[-1]:
+    if not use.apart or use.shape[-1] != use.local_shape[-1]:
         return None
-    # Of a tensor with its heads apart the last dim is one head's, and the same of each.
+    # With heads as a dim of their own, the last dim is that of one head, alike for each.
     if dims == [-1]:
         return "replicated_with_grad_allreduce"
-    heads, size = met.shape[-2:]
-    split = [getattr(model.get_submodule(s), "out_features", 0) for s in met.sources]
-    own = shape == (heads, size) and dims == [-2, -1] and met.local_shape[-2] == heads
+    heads, size = use.shape[-2:]
+    split = [getattr(model.get_submodule(s), "out_features", 0) for s in use.sources]
+    own = shape == (heads, size) and dims == [-2, -1] and use.local_shape[-2] == heads
     if own and heads % tp_size == 0 and all(width == heads * size for width in split):
-        return "colwise"  # something for each head
+        return "colwise"  # it has a part for each head
     return None
 
 
-def _with_params(
-    model: nn.Module,
-    rules: Rules,
-    styles: dict[str, Style],
-    why: dict[str, str],
-    notes: list[str],
-    flow: Flow,
-    tp_size: int,
+def _param_rules(
+    model: nn.Module, rules: Rules, styles: dict[str, Style], flow: Flow, tp_size: int
 ) -> tuple[Rules, dict[str, str], list[str]]:
-    """Adds the rules of parameters that can be repaired, each for all layers at once."""
-    todo: dict[str, tuple[str, Meeting]] = {}
-    for path, meetings in flow.met.items():
-        if not _is_summed(path, styles):
-            style = _repair(model, path, meetings, tp_size)
-            assert style is not None
-            todo[path] = (style, meetings[0])
-    for path, (style, met) in todo.items():
+    """Returns rules for the parameters that can be corrected, in all layers, their reasons and notes."""
+    added: Rules = {}
+    why: dict[str, str] = {}
+    notes: list[str] = []
+    corrections = {
+        path: _correction(model, path, uses, tp_size)
+        for path, uses in flow.local_uses.items()
+        if not _is_summed(path, styles)
+    }
+    for path, style in corrections.items():
+        assert style is not None
         owner = path.rpartition(".")[0]
         module = model.get_submodule(owner)
         alone = style != "colwise" and owner not in styles
-        alone &= all(todo.get(f"{owner}.{n}", "")[:1] == (style,) for n in module._parameters)
+        alone &= all(corrections.get(f"{owner}.{n}") == style for n in module._parameters)
         pattern = numberless(owner if alone else path)
-        reason = f"added: it acts on each rank's part, of {quoted(frozenset(map(numberless, met.sources)))}"
-        if pattern not in rules:
-            rules[pattern], why[pattern] = style, reason
-            notes.append(f"{pattern!r} gets {style!r}: {reason.removeprefix('added: ')}")
-        if not alone and owner not in styles and numberless(owner) not in rules:
-            rules[numberless(owner)] = "local_params"
-            why[numberless(owner)] = "added: for the rules of its parameters"
-    return rules, why, notes
+        sources = frozenset(map(numberless, flow.local_uses[path][0].sources))
+        reason = f"it acts on each rank's part, of {quoted(sources)}"
+        if pattern not in {**rules, **added}:
+            added[pattern], why[pattern] = style, f"added: {reason}"
+            notes.append(f"{pattern!r} gets {style!r}: {reason}")
+        outer = numberless(owner)
+        if not alone and owner not in styles and outer not in {**rules, **added}:
+            added[outer], why[outer] = "local_params", "added: for the rules of its parameters"
+    return added, why, notes
 
 
-# The plan a Hugging Face model brings: merged as transformers merges it, without importing it.
+# The plan of a Hugging Face model: merged as transformers merges it, without importing it.
 #
-# Read by duck typing: ``_tp_plan`` of the model and of the models inside it, and
-# ``config.base_model_tp_plan`` of base models. transformers 5.23 merges these when a model is
-# made; earlier releases merge fewer of them, so the merge is done here again, which changes
-# nothing where it was done already.
+# It is in ``_tp_plan`` of the model and of the models inside it, and in ``config.base_model_tp_plan`` of base
+# models. transformers 5.23 merges these when a model is made; earlier releases merge fewer of them, so it is
+# done here again, which changes nothing where it was done already.
 
 
 def has_hf_plan(model: nn.Module) -> bool:
-    """Whether the model, or a model inside it, brings a plan."""
+    """Whether the model, or a model inside it, has a plan."""
     return bool(merged_plan(model))
 
 
 def merged_plan(model: nn.Module) -> dict[str, str]:
-    """The model's rules and those of the models inside it, with their paths before them.
+    """Returns the model's rules and those of the models inside it, with their paths in front.
 
-    The rules the model itself has come first and hold where two say different things.
+    Where two have the same pattern, the outer model's counts.
     """
     plan = _rules_of(model, "_tp_plan")
     config = getattr(model, "config", None)
@@ -300,35 +294,34 @@ def merged_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _rules_of(owner: Any, attribute: str) -> dict[str, str]:
-    found = getattr(owner, attribute, None)
-    return dict(found) if isinstance(found, Mapping) else {}
+    rules = getattr(owner, attribute, None)
+    return dict(rules) if isinstance(rules, Mapping) else {}
 
 
-def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
-    """The model's plan, without the rules that match nothing here, completed.
+def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
+    """Returns the model's plan, without the rules that match nothing here, completed.
 
-    ``example``: ``(args, kwargs)`` to look at the model with, where ``input_ids`` won't do.
+    Args:
+        example: ``(args, kwargs)`` with which to run the model, where ``input_ids`` don't fit.
 
     Raises:
-        PlanError: no rule of it matches, or it is wrong in a way that can't be repaired.
+        PlanError: none of its rules matches, or it is wrong in a way that can't be corrected.
     """
-    given = merged_plan(model)
-    rules: Rules = _without_overlaps(given, _names(model))
+    own = merged_plan(model)
+    names = _names(model)
+    rules: Rules = _without_overlaps(own, names)
     if not rules:
         raise PlanError(
-            f"the plan {type(model).__name__} brings names {', '.join(map(repr, given))}, "
+            f"the plan {type(model).__name__} brings names {', '.join(map(repr, own))}, "
             "of which this model has nothing; give tp_plan a dict"
         )
-    notes = []
-    left_out = [
-        pattern for pattern in given if not any(matches(pattern, name) for name in _names(model))
-    ]
-    if left_out:
-        notes.append(f"rules of the model's plan that match nothing here: {', '.join(left_out)}")
-    with simulation_off():  # or what it is looked at with would be simulated ranks' tensors
+    left_out = [pattern for pattern in own if not any(matches(pattern, n) for n in names)]
+    listed = f"rules of the model's plan that match nothing here: {', '.join(left_out)}"
+    with simulation_off():  # otherwise the inputs would be simulated ranks' tensors
         calls = functools.partial(_calls, model, example)
-        rules, why, more = complete(model, rules, tp_size, calls)
-    return ChosenPlan(rules, why, (*notes, *more), "the model's plan")
+        rules, why, notes = complete(model, rules, tp_size, calls)
+    notes = [listed, *notes] if left_out else notes
+    return PlanSource(rules, why, tuple(notes), "the model's plan")
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -336,53 +329,49 @@ def _names(model: nn.Module) -> list[str]:
     return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def _without_overlaps(given: Mapping[str, str], names: list[str]) -> Rules:
-    """``given`` with one rule for each name: transformers takes the one whose ``*`` are all numbers.
+def _without_overlaps(plan: Mapping[str, str], names: list[str]) -> Rules:
+    """Returns ``plan`` with one rule for each name: as in transformers the one whose ``*`` are all numbers.
 
     Where two rules match, the more specific stays; the other is written out for the names it keeps.
     """
-    found: dict[str, list[str]] = {pattern: [] for pattern in given}
+    kept: dict[str, list[str]] = {pattern: [] for pattern in plan}
     for name in names:
-        mine = [pattern for pattern in given if matches(pattern, name)]
-        if mine:
+        matching = [pattern for pattern in plan if matches(pattern, name)]
+        if matching:
             exact = numberless(name)
-            found[max(mine, key=lambda p: (p == exact, specificity(p)))].append(name)
+            kept[max(matching, key=lambda p: (p == exact, specificity(p)))].append(name)
     rules: Rules = {}
-    for pattern, kept in found.items():
-        if len(kept) == sum(matches(pattern, name) for name in names):
-            rules |= {pattern: given[pattern]} if kept else {}
+    for pattern, own in kept.items():
+        if len(own) == sum(matches(pattern, name) for name in names):
+            rules |= {pattern: plan[pattern]} if own else {}
         else:
-            rules |= dict.fromkeys(kept, given[pattern])
+            rules |= dict.fromkeys(own, plan[pattern])
     return rules
 
 
 def _calls(whole: nn.Module, example: Any, model: nn.Module) -> Iterator[Call]:
-    """Ways to run a meta copy of ``model``, which is ``whole`` or a model inside it, the likelier first: the
-    example that was given, token ids alone, or what the class says it takes."""
-    found: list[Example] = []
+    """Yields ways to run a meta copy of ``model``, which is ``whole`` or a model inside it, the most likely
+    first: with the user's example, with token ids alone, or with inputs guessed from the class."""
     if example is not None and model is whole:
-        found.append(check_example(example))
+        yield _call(check_example(example))
     ids = torch.ones(1, 4, dtype=torch.long)
-    found.append(((), {"input_ids": ids, "use_cache": False}))
-    yield from map(_call, found)
-    found = []
-    with (
-        torch.random.fork_rng(devices=[]),
-        suppress(Exception),
-    ):  # the model's code says what it takes
-        found += examples(model)
-    yield from map(_call, found)
+    yield _call(((), {"input_ids": ids, "use_cache": False}))
+    guessed: list[Example] = []
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # it runs the model's code
+        guessed += examples(model)
+    yield from map(_call, guessed)
 
 
 def _call(example: Example) -> Call:
     args, kwargs = map_tensors(lambda t: t.to("meta"), example)
-    return lambda twin: _eager(twin)(*args, **kwargs)
 
+    def call(twin: nn.Module) -> Any:
+        for (
+            module
+        ) in twin.modules():  # attention in torch's functions; other kernels don't run on meta
+            config = getattr(module, "config", None)
+            if config is not None and hasattr(config, "_attn_implementation"):
+                config._attn_implementation = "eager"
+        return twin(*args, **kwargs)
 
-def _eager(model: nn.Module) -> nn.Module:
-    """``model`` with attention in torch's functions; the kernels of others don't run on meta."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"
-    return model
+    return call

@@ -1,70 +1,289 @@
-"""derive_plan: the tensor-parallel plan of a model that brings none."""
+"""derive_plan: the tensor-parallel plan of a model that has none of its own.
 
+Groups of layers that may be split together are read off a trace; ways to split them are tried, and proven.
+"""
+
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d._torch.simulated import simulation_off
 from parallel3d.errors import PlanError
-from parallel3d.tp.auto.groups import (
-    Findings,
-    Group,
-    Kinds,
-    Way,
-    find_groups,
-    split_vocabulary,
-    ways_to_split,
-)
 from parallel3d.tp.auto.prove import NotEqual, Proof, Prover
 from parallel3d.tp.auto.trace import (
-    Flow,
+    INPUT,
+    OUTPUT,
+    Call,
     Layer,
+    Trace,
     check_example,
+    common_path,
     describe,
     examples,
     find_layers,
     inside,
     join,
-    pattern_of,
     trace,
     with_patterns,
 )
-from parallel3d.tp.resolve import ChosenPlan, Rule
-from parallel3d.tp.styles import HeadArguments, LocalSizes, Replicated, SplitHeads, Style
+from parallel3d.tp.checks import own_params
+from parallel3d.tp.resolve import PlanSource, Rule, numberless
+from parallel3d.tp.styles import (
+    Colwise,
+    HeadArguments,
+    LocalParams,
+    LocalSizes,
+    Replicated,
+    Rowwise,
+    SplitHeads,
+    Style,
+    VocabParallel,
+)
 
 
-def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
-    """A plan for ``model``, found by running it once and proven before it is given.
+@dataclass(frozen=True)
+class Group:
+    """Linear layers whose outputs are read by one other linear layer, and by nothing else.
 
-    A copy without weights runs, and shows which linear layers' outputs meet in one other linear layer and go
-    nowhere else: q, k and v in the output projection, gate and up in down. Such a group is split over ``tp``
-    if the module around it then computes what it did: forward and gradients, with random weights in float64,
-    on ``tp_size`` ranks that are threads of this process. What isn't proven stays whole, with the reason in
-    the plan's notes. The vocabulary of the embedding, and of the head, is split too.
+    Attributes:
+        owner: the innermost module around them that is called.
+        ups: the layers, to be split by output features.
+        down: the layer that reads them, to be split by input features.
+    """
+
+    owner: str
+    ups: tuple[str, ...]
+    down: str
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return (*self.ups, self.down)
+
+
+def find_groups(trace: Trace, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
+    """Returns the groups, and by layer the reason why other linear layers are in none.
+
+    A layer between two others is in two groups, of which one may be split. Groups of more layers come first
+    (q, k and v before what makes their input), then those earlier in the model.
+    """
+    linear = [name for name in trace.reads if name in layers and layers[name].kind == "linear"]
+    why_not: dict[str, str] = {}
+    ups: dict[str, list[str]] = {}
+    for name in linear:
+        readers = trace.readers(name)
+        if len(readers) == 1 and readers[0] in linear and readers[0] != name:
+            ups.setdefault(readers[0], []).append(name)
+        else:
+            why_not[name] = _why_alone(readers)
+    groups = [
+        Group(owner, tuple(names), down)
+        for down, names in ups.items()
+        if (owner := owner_of([*names, down], trace)) is not None
+    ]
+    groups.sort(key=lambda group: (-len(group.ups), linear.index(group.ups[0])))
+    grouped = {name for group in groups for name in group.members}
+    return groups, {name: why for name, why in why_not.items() if name not in grouped}
+
+
+def _why_alone(readers: list[str]) -> str:
+    if not readers:
+        return "nobody reads its output in the trace"
+    if readers == [OUTPUT]:
+        return "its output is the model's output"
+    if len(readers) == 1:
+        return f"its output is read by {readers[0]}, which is no linear layer"
+    shown = ", ".join(readers[:3]) + (", ..." if len(readers) > 3 else "")
+    return f"its output is read by {len(readers)} ({shown}), not by one linear layer only"
+
+
+def owner_of(names: list[str], trace: Trace) -> str | None:
+    """Returns the innermost module around ``names`` whose call is in the trace."""
+    owner = common_path([name.rpartition(".")[0] for name in names])
+    while owner and owner not in trace.calls:
+        owner = owner.rpartition(".")[0]
+    return owner if owner in trace.calls else None
+
+
+class Kinds:
+    """Tells which groups are alike, so that one proof is enough for them.
+
+    Args:
+        modules: the model's, by path.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], trace: Trace) -> None:
+        self._modules, self._trace = modules, trace
+        self._varying: dict[tuple[type, str], bool] = {}
+
+    def of(self, group: Group) -> Any:
+        """Returns a value that is equal for groups that are alike."""
+        owner = self._modules[group.owner]
+        numbers = {int(part) for part in group.owner.split(".") if part.isdigit()}
+        about = []
+        for name, module in owner.named_modules():
+            plain = tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, (int, float, str, bool, tuple))
+                and not (type(value) is int and value in numbers and self._varies(module, key))
+            )
+            shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+            about.append((name, type(module), repr(plain), shapes))
+        call = self._trace.calls[group.owner]
+        members = tuple(inside(name, group.owner) for name in group.members)
+        return tuple(about), members, describe((call.args, call.kwargs))
+
+    def _varies(self, module: nn.Module, key: str) -> bool:
+        """Whether modules of this class have different values of an attribute, such as a layer's number."""
+        kind = type(module)
+        if (kind, key) not in self._varying:
+            values = {repr(vars(m).get(key)) for m in self._modules.values() if type(m) is kind}
+            self._varying[kind, key] = len(values) > 1
+        return self._varying[kind, key]
+
+
+_MOST_WAYS = 24  # a wrong one costs a forward of one block on each rank
+
+
+def ways_to_split(
+    group: Group, model: nn.Module, trace: Trace, layers: dict[str, Layer]
+) -> Iterator[dict[str, Style]]:
+    """Yields ways to split the group, path in the model -> style, the most likely first. Most are wrong; the
+    proof tells which is right."""
+    modules = dict(model.named_modules())
+    cuts = list(_cuts(group, trace, layers))
+    features: list[dict[str, Style]] = [
+        {
+            **{n: Colwise(packed=cut[n]) if len(cut[n]) > 1 else Colwise() for n in group.ups},
+            group.down: Rowwise(),
+        }
+        for cut in cuts
+    ]
+    for styles in features:
+        yield styles
+        for style in _head_arguments(modules[group.owner], trace.calls[group.owner]):
+            yield {group.owner: style, **styles}
+    count = 0
+    for cut, styles in zip(cuts, features, strict=True):
+        sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
+        for local_sizes in _local_sizes(group, modules, sizes):
+            yield {**local_sizes, **styles}
+            count += 1
+            if count == _MOST_WAYS:
+                return
+
+
+def _head_arguments(owner: nn.Module, call: Call) -> Iterator[Style]:
+    """Yields styles that split those of the owner's arguments that may have a part for each head."""
+    arguments = inspect.signature(owner.forward).bind(*call.args, **call.kwargs).arguments
+    tensors = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
+    }
+    for name, heads in vars(owner).items():
+        if type(heads) is not int or heads < 2 or "head" not in name or "dim" in name:
+            continue
+        dims: dict[str, int] = {}
+        for argument, value in tensors.items():
+            # What depends on weights and has three dims is the hidden state.
+            if id(value) not in call.computed or value.dim() > 3:
+                fitting = [dim for dim in (0, 1) if value.shape[dim] % heads == 0]
+                dims |= {argument: fitting[0]} if fitting else {}
+        if dims:
+            yield HeadArguments(heads, tuple(reversed(dims.items())))
+
+
+def _cuts(
+    group: Group, trace: Trace, layers: dict[str, Layer]
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yields for each layer the sizes of the sections of its output features; () is none."""
+    seen = {name: trace.cuts.get(name, ()) for name in group.ups}
+    plain: dict[str, tuple[int, ...]] = dict.fromkeys(group.ups, ())
+    yield seen
+    if any(seen.values()):
+        yield plain
+    for parts in (3, 2):
+        packed = {
+            name: (layers[name].features // parts,) * parts
+            for name in group.ups
+            if layers[name].features % parts == 0
+        }
+        if packed and packed != seen:
+            yield {**plain, **packed}
+
+
+def _local_sizes(
+    group: Group, modules: dict[str, Any], sizes: set[int]
+) -> Iterator[dict[str, Style]]:
+    """Yields choices of int attributes of the modules around the group to be made local, by module."""
+    likely: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
+    for path in _around(group):
+        for name, value in vars(modules[path]).items():
+            if type(value) is int and value > 1 and name not in _NEVER and not name.startswith("_"):
+                fits = value in sizes or ("head" in name and "dim" not in name)
+                (likely if fits else others).append((path, name))
+    tries = [c for number in (1, 2) for c in combinations(likely, number)]
+    tries += [tuple(likely)] if likely else []
+    tries += [c for number in (1, 2) for c in combinations((*likely, *others), number)]
+    for attributes in dict.fromkeys(tries):
+        names: dict[str, tuple[str, ...]] = {}
+        for path, name in attributes:
+            names[path] = (*names.get(path, ()), name)
+        yield {path: LocalSizes(own) for path, own in names.items()}
+
+
+_NEVER = {"training", "layer_idx", "layer_id"}
+
+
+def _around(group: Group) -> Iterator[str]:
+    """Yields the owner and the modules between it and the group's layers."""
+    seen = {group.owner: None}
+    for name in group.members:
+        parts = name.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            path = ".".join(parts[:end])
+            if len(path) > len(group.owner) and path.startswith(group.owner):
+                seen[path] = None
+    return iter(seen)
+
+
+def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
+    """Derives a plan for ``model`` by running it once, and proves it before it is returned.
+
+    A copy without weights runs, which shows the linear layers whose outputs are read by one other linear
+    layer and by nothing else: q, k and v by the output projection, gate and up by down. Such a group is
+    split over ``tp`` if the module around it then computes the same: forward and gradients, with random
+    weights in float64, on ``tp_size`` ranks that are threads of this process. What isn't proven stays whole,
+    with the reason in the plan's notes. The vocabulary of the embedding, and of the head, is split too.
 
     Nothing depends on weights, time or the rank: all ranks derive the same plan. They needn't communicate,
     and a process group may exist.
 
     Args:
         model: a plain model, possibly on the meta device; it isn't changed.
-        tp_size: ranks of the ``tp`` axis.
+        tp_size: the number of ranks of the ``tp`` axis.
         example: ``(args, kwargs)`` for the model's forward, of a small batch. By default a Hugging Face
             model's ``dummy_inputs``, or a guess from the first module with weights.
 
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
     """
-    with as_by_default():
+    with default_settings():
         return _Derivation(model, tp_size, example).plan()
 
 
 @contextmanager
-def as_by_default() -> Iterator[None]:
-    """Whatever modes, defaults and seeds the caller has, and puts back."""
+def default_settings() -> Iterator[None]:
+    """Within it torch's default dtype, device, modes and seed are the initial ones, not the caller's."""
     dtype = torch.get_default_dtype()
     with (
         simulation_off(),
@@ -81,26 +300,27 @@ def as_by_default() -> Iterator[None]:
 
 
 class DidNotRun(Exception):
-    """The model ran on no input. Attributes: tries: what each input led to, a line for each."""
+    """The model ran on no input. ``tries`` has the result of each input, one per line."""
 
-    def __init__(self, said: str, tries: str) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, tries: str) -> None:
+        super().__init__(message)
         self.tries = tries
 
 
-def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Flow:
-    """The trace of ``model`` on ``example``, or else on an input that may fit it.
+def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Trace:
+    """Returns the trace of ``model`` on ``example``, or else on an input that may fit it.
 
     Raises:
         DidNotRun: on none of them.
     """
-    given = [check_example(example)] if example is not None else list(examples(model))
+    inputs = [check_example(example)] if example is not None else list(examples(model))
     errors = []
-    for args, kwargs in given:
+    for args, kwargs in inputs:
         try:
             return trace(model, layers, args, kwargs)
         except Exception as error:
-            errors.append(f"{describe((args, kwargs))}: {_first_line(error)}")
+            first = (str(error).strip().splitlines() or [""])[0]
+            errors.append(f"{describe((args, kwargs))}: {type(error).__name__}: {first}")
     tries = "".join(f"\n  - {error}" for error in errors[:4])
     on = "the example" if example is not None else "any input guessed"
     raise DidNotRun(f"did not on {on}", tries)
@@ -108,119 +328,107 @@ def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) ->
 
 _MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in float64
 
+# A proven group with its styles, or the reason why it can't be split.
+_Proven = tuple[Group, dict[str, Style]] | str
+
 
 class _Derivation:
     def __init__(self, model: nn.Module, tp: int, example: Any) -> None:
         self.model, self.tp = model, tp
-        self.modules = dict(model.named_modules())
-        self.layers = find_layers(model)
-        self.flow = self._trace(example)
-        self.found = Findings()
-        self._kinds = Kinds(self.modules, self.flow)
-
-    def plan(self) -> ChosenPlan:
-        self._attention()
-        self._groups()
-        split_vocabulary(self.modules, self.layers, self.flow, self.tp, self.found)
-        if not self.found.styles:
-            raise PlanError(self._nothing())
-        rules, why = with_patterns(self.found.styles, self.found.why, self.modules)
-        return ChosenPlan(rules, why, tuple(self._notes()), "derived")
-
-    # ---- running the model ----
-
-    def _trace(self, example: Any) -> Flow:
+        layers = find_layers(model)
         try:
-            return run_once(self.model, self.layers, example)
+            self.trace = run_once(model, layers, example)
         except DidNotRun as error:
-            name = type(self.model).__name__
             raise PlanError(
-                f"a plan for {name} can't be derived: the model must run once, and {error}. Give a small "
-                f"example: auto_plan(model, tp, example=((input,), {{}})){error.tries}"
+                f"a plan for {type(model).__name__} can't be derived: the model must run once, and {error}. "
+                f"Give a small example: auto_plan(model, tp, example=((input,), {{}})){error.tries}"
             ) from None
+        self.modules = dict(model.named_modules())
+        self.layers = layers
+        # By path: styles of modules that are split, the reasons for these, and why others are not.
+        self.styles: dict[str, Style] = {}
+        self.why: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._kinds = Kinds(self.modules, self.trace)
+        self._equal = f"proven equal on {tp} ranks"
 
-    # ---- torch's attention ----
-
-    def _attention(self) -> None:
-        proven: dict[Any, Proof | str] = {}
-        for name in self.flow.reads:
-            if name not in self.layers or self.layers[name].kind != "attention":
-                continue
-            key = self._kinds.of(Group(name, (), name))
-            if key not in proven:
-                try:
-                    prover = Prover(self.modules[name], self.flow.calls[name], self.tp)
-                    proven[key] = prover.prove({"": SplitHeads()})
-                except (NotEqual, PlanError) as error:
-                    proven[key] = str(error)
-            found = proven[key]
-            if isinstance(found, str):
-                self.found.refused[name] = found
-            else:
-                self.found.styles[name] = SplitHeads()
-                heads = self.modules[name].num_heads
-                self.found.why[name] = f"{heads} heads of their own weights; {self._equal}"
-
-    @property
-    def _equal(self) -> str:
-        return f"proven equal on {self.tp} ranks"
-
-    # ---- groups ----
-
-    def _groups(self) -> None:
-        groups, why_not = find_groups(self.flow, self.layers)
-        self.found.refused.update(why_not)
-        proven: dict[Any, tuple[Group, Way, Proof] | str] = {}
+    def plan(self) -> PlanSource:
+        self._attention()
+        groups, why_not = find_groups(self.trace, self.layers)
+        self.refused.update(why_not)
+        proven: dict[Any, _Proven] = {}
         for group in groups:
-            if any(name in self.found.styles for name in group.members):
+            if any(name in self.styles for name in group.members):
                 continue  # one of its layers is split with others already
             key = self._kinds.of(group)
             if key not in proven:
                 proven[key] = self._prove(group)
             self._accept(group, proven[key])
+        self._vocabulary()
+        if not self.styles:
+            listed = "".join(f"\n  - {note}" for note in self._notes())
+            raise PlanError(
+                f"no plan can be derived for {type(self.model).__name__} on {self.tp} tp ranks: nothing of "
+                "it was proven to be the same when split"
+                f"{listed or '; it has no linear layers that were called'}"
+            )
+        rules, why = with_patterns(self.styles, self.why, self.modules)
+        return PlanSource(rules, why, tuple(self._notes()), "derived")
 
-    def _prove(self, group: Group) -> tuple[Group, Way, Proof] | str:
-        read = self._read_directly(group)
-        if read:
-            return read
-        call, owner = self.flow.calls[group.owner], self.modules[group.owner]
+    def _attention(self) -> None:
+        """Splits torch's attention modules."""
+        proven: dict[Any, str] = {}  # the reason why one can't be split, or ""
+        for name in self.trace.reads:
+            if name not in self.layers or self.layers[name].kind != "attention":
+                continue
+            key = self._kinds.of(Group(name, (), name))
+            if key not in proven:
+                try:
+                    prover = Prover(self.modules[name], self.trace.calls[name], self.tp)
+                    prover.prove({"": SplitHeads()})
+                    proven[key] = ""
+                except (NotEqual, PlanError) as error:
+                    proven[key] = str(error)
+            if proven[key]:
+                self.refused[name] = proven[key]
+            else:
+                self.styles[name] = SplitHeads()
+                heads = self.modules[name].num_heads
+                self.why[name] = f"{heads} heads of their own weights; {self._equal}"
+
+    def _prove(self, group: Group) -> _Proven:
+        for path in (f"{name}.{own}" for name in group.members for own in ("weight", "bias")):
+            if path in self.trace.read_directly:
+                return f"{path} is read by {self.trace.read_directly[path]} outside its module"
+        call, owner = self.trace.calls[group.owner], self.modules[group.owner]
         size = sum(p.numel() for p in owner.parameters())
         if size > _MOST_PARAMETERS:
             return f"the module around them has {size} parameters, too many to prove anything of it"
         prover = Prover(owner, call, self.tp, frozenset(group.ups))
-        said: dict[str, str] = {}
-        for way in ways_to_split(group, self.model, self.flow, self.layers):
-            styles = {inside(name, group.owner): style for name, style in way.styles}
+        errors: dict[str, str] = {}  # error -> the local sizes with which it was raised
+        for way in ways_to_split(group, self.model, self.trace, self.layers):
+            styles = {inside(name, group.owner): style for name, style in way.items()}
             try:
-                proof = prover.prove(styles)
-                extra = self._partial(owner, proof)
+                extra = self._partial(owner, prover.prove(styles))
                 if extra:
-                    proof = prover.prove({**styles, **extra})
-                    added = ((join(group.owner, name), style) for name, style in extra.items())
-                    way = Way((*way.styles, *added))
-                return group, way, proof
+                    prover.prove({**styles, **extra})
+                added = {join(group.owner, name): style for name, style in extra.items()}
+                return group, {**way, **added}
             except (NotEqual, PlanError) as error:
-                said.setdefault(str(error), _sizes_of(way, group))
-        first, *others = said.items()
-        second = next((f"; {sizes}{error}" for error, sizes in others if sizes), "")
-        return f"{first[0]}{second}"
-
-    def _read_directly(self, group: Group) -> str:
-        for name in group.members:
-            for own in ("weight", "bias"):
-                path = f"{name}.{own}"
-                if path in self.flow.read_directly:
-                    return f"{path} is read by {self.flow.read_directly[path]} outside its module"
-        return ""
+                errors.setdefault(str(error), _describe_sizes(way, group))
+        first, *others = errors
+        second = next((f"; {errors[error]}{error}" for error in others if errors[error]), "")
+        return f"{first}{second}"
 
     def _partial(self, owner: nn.Module, proof: Proof) -> dict[str, Style]:
-        """Styles for parameters used on each rank's part, of which the proof saw parts of gradients."""
+        """Returns styles for parameters that are used on each rank's part, whose gradients were partial in
+        the proof."""
         modules = dict(owner.named_modules())
         styles: dict[str, Style] = {}
         for path in proof.partial:
             module = path.rpartition(".")[0]
-            own = [n for n, p in modules[module]._parameters.items() if p is not None]
-            beside = [join(module, n) for n in own if join(module, n) not in proof.partial]
+            beside = [join(module, name) for name in own_params(modules[module])]
+            beside = [name for name in beside if name not in proof.partial]
             if beside:
                 raise NotEqual(
                     f"the gradient of {path} is a part on each rank, that of {beside[0]} isn't"
@@ -228,118 +436,156 @@ class _Derivation:
             styles[module] = Replicated("partial")
         return styles
 
-    def _accept(self, group: Group, found: tuple[Group, Way, Proof] | str) -> None:
-        if isinstance(found, str):
+    def _accept(self, group: Group, proven: _Proven) -> None:
+        """Records the styles of the group's modules, as proven of a group that is alike, or the reason."""
+        if isinstance(proven, str):
+            members = ", ".join(inside(name, group.owner) for name in group.members)
             for name in group.members:
-                if name in self.found.refused:
-                    continue
-                with_ = ", ".join(_short(n, group) for n in group.members)
-                self.found.refused[name] = (
-                    f"{with_} of {group.owner or 'the model'} together: {found}"
-                )
+                message = f"{members} of {group.owner or 'the model'} together: {proven}"
+                self.refused.setdefault(name, message)
             return
-        proven, way, proof = found
-        for name, style in way.styles:
-            own = join(group.owner, inside(name, proven.owner))
-            self.found.styles[own] = style
-            self.found.why[own] = self._reason(own, style, group, proof)
-            self.found.refused.pop(own, None)
+        other, styles = proven
+        for name, style in styles.items():
+            own = join(group.owner, inside(name, other.owner))
+            self.styles[own] = style
+            self.why[own] = f"{self._reason(own, style, group)}; {self._equal}"
+            self.refused.pop(own, None)
 
-    def _reason(self, name: str, style: Style, group: Group, proof: Proof) -> str:
-        equal = self._equal
-        down = _short(group.down, group)
+    def _reason(self, name: str, style: Style, group: Group) -> str:
+        down = inside(group.down, group.owner)
         if name == group.down:
-            return f"reads {', '.join(_short(n, group) for n in group.ups)} and nothing else split; {equal}"
+            return f"reads {', '.join(inside(n, group.owner) for n in group.ups)} and nothing else split"
         if name in group.ups:
-            way = ", ".join(self._through(name))
-            return f"its output reaches {down} only, through {way or 'nothing'}; {equal}"
+            passed = dict.fromkeys(op.strip("_") for op in self.trace.passes.get(name, {}))
+            shown = [op for op in passed if not _UNINTERESTING.fullmatch(op)]
+            way = ", ".join([*shown[:6], *(["..."] if len(shown) > 6 else [])])
+            return f"its output reaches {down} only, through {way or 'nothing'}"
         if isinstance(style, Replicated):
-            return f"used on each rank's part, on the way to {down}; {equal}"
+            return f"used on each rank's part, on the way to {down}"
         if isinstance(style, HeadArguments):
             names = ", ".join(argument for argument, _ in style.arguments)
-            return f"gets {names} for all heads, and has a part of them; {equal}"
-        return f"sizes its forward uses on the parts that {down} reads; {equal}"
+            return f"gets {names} for all heads, and has a part of them"
+        return f"sizes its forward uses on the parts that {down} reads"
 
-    def _through(self, name: str) -> list[str]:
-        passed = [op.strip("_") for op in self.flow.passes.get(name, {})]
-        shown = [op for op in dict.fromkeys(passed) if op not in _UNINTERESTING]
-        return [*shown[:6], *(["..."] if len(shown) > 6 else [])]
+    def _fits(self, style: Style, name: str) -> bool:
+        """Whether ``style`` can split the module; records the reason why it can't."""
+        try:
+            style.plan(self.modules[name], self.tp)
+        except PlanError as error:
+            self.refused[name] = str(error)
+            return False
+        return True
 
-    # ---- what is said ----
+    def _vocabulary(self) -> None:
+        """Splits the embedding of the model's input, modules tied to it, and heads over its vocabulary.
+
+        This needs no proof: they take and return whole tensors, so that it matters only that they are called
+        and that no other module reads their parameters.
+        """
+        tables = [
+            name
+            for name, layer in self.layers.items()
+            if layer.kind == "embedding" and INPUT in self.trace.reads.get(name, ())
+        ]
+        if not tables:
+            return
+        table = max(tables, key=lambda name: self.modules[name].num_embeddings)
+        size, weight = self.modules[table].num_embeddings, self.modules[table].weight
+        tied = [
+            name
+            for name, module in self.modules.items()
+            if name != table and any(p is weight for p in module.parameters(recurse=False))
+        ]
+        if not self._fits(VocabParallel(), table):
+            return
+        op = self.trace.read_directly.get(f"{table}.weight")
+        if op is not None and not tied:
+            self.refused[table] = f"its weight is read by {op} outside its module"
+            return
+        heads = [
+            name
+            for name, layer in self.layers.items()
+            if (layer.kind, layer.features) == ("linear", size)
+            and name not in self.styles
+            and self.trace.readers(name) == [OUTPUT]
+            and self._fits(Colwise(output="replicate"), name)
+        ]
+        heads = [name for name in heads if self._split_shared(name)]
+        others = [name for name in tied if name not in heads]
+        for name in others:
+            if name not in self.layers or self.layers[name].kind != "embedding":
+                self.refused[table] = f"its weight is also {name}'s, which can't be split so"
+                return
+        for name in (table, *others):
+            self.styles[name] = VocabParallel()
+            self.why[name] = f"looks up the model's input in a vocabulary of {size}"
+        for head in heads:
+            self.styles[head] = Colwise(output="replicate")
+            shared = ", tied to the embedding" if head in tied else ""
+            self.why[head] = f"puts out the model's output over the vocabulary of {size}{shared}"
+            self.refused.pop(head, None)
+
+    def _split_shared(self, head: str) -> bool:
+        """Whether the head's parameters can be split where other modules own them too; gives such modules, if
+        they don't read them, rules that split them alike."""
+        own = {id(p) for p in own_params(self.modules[head]).values()}
+        for name, module in self.modules.items():
+            layer = self.layers.get(name)
+            if name == head or (layer is not None and layer.kind == "embedding"):
+                continue
+            params = own_params(module)
+            shared = [n for n, p in params.items() if id(p) in own]
+            if not shared:
+                continue
+            read = any(join(name, n) in self.trace.read_directly for n in shared)
+            if layer is not None or read or shared != ["bias"] or len(params) > 1:
+                self.refused[head] = f"its {shared[0]} is also {name}'s, which can't be split so"
+                return False
+            self.styles[name] = LocalParams((("bias", Colwise()),))
+            self.why[name] = f"has the bias of {head}, which is split, and doesn't read it"
+        return True
 
     def _notes(self) -> list[str]:
+        """Returns the reasons why modules stay whole, with patterns for names of which all are among them."""
         grouped: dict[str, list[str]] = {}
-        for name, said in self.found.refused.items():
-            grouped.setdefault(re.sub(r"\.\d+\b", ".*", said), []).append(name)
-        return [
-            f"derived, left whole: {', '.join(self._shortly(names))}: {said}"
-            for said, names in grouped.items()
-        ]
-
-    def _shortly(self, names: list[str]) -> list[str]:
-        """Names as patterns, where all that match are among them."""
-        shown = []
-        for name in names:
-            pattern = pattern_of(name)
-            alike = [other for other in self.layers if pattern_of(other) == pattern]
-            shown.append(pattern if set(alike) <= set(names) else name)
-        return list(dict.fromkeys(shown))
-
-    def _nothing(self) -> str:
-        listed = "".join(f"\n  - {note}" for note in self._notes())
-        return (
-            f"no plan can be derived for {type(self.model).__name__} on {self.tp} tp ranks: nothing of it "
-            f"was proven to be the same when split{listed or '; it has no linear layers that were called'}"
-        )
+        for name, reason in self.refused.items():
+            grouped.setdefault(re.sub(r"\.\d+\b", ".*", reason), []).append(name)
+        notes = []
+        for reason, names in grouped.items():
+            shown = []
+            for name in names:
+                pattern = numberless(name)
+                alike = {other for other in self.layers if numberless(other) == pattern}
+                shown.append(pattern if alike <= set(names) else name)
+            notes.append(f"derived, left whole: {', '.join(dict.fromkeys(shown))}: {reason}")
+        return notes
 
 
-_UNINTERESTING = {
-    "detach",
-    "clone",
-    "alias",
-    "empty_like",
-    "new_zeros",
-    "copy",
-    "to_copy",
-    "_to_copy",
-    "sym_size",
-}
+_UNINTERESTING = re.compile(r"detach|clone|alias|empty_like|new_zeros|copy|_?to_copy|sym_size")
 
 
-def _sizes_of(way: Way, group: Group) -> str:
+def _describe_sizes(way: dict[str, Style], group: Group) -> str:
     changed = [
-        f"{join(_short(name, group), size)}"
-        for name, style in way.styles
+        join(inside(name, group.owner), size)
+        for name, style in way.items()
         if isinstance(style, LocalSizes)
         for size in style.names
     ]
     return f"with {', '.join(changed)} of a rank's part: " if changed else ""
 
 
-def _short(name: str, group: Group) -> str:
-    return inside(name, group.owner)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-# tp_plan="auto": the plan a model brings, or one derived from it.
-
-
 def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, Rule]:
-    """The plan that ``tp_plan="auto"`` stands for, as a dict to look at, edit and give instead.
+    """Returns the plan that ``tp_plan="auto"`` stands for, as a dict to look at, edit and pass instead.
 
-    A Hugging Face model (transformers 5) brings its plan. Rules of it that match nothing in this
-    model are left out, and rules it lacks to be right are added where they are certain. It is taken for
-    the family's code only: a block in which other code (a subclass's, a patch, a hook, a registered
-    attention function) handles what ranks have parts of stays whole. For a model
-    without a plan one is derived, see ``parallel3d.tp.derive.derive_plan``.
+    A Hugging Face model (transformers 5) has its own plan. Its rules that match nothing in this model are
+    left out, and rules that it lacks are added where they are certain. It is used with the code of the
+    model's family only: a block in which other code (a subclass's, a patch, a hook, a registered
+    attention function) handles split activations stays whole. For a model without a plan one is derived,
+    see ``parallel3d.tp.derive.derive_plan``.
 
     Args:
         model: a plain model, possibly on the meta device.
-        tp_size: ranks of the ``tp`` axis.
+        tp_size: the number of ranks of the ``tp`` axis.
         example: ``(args, kwargs)`` of a small batch for the model's forward, where no input can be
             guessed.
 
@@ -349,9 +595,9 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
     return dict(choose(model, tp_size, example).rules)
 
 
-def choose(model: nn.Module, tp_size: int, example: Any = None) -> ChosenPlan:
-    """As :func:`auto_plan`, with why each rule is there."""
-    # Here, so that importing parallel3d doesn't wait for what few programs use.
+def choose(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
+    """Returns the plan as :func:`auto_plan`, with the reason for each rule."""
+    # Here, so that importing parallel3d doesn't import what few programs use.
     from parallel3d.tp.auto.complete import has_hf_plan, hf_plan
 
     if has_hf_plan(model):

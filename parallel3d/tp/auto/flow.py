@@ -1,16 +1,16 @@
-"""Flow: which tensors of a model's forward differ between tp ranks, found by running it once on meta.
+"""Flow: the tensors of a model's forward that differ between tp ranks, found by running it once on meta.
 
-A plan says what happens at modules. Between them the model's own code runs, on each rank with its part of
-the features or heads. This finds what that code does wrong, without values and without ranks: the model's
-copy runs on the meta device under a ``TorchFunctionMode`` that keeps for each tensor whether it is *local*
-(each rank has another: what a column-parallel module puts out and all that is computed from it) or whole.
+A plan says what happens in modules. Between them the model's own code runs, on each rank with its part of
+the features or heads. This finds errors in that, without values and without ranks: the model's copy runs on
+the meta device under a ``TorchFunctionMode`` that records for each tensor whether it is *local* (different
+on each rank: the output of a column-parallel module and all that is computed from it) or whole.
 
-- A parameter that no rule mentions and that meets a local tensor gets only a part of its gradient.
-- So does a whole activation that meets one without a column-parallel module between.
-- A parameter whose gradient is summed over tp and that meets whole activations gets it tp times.
-- A row-parallel module wants a local input, a column-parallel one a whole one.
-- Code that the plan wasn't written for has to do with whole tensors only, and nobody with a split module's
-  parameters but the module.
+- A parameter without a rule that is used with a local tensor gets only a part of its gradient.
+- So does a whole activation that is used with one without a column-parallel module between.
+- A parameter whose gradient is summed over tp and that is used with whole activations gets it tp times.
+- A row-parallel module needs a local input, a column-parallel one a whole input.
+- Code that the plan wasn't written for may use whole tensors only, and only a split module may use its
+  parameters.
 """
 
 import copy
@@ -38,33 +38,29 @@ from parallel3d.tp.styles import (
     Style,
 )
 
-# Whose code a module runs: its family's, which the plan was written for, or somebody else's.
-#
-# A plan says of a family's modules what is split, and is right only with the family's code between
-# them. A subclass with a forward of its own, a patched forward, a hook, or an attention function
-# that was registered may mix heads or features that ranks have shared out, and no rule shows it.
-
 
 def plan_packages(model: nn.Module) -> frozenset[str]:
-    """The packages that the plans of ``model`` and of the models inside it come from."""
-    found = set()
+    """Returns the packages that define the plans of ``model`` and of the models inside it."""
+    packages = set()
     for module in model.modules():
-        for owner, name in (
-            (module, "_tp_plan"),
-            (getattr(module, "config", None), "base_model_tp_plan"),
-        ):
+        config = getattr(module, "config", None)
+        for owner, name in ((module, "_tp_plan"), (config, "base_model_tp_plan")):
             for cls in type(owner).__mro__:
                 plan = vars(cls).get(name)
                 if isinstance(plan, Mapping) and plan:
-                    found.add(_package(cls.__module__))
-    return frozenset(found)
+                    packages.add(_package(cls.__module__))
+    return frozenset(packages)
 
 
 class OwnCode:
-    """Tells code that a plan was not written for.
+    """Recognises code that a plan was not written for.
+
+    A plan is right only with its family's code between the split modules. A subclass with a forward of its
+    own, a patched forward, a hook, or a registered attention function may mix heads or features of different
+    ranks, which no rule shows.
 
     Args:
-        packages: that plans come from, as :func:`plan_packages` finds them.
+        packages: the packages that define the plans, from :func:`plan_packages`.
     """
 
     def __init__(self, packages: frozenset[str]) -> None:
@@ -72,7 +68,7 @@ class OwnCode:
         self._classes: dict[type, bool] = {}
 
     def runs_in(self, module: nn.Module) -> bool:
-        """Whether what ``module`` computes is, or may be, code of other packages."""
+        """Whether ``module`` runs, or may run, code of other packages."""
         patched = vars(module).get("forward")
         if patched is not None and self._is(patched):
             return True
@@ -82,18 +78,17 @@ class OwnCode:
         return self._classes[cls] or self._attends_by(module)
 
     def hooks_of(self, module: nn.Module) -> bool:
-        """Whether a hook of other packages may change what ``module`` is given or gives."""
+        """Whether ``module`` has a forward hook of other packages, which may change its input or output."""
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         return any(map(self._is, hooks))
 
     def _attends_by(self, module: nn.Module) -> bool:
-        """Whether the attention function that the module's config names is such code."""
+        """Whether the attention function in the module's config is of other packages."""
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if "config._attn_implementation" not in (reads_of(module) or ()):
             return False
-        known = getattr(
-            sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {}
-        )
+        transformers = sys.modules.get("transformers.modeling_utils")
+        known = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
         return name in known and self._is(known[name])
 
     def _is(self, function: Any) -> bool:
@@ -109,16 +104,14 @@ def _methods(cls: type) -> Iterator[Callable[..., Any]]:
         if base not in (nn.Module, object):
             for name, member in vars(base).items():
                 function = getattr(member, "__func__", getattr(member, "fget", member))
-                if (
-                    name not in NOT_COMPUTING
-                    and callable(function)
-                    and not isinstance(function, type)
-                ):
+                is_function = callable(function) and not isinstance(function, type)
+                if is_function and name not in NOT_COMPUTING:
                     yield function
 
 
 def _modules_of(function: Any) -> Iterator[str]:
-    """Where a function and all that it wraps were written; ``functools.wraps`` copies ``__module__``."""
+    """Yields the modules that define a function and all that it wraps. (``functools.wraps`` copies
+    ``__module__``.)"""
     while function is not None:
         function = getattr(function, "__func__", function)
         scope = getattr(function, "__globals__", None)
@@ -127,14 +120,14 @@ def _modules_of(function: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A whole parameter used together with a local tensor.
+class LocalUse:
+    """One use of a whole parameter together with a local tensor.
 
     Attributes:
-        shape: of the parameter, or of what was computed from it alone.
+        shape: of the parameter, or of what was computed from parameters alone.
         local_shape: of the local tensor, as in the plain model.
-        apart: whether the local tensor's heads are in a dim of their own, so that its last one isn't split.
-        sources: the modules that made it local.
+        apart: whether the local tensor's heads are a dim of their own, so that its last dim isn't split.
+        sources: the modules by which it is local.
     """
 
     shape: tuple[int, ...]
@@ -144,8 +137,8 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Clash:
-    """Something no rule for a parameter repairs: what it is, in words, and the modules it is about."""
+class Conflict:
+    """An error that no rule for a parameter corrects: a message, and the modules that it is about."""
 
     text: str
     modules: frozenset[str]
@@ -153,22 +146,23 @@ class Clash:
 
 @dataclass
 class Flow:
-    """What one forward showed.
+    """The record of one forward.
 
     Attributes:
-        met: path of a parameter -> where it met local tensors.
-        whole: paths of the parameters that met whole activations.
-        clashes: what is wrong whatever rules parameters get.
+        local_uses: path of a parameter -> its uses with local tensors.
+        whole: paths of the parameters that are used with whole activations.
+        conflicts: errors with all rules for parameters.
     """
 
-    met: dict[str, list[Meeting]] = field(default_factory=dict)
+    local_uses: dict[str, list[LocalUse]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
-    clashes: dict[Clash, None] = field(default_factory=dict)
+    conflicts: dict[Conflict, None] = field(default_factory=dict)
 
     def joined(self, other: "Flow") -> "Flow":
-        """What both showed."""
-        met = {k: self.met.get(k, []) + other.met.get(k, []) for k in {**self.met, **other.met}}
-        return Flow(met, self.whole | other.whole, {**self.clashes, **other.clashes})
+        """Returns the records of both."""
+        paths = {**self.local_uses, **other.local_uses}
+        uses = {k: self.local_uses.get(k, []) + other.local_uses.get(k, []) for k in paths}
+        return Flow(uses, self.whole | other.whole, {**self.conflicts, **other.conflicts})
 
 
 @dataclass(frozen=True)
@@ -176,10 +170,10 @@ class _Value:
     """What is known of a tensor.
 
     Attributes:
-        sources: modules (or split parameters) it is local by; empty: whole.
-        apart: whether the last dim, which those split, was made two: heads and the features of each.
-        params: the parameters it is computed from alone; ``None``: it is an activation.
-        copied: its gradient is summed where it was made, so it may meet local tensors.
+        sources: modules (or split parameters) by which it is local; empty: it is whole.
+        apart: whether the last dim, which those split, became two: heads and the features of each.
+        params: the parameters from which alone it is computed; ``None``: it is an activation.
+        copied: whether its gradient is summed where it was made, so that it may be used with local tensors.
         maker: the module that computed it.
     """
 
@@ -199,32 +193,28 @@ def trace_flow(
     call: Callable[[nn.Module], Any],
     code: OwnCode,
 ) -> Flow:
-    """Runs a meta copy of ``model``, as the ``styles`` of its modules would have it, and says what meets.
+    """Runs a meta copy of ``model`` and records where local tensors of its ``styles`` are used.
 
     Args:
         styles: path -> style, for modules and for parameters.
         call: runs the copy.
-        code: tells code that the plan wasn't written for.
+        code: recognises code that the plan wasn't written for.
 
     Raises:
-        Exception: whatever ``call`` raises, such as for code that needs values.
+        Exception: any error of ``call``, such as that of code that needs values.
     """
     with simulation_off():
-        twin = _meta_copy(model)
+        memo: dict[int, Any] = {}
+        for p in model.parameters():
+            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        twin = copy.deepcopy(model, memo).eval()
         watch = _Watch(twin, styles, code)
         with torch.enable_grad(), watch:
             result = call(twin)
         watch.check_result(result)
     return watch.flow
-
-
-def _meta_copy(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo).eval()
 
 
 class _Watch(TorchFunctionMode):
@@ -233,14 +223,12 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module, styles: dict[str, Style], code: OwnCode) -> None:
         super().__init__()
         self.flow = Flow()
-        self._styles = styles
-        self._values: dict[int, tuple[Tensor, _Value]] = {}  # the tensor too, so that its id stays
-        self._stack: list[
-            tuple[str, bool]
-        ] = []  # whose code runs: a module's path, whether its own
-        self._split: dict[int, str] = {}  # id of a parameter -> the module whose style splits it
         self._code = code
-        self._inside = 0  # modules whose style says what they put out
+        self._values: dict[int, tuple[Tensor, _Value]] = {}  # the tensor too, so that its id stays
+        # The modules whose code runs: path, and whether it is code that the plan wasn't written for.
+        self._stack: list[tuple[str, bool]] = []
+        self._split: dict[int, str] = {}  # id of a parameter -> the module whose style splits it
+        self._inside = 0  # depth of modules whose style determines their output
         for path, param in model.named_parameters():
             style = styles.get(path)
             split = style is not None and not isinstance(style, Replicated)
@@ -252,13 +240,22 @@ class _Watch(TorchFunctionMode):
                 self._holders.setdefault(id(own), []).append(path)
             self._hook(path, module, styles.get(path))
 
+    @property
+    def _where(self) -> str:
+        return self._stack[-1][0] if self._stack else ""
+
+    def _conflict(self, text: str, sources: frozenset[str], *modules: str) -> None:
+        """Records a conflict about local tensors of ``sources``, in ``modules``."""
+        text += f", of {quoted(sources)}"
+        self.flow.conflicts[Conflict(text, sources.union(modules))] = None
+
     # ---- modules ----
 
     def _hook(self, path: str, module: nn.Module, style: Style | None) -> None:
         transparent = style is None or _is_transparent(style)
         own, hooked = self._code.runs_in(module), self._code.hooks_of(module)
         if own:
-            module.training = True  # what it does only then counts too
+            module.training = True  # to run its code for training too
         if not transparent and not isinstance(style, LocalSizes):
             self._split |= {id(p): path for p in module._parameters.values() if p is not None}
 
@@ -289,21 +286,19 @@ class _Watch(TorchFunctionMode):
         module.register_forward_hook(hooks_begin, prepend=True)
         module.register_forward_hook(after, with_kwargs=True, prepend=True)
         module.register_forward_hook(hooks_end)
-        if isinstance(style, Experts):  # its code chooses by values
+        if isinstance(style, Experts):  # its code branches on values
             module.forward = lambda *args, **kwargs: next(tensors_in((args, kwargs))) * 1
 
     def _check_input(self, path: str, style: Any, args: Any, kwargs: Any) -> None:
-        given = [self._get(x) for x in tensors_in((args, kwargs)) if x.is_floating_point()]
-        if not given:
-            return
-        wants = _wants(style)
-        if wants == "local" and not given[0].sources:
-            text = f"{path!r} as {style} wants each rank's part, but its input is whole"
-            self.flow.clashes[Clash(text, frozenset([path]))] = None
-        for value in given if wants == "whole" else []:
-            if value.sources:
-                text = f"{path!r} as {style} wants a whole input, but gets parts, of {quoted(value.sources)}"
-                self.flow.clashes[Clash(text, value.sources | {path})] = None
+        values = [self._get(x) for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+        if isinstance(style, Rowwise) and style.input == "shard":
+            if values and not values[0].sources:
+                text = f"{path!r} as {style} wants each rank's part, but its input is whole"
+                self.flow.conflicts[Conflict(text, frozenset([path]))] = None
+        elif isinstance(style, (Colwise, Rowwise, Experts, RopeOutput)):
+            for sources in (value.sources for value in values if value.sources):
+                text = f"{path!r} as {style} wants a whole input, but gets parts"
+                self._conflict(text, sources, path)
 
     def _set_output(self, path: str, style: Any, output: Any) -> None:
         for x in tensors_in(output):
@@ -313,11 +308,10 @@ class _Watch(TorchFunctionMode):
             self._set(x, _Value(sources, False, None, copied, path))
 
     def check_result(self, result: Any) -> None:
-        """A model must not put out a part."""
+        """Records a conflict if the model's output is local."""
         for x in tensors_in(result):
             if sources := self._get(x).sources:
-                text = f"the model's output is each rank's part, of {quoted(sources)}"
-                self.flow.clashes[Clash(text, sources)] = None
+                self._conflict("the model's output is each rank's part", sources)
 
     # ---- functions ----
 
@@ -325,7 +319,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") == "__bool__":
-            return True  # has no value here; models ask whether a mask is of the usual kind
+            return True  # it has no value here; models ask whether a mask is of the usual kind
         result = func(*args, **(kwargs or {}))
         if self._inside:
             return result
@@ -341,25 +335,21 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _check_code(self, func: Any, given: list[Tensor], value: _Value) -> None:
-        """Who may compute with parts, and with the parameters that are split."""
+        """Records a conflict if this code may not use parts, or a parameter that is split."""
         where, own = self._stack[-1] if self._stack else ("", False)
         if own and value.sources:
-            text = (
-                f"{where!r} runs code that the plan was not written for, on each rank's part, of "
-                f"{quoted(value.sources)}"
-            )
-            self.flow.clashes[Clash(text, value.sources | {where})] = None
+            text = f"{where!r} runs code that the plan was not written for, on each rank's part"
+            self._conflict(text, value.sources, where)
         for x in given:
-            holders = self._holders.get(id(x), [])
             owner = self._split.get(id(x))
-            # One that is tied gets a style in the end.
-            if owner is not None and where not in holders:
+            # A module with a tied parameter gets a style in the end.
+            if owner is not None and where not in self._holders.get(id(x), []):
                 name = getattr(func, "__name__", func)
                 text = f"{where or 'the model'!r} reads a parameter of {owner!r}, which is split, by {name}"
-                self.flow.clashes[Clash(text, frozenset([owner, where]))] = None
+                self.flow.conflicts[Conflict(text, frozenset([owner, where]))] = None
 
     def _check_reduction(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """What reduces over features that ranks share sees only a part of them."""
+        """Records a conflict for a reduction over features of which each rank has a part."""
         name = getattr(func, "__name__", "")
         x = args[0] if args else kwargs.get("input")
         if name not in _REDUCTIONS or not isinstance(x, Tensor):
@@ -367,44 +357,35 @@ class _Watch(TorchFunctionMode):
         value = self._get(x)
         if value.sources and not value.apart and _takes_last(name, args, kwargs, x.dim()):
             where = self._stack[-1][0] if self._stack else "the model"
-            text = f"{where!r} takes {name} over features each rank has a part of, of {quoted(value.sources)}"
-            self.flow.clashes[Clash(text, value.sources | {where})] = None
+            text = f"{where!r} takes {name} over features each rank has a part of"
+            self._conflict(text, value.sources, where)
 
     def _combine(self, given: list[Tensor]) -> _Value:
+        """Returns what is known of the result of a function of these tensors."""
         values = [self._get(x) for x in given]
-        maker = self._stack[-1][0] if self._stack else ""
         local = [(x, v) for x, v in zip(given, values, strict=True) if v.sources]
         if local:
             largest, of_it = max(local, key=lambda pair: pair[0].dim())
             sources = frozenset[str]().union(*(v.sources for _, v in local))
             for x, v in zip(given, values, strict=True):
-                if not v.sources and x.requires_grad:
-                    self._meet(
-                        x, v, Meeting(tuple(x.shape), tuple(largest.shape), of_it.apart, sources)
-                    )
-            return _Value(sources, of_it.apart, None, False, maker)
+                if v.sources or not x.requires_grad:
+                    continue
+                use = LocalUse(tuple(x.shape), tuple(largest.shape), of_it.apart, sources)
+                for path in v.params or ():
+                    self.flow.local_uses.setdefault(path, []).append(use)
+                if v.params is None and not v.copied:
+                    maker = repr(v.maker or "the model")
+                    text = f"what {maker} computes alike on every rank meets each rank's part"
+                    self._conflict(text, sources, *filter(None, [v.maker]))
+            return _Value(sources, of_it.apart, None, False, self._where)
         active = [v for v in values if v.params is None]
         params = frozenset[str]().union(*(v.params for v in values if v.params is not None))
         if not active:
-            return _Value(params=params, maker=maker)
+            return _Value(params=params, maker=self._where)
         copied = all(v.copied for v in active)
         if not copied:
             self.flow.whole |= params
-        return _Value(copied=copied, maker=maker)
-
-    def _meet(self, x: Tensor, value: _Value, meeting: Meeting) -> None:
-        if value.params:
-            for path in value.params:
-                self.flow.met.setdefault(path, []).append(meeting)
-        elif value.params is None and not value.copied:
-            text = (
-                f"what {value.maker or 'the model'!r} computes alike on every rank meets each rank's "
-                f"part, of {quoted(meeting.sources)}"
-            )
-            modules = meeting.sources | ({value.maker} if value.maker else set())
-            self.flow.clashes[Clash(text, frozenset(modules))] = None
-
-    # ---- what is known ----
+        return _Value(copied=copied, maker=self._where)
 
     def _get(self, x: Tensor) -> _Value:
         known = self._values.get(id(x))
@@ -417,7 +398,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _reshaped(func: Any, given: list[Tensor], made: Tensor, value: _Value) -> _Value:
-    """``value`` of what a function makes, which may take heads apart or put them together again."""
+    """Returns ``value`` for the result of a function that may split the last dim into heads, or join it."""
     if getattr(func, "__name__", "") not in _RESHAPES or not given[0].dim() or not made.dim():
         return value
     before, after = given[0].shape[-1], made.shape[-1]
@@ -431,25 +412,16 @@ _RESHAPES = ("view", "reshape", "unflatten", "flatten", "_unsafe_view")
 
 
 def quoted(names: frozenset[str]) -> str:
-    """Names as messages have them."""
+    """Returns the names for a message."""
     return ", ".join(map(repr, sorted(names)))
 
 
 def _is_transparent(style: Style) -> bool:
-    """Whether the module's own code runs on what it is given."""
+    """Whether the module's own code runs on its inputs."""
     return isinstance(style, (Replicated, PrepareInput, LocalParams))
 
 
-def _wants(style: Style) -> str:
-    """What a style's module must be given: ``"whole"``, ``"local"`` or anything."""
-    if isinstance(style, (Colwise, Experts, RopeOutput)):
-        return "whole"
-    if isinstance(style, Rowwise):
-        return "local" if style.input == "shard" else "whole"
-    return ""
-
-
-# Position and default of the argument that says over which dim; None: over all. ``...``: always the last.
+# Position and default of the argument for the reduced dim; None: all dims. ``...``: always the last.
 _REDUCTIONS: dict[str, Any] = {
     **dict.fromkeys(("mean", "sum", "std", "var", "std_mean", "var_mean", "prod"), (1, None)),
     **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "median"), (1, None)),

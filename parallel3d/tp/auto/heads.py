@@ -1,13 +1,13 @@
-"""Sizes of attention layers that don't divide: whole heads for every rank, as evenly as can be.
+"""Numbers of attention heads that ``tp`` doesn't divide: whole heads for every rank, as evenly as possible.
 
 ==================================== ====================================================================
 key and value heads divide           nothing to do: ``torch.chunk`` cuts between heads
 at least as many as ranks            each rank gets whole heads, the first ranks one more; the query heads
                                      go with the key and value head that they attend to
 fewer, but enough query heads        key and value projections whole at rest; each rank computes the heads
-                                     its query heads attend to (``GroupedKv``)
-fewer query heads than ranks, or     the whole layer on every rank, its weights split at rest: right, but
-a layer that isn't understood        not faster; a note of the plan says so
+                                     that its query heads attend to (``GroupedKv``)
+fewer query heads than ranks, or     every rank computes the whole layer, its weights split at rest: right,
+an unknown kind of layer             but not faster; a note of the plan says so
 ==================================== ====================================================================
 """
 
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -35,20 +36,16 @@ from parallel3d.tp.styles import (
 from parallel3d.tp.styles.base import linear_kind
 from parallel3d.tp.styles.linear import GroupedKv, sections_of
 
-# Recognising an attention layer among the modules a plan splits: its projections and its numbers
-# of heads.
-#
-# Read off names and sizes only, and believed only where all of them agree.
+# An attention layer and its numbers of heads are recognised by names and sizes, if all of them agree.
 
 NUMBERS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_query_heads")
-"""Names attributes have that hold the number of (query) heads ..."""
+"""Names of attributes with the number of (query) heads ..."""
 KV_NUMBERS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 """... of key and value heads ..."""
 GROUP_SIZES = ("num_key_value_groups", "num_queries_per_kv", "num_kv_groups", "n_rep")
 """... of query heads that attend to the same key and value head ..."""
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head")
 """... and the size of a head."""
-
 
 _ROLES: tuple[tuple[Role, set[str]], ...] = (
     ("query", {"q", "wq", "query", "queries", "qproj"}),
@@ -61,56 +58,54 @@ _ROLES: tuple[tuple[Role, set[str]], ...] = (
 def find_attention(
     ruled: dict[int, RuledModule], modules: dict[str, nn.Module]
 ) -> Iterator[Attention]:
-    """The attention layers in which linears have Colwise with ``output="shard"``.
+    """Yields the attention layers in which linears have Colwise with ``output="shard"``.
 
     Args:
         ruled: as in ``Resolution.ruled``.
-        modules: all of the model's, by path.
+        modules: the model's, by path.
     """
-    parents: dict[str, list[Projection]] = {}
-    rowwise: dict[str, list[Projection]] = {}  # parent -> those in it
-    for key, found in ruled.items():
-        parent, _, name = found.name.rpartition(".")
+    colwise: dict[str, list[Projection]] = {}  # by parent
+    rowwise: dict[str, list[Projection]] = {}
+    for key, one in ruled.items():
+        parent, _, name = one.name.rpartition(".")
         try:
-            kind = linear_kind(found.style, found.module)
+            kind = linear_kind(one.style, one.module)
         except PlanError:
             continue
-        if isinstance(found.style, Colwise) and found.style.output == "shard":
-            made = Projection(key, found, _role(name), kind.out_features, kind.out_dim)
-            parents.setdefault(parent, []).append(made)
-        elif isinstance(found.style, Rowwise) and found.style.input == "shard":
-            made = Projection(key, found, "other", kind.in_features, kind.in_dim)
+        if isinstance(one.style, Colwise) and one.style.output == "shard":
+            made = Projection(key, one, _role(name), kind.out_features, kind.out_dim)
+            colwise.setdefault(parent, []).append(made)
+        elif isinstance(one.style, Rowwise) and one.style.input == "shard":
+            made = Projection(key, one, "other", kind.in_features, kind.in_dim)
             rowwise.setdefault(parent, []).append(made)
-    for parent, inputs in parents.items():
+    for parent, inputs in colwise.items():
         roles = {p.role for p in inputs}
         # Gemma 3n: some layers have queries only, and attend to the keys of an earlier layer.
         borrows = _own(modules[parent], GROUP_SIZES) is not None
         has_keys = bool(roles & {"key", "latent"}) or borrows
         if "fused" not in roles and not ("query" in roles and has_keys):
             continue
-        # Beside the others, or as BERT has it, in a module beside theirs.
+        # The output projection is beside the others, or in a module beside theirs, as in BERT.
         outputs = rowwise.get(parent, [])
         if not outputs and (outer := parent.rpartition(".")[0]):
             # Not one with a column-parallel linear beside it, such as an MLP's.
-            free = [where for where in rowwise if where not in parents]
-            near = [where for where in free if f"{where}.".startswith(f"{outer}.")]
+            near = [w for w in rowwise if w not in colwise and f"{w}.".startswith(f"{outer}.")]
             outputs = [p for where in near for p in rowwise[where]]
-        layer = Attention(parent, modules[parent], tuple(inputs), tuple(outputs))
-        yield _with_heads(layer)
+        yield _with_heads(Attention(parent, modules[parent], tuple(inputs), tuple(outputs)))
 
 
 def _role(name: str) -> Role:
     words = set(re.split(r"[_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
     if "kv" in words and words & {"b", "up"}:
         return "latent"
-    found = [role for role, names in _ROLES if words & names]
-    if len(found) > 1 or {"c", "attn"} <= words:
+    roles = [role for role, names in _ROLES if words & names]
+    if len(roles) > 1 or {"c", "attn"} <= words:
         return "fused"
-    return found[0] if found else "other"
+    return roles[0] if roles else "other"
 
 
 def _with_heads(layer: Attention) -> Attention:
-    """The layer with its numbers of heads, or with why they aren't known."""
+    """Returns the layer with its numbers of heads, or the reason why they aren't known."""
     if not layer.outputs:
         return replace(layer, why="no linear split by its input features follows it")
     size = _own(layer.module, HEAD_SIZES)
@@ -123,15 +118,15 @@ def _with_heads(layer: Attention) -> Attention:
         return all(total % n == 0 for total in wide) and sized
 
     sizes = [] if not size else [p.size // size for p in (*layer.outputs, *layer.inputs)]
-    named = _numbers(layer.module, NUMBERS)
-    heads = next((n for n in (*named, *sizes) if n > 0 and may_be_heads(n)), None)
+    candidates = (*_numbers(layer.module, NUMBERS), *sizes)
+    heads = next((n for n in candidates if n > 0 and may_be_heads(n)), None)
     if heads is None:
-        said = f"no number of heads fits its sizes; looked for {', '.join(NUMBERS)}"
-        return replace(layer, why=said)
+        why = f"no number of heads fits its sizes; looked for {', '.join(NUMBERS)}"
+        return replace(layer, why=why)
     kv = _kv_heads(layer, heads, size)
     if kv is None:
-        said = f"no number of key and value heads, to {heads} heads, fits its sizes"
-        return replace(layer, heads=heads, why=said)
+        why = f"no number of key and value heads, to {heads} heads, fits its sizes"
+        return replace(layer, heads=heads, why=why)
     return replace(layer, heads=heads, kv_heads=kv)
 
 
@@ -150,7 +145,7 @@ def _kv_heads(layer: Attention, heads: int, size: int | None) -> int | None:
     groups = [heads // n for n in _numbers(layer.module, GROUP_SIZES) if n > 0]
     query = [p.size for p in layer.inputs if p.role == "query"]
     unit = size or (query or [p.size for p in layer.outputs])[0] // heads
-    # What is fused has a key and a value for each head, and the queries unless they come apart.
+    # A fused projection has a key and a value for each head, and the queries unless they have their own.
     fused = [p.size // unit - (0 if query else heads) for p in layer.inputs if p.role == "fused"]
     sizes = [total // unit for total in keys] + [number // 2 for number in fused]
     candidates = (*_numbers(layer.module, KV_NUMBERS), *groups, *sizes)
@@ -162,24 +157,24 @@ def _own(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
-    """The numbers under one of ``names``: the module's own, then its config's."""
+    """Yields the module's ints with one of ``names``, then its config's."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             try:
                 value = getattr(owner, name, None)
-            except Exception:  # transformers: a number that is another in other layers
+            except Exception:  # transformers: a number that differs by layer
                 continue
             if type(value) is int:
                 yield value
 
 
 def share_out(number: int, ranks: int) -> tuple[int, ...]:
-    """How many of ``number`` each rank gets: as many, the first ranks one more."""
+    """Splits ``number`` evenly; the first ranks get one more."""
     return tuple(number // ranks + (rank < number % ranks) for rank in range(ranks))
 
 
 def pack_heads(dim: int, sections: tuple[int, ...], heads: tuple[int, ...]) -> Packing:
-    """The packing of a ``dim`` packed of ``sections``, of each of which a rank holds so many heads."""
+    """Returns the packing of ``sections`` along ``dim``, in each of which rank r has ``heads[r]`` heads."""
     rows: list[list[tuple[int, int]]] = [[] for _ in heads]
     at = 0
     for section in sections:
@@ -188,25 +183,25 @@ def pack_heads(dim: int, sections: tuple[int, ...], heads: tuple[int, ...]) -> P
             if number:
                 held.append((at, number * unit))
             at += number * unit
-    return Packing(dim, tuple(tuple(held) for held in rows))
+    return Packing(dim, tuple(map(tuple, rows)))
 
 
 def align_heads(resolution: Resolution) -> None:
-    """Changes the styles of attention layers so that no head is cut, and plans their attributes."""
+    """Changes the styles of attention layers so that no head is split, and plans their attributes."""
     if resolution.tp == 1:
         return
     for layer in find_attention(resolution.ruled, resolution.modules):
         resolution.attentions.append(layer)
-        with suppress(PlanError):  # of a style that doesn't fit its module: rules() says so
+        with suppress(PlanError):  # a style that doesn't fit its module: ``finish`` reports it
             _Alignment(resolution, layer).run()
 
 
 class _Unfit(Exception):
-    """Something in a layer can't be cut between heads."""
+    """Something in a layer can't be split between heads."""
 
 
 def _whole(style: Style) -> Style | None:
-    """What a style is in a layer that every rank computes whole; None: nothing is."""
+    """Returns the style's counterpart in a layer that every rank computes whole, or None."""
     if isinstance(style, Colwise):
         return replace(style, output="replicate")
     if isinstance(style, Rowwise):
@@ -219,79 +214,74 @@ def _whole(style: Style) -> Style | None:
 
 
 class _Alignment:
-    """One attention layer being fitted to the ranks."""
+    """The change of one attention layer's styles."""
 
     def __init__(self, resolution: Resolution, layer: Attention) -> None:
         self.resolution, self.layer, self.tp = resolution, layer, resolution.tp
+        # Unknown numbers are 0, which ``run`` handles before it uses them.
+        self.heads, self.kv_heads = layer.heads or 0, layer.kv_heads or 0
 
     def run(self) -> None:
         layer, tp = self.layer, self.tp
-        reads = reads_of(layer.module)
         if any(isinstance(p.ruled.style.packed, Packing) for p in layer.projections):  # type: ignore[attr-defined]
-            return  # the plan says it all
-        if layer.heads is None or layer.kv_heads is None:
-            if any(p.size % tp for p in layer.projections) or (layer.heads or 0) % tp:
+            return  # the plan gives the rows of each rank
+        if not (self.heads and self.kv_heads):
+            if any(p.size % tp for p in layer.projections) or self.heads % tp:
                 self.keep_whole(layer.why)
             return
-        of_config = [f"config.{name}" for name in (*NUMBERS, *KV_NUMBERS)]
-        unset = sorted(reads & set(of_config)) if reads is not None else []
+        of_config = {f"config.{name}" for name in (*NUMBERS, *KV_NUMBERS)}
+        unset = sorted((reads_of(layer.module) or frozenset()) & of_config)
         fused = [p for p in layer.inputs if p.role == "fused"]
-        cut = [n for p in fused for n in self.sections(p) if n % layer.kv_heads]
+        cut = [n for p in fused for n in self.sections(p) if n % self.kv_heads]
         if cut:
-            self.keep_whole(
-                f"{cut[0]} features can't be shared by {layer.kv_heads} groups of heads"
-            )
+            self.keep_whole(f"{cut[0]} features can't be shared by {self.kv_heads} groups of heads")
         elif unset:
             self.keep_whole(f"its forward reads self.{unset[0]}, which all layers share")
-        elif layer.heads < tp or (fused and layer.kv_heads < tp):
+        elif self.heads < tp or (fused and self.kv_heads < tp):
             self.keep_whole(
-                f"{layer.heads} heads ({layer.kv_heads} of keys and values) are too few for {tp} ranks"
+                f"{self.heads} heads ({self.kv_heads} of keys and values) are too few for {tp} ranks"
             )
         else:
             self.share()
 
     def share(self) -> None:
-        """Whole heads for each rank."""
-        layer, tp = self.layer, self.tp
-        assert layer.heads is not None and layer.kv_heads is not None
-        kv = share_out(layer.kv_heads, tp)
+        """Gives each rank whole heads."""
+        kv = share_out(self.kv_heads, self.tp)
+        even, shared = self.kv_heads % self.tp == 0, self.kv_heads < self.tp
         try:
-            if layer.kv_heads % tp:
-                # Before anything changes: whether all that is split has a part for each head.
-                self.give_raw(share_out(layer.heads, tp) if layer.kv_heads < tp else kv)
+            if not even:
+                # First, as it changes nothing if a parameter that is split has no part for each head.
+                self.split_params(share_out(self.heads, self.tp) if shared else kv)
         except _Unfit as unfit:
             self.keep_whole(str(unfit))
             return
-        if layer.kv_heads < tp:
+        if shared:
             self.group_kv_heads()
             return
-        if layer.kv_heads % tp:
-            self.follow_kv_heads(kv)
-        self.set_attributes([n * layer.group for n in kv], kv)
-
-    def follow_kv_heads(self, kv: tuple[int, ...]) -> None:
-        """Whole groups of heads for each rank."""
-        for p in self.layer.projections:
-            self.give(p, kv)
-        self.note(f"{self.layer.kv_heads} groups of heads as {kv}")
+        if not even:
+            for p in self.layer.projections:
+                self.split_heads(p, kv)
+            self.note(f"{self.kv_heads} groups of heads as {kv}")
+        self.set_attributes([n * self.layer.group for n in kv], kv)
 
     def group_kv_heads(self) -> None:
-        """Query heads as evenly as can be; each rank with the key and value heads that they need."""
+        """Gives each rank query heads, and the key and value heads that they attend to."""
         layer, tp = self.layer, self.tp
-        assert layer.heads is not None and layer.kv_heads is not None
-        mine = share_out(layer.heads, tp)
-        ends = [sum(mine[: rank + 1]) for rank in range(tp)]
+        query = share_out(self.heads, tp)
+        ends = list(accumulate(query))
         # [rank][local query head] -> the key and value head it attends to
-        wanted = [
+        attended = [
             [head // layer.group for head in range(end - number, end)]
-            for end, number in zip(ends, mine, strict=True)
+            for end, number in zip(ends, query, strict=True)
         ]
-        each = [sorted(set(heads)) for heads in wanted]
-        groups = {heads.count(head) for heads, kv in zip(wanted, each, strict=True) for head in kv}
+        distinct = [sorted(set(heads)) for heads in attended]
+        groups = {
+            heads.count(head) for heads, kv in zip(attended, distinct, strict=True) for head in kv
+        }
         if len(groups) == 1:  # alike on all ranks: the module's own repetition does it
-            read, group = each, groups.pop()
+            kv_heads, group = distinct, groups.pop()
         else:
-            read, group = wanted, 1
+            kv_heads, group = attended, 1
         for p in layer.projections:
             if p.role in ("key", "value"):
                 style = p.ruled.style
@@ -299,19 +289,17 @@ class _Alignment:
                 made = GroupedKv(
                     input=style.input,
                     sequence_dim=style.sequence_dim,
-                    kv_heads=layer.kv_heads,
-                    heads=tuple(map(tuple, read)),
+                    kv_heads=self.kv_heads,
+                    heads=tuple(map(tuple, kv_heads)),
                 )
-                self.put(p, made)
-            elif layer.heads % tp:
-                self.give(p, mine)
-        self.set_attributes(mine, [len(heads) for heads in read], group)
-        self.note(
-            f"ranks share key and value heads: {layer.kv_heads} for {layer.heads} query heads"
-        )
+                self.resolution.ruled[p.key] = replace(p.ruled, style=made)
+            elif self.heads % tp:
+                self.split_heads(p, query)
+        self.set_attributes(query, [len(heads) for heads in kv_heads], group)
+        self.note(f"ranks share key and value heads: {self.kv_heads} for {self.heads} query heads")
 
     def keep_whole(self, why: str) -> None:
-        """Every rank computes the whole layer."""
+        """Makes every rank compute the whole layer."""
         for key, ruled in self.inside():
             style = _whole(ruled.style)
             if style is not None:
@@ -326,7 +314,7 @@ class _Alignment:
         self.note(f"every rank computes the whole layer: {why}")
 
     def inside(self) -> list[tuple[int, RuledModule]]:
-        """The modules with a style in the layer, the layer itself among them."""
+        """Returns the modules with a style in the layer, the layer itself among them."""
         name, outputs = self.layer.name, {p.key for p in self.layer.outputs}
         return [
             (key, ruled)
@@ -334,77 +322,68 @@ class _Alignment:
             if name in ("", ruled.name) or ruled.name.startswith(f"{name}.") or key in outputs
         ]
 
-    def give(self, p: Projection, heads: tuple[int, ...]) -> None:
-        """Gives a projection's ranks so many heads, or groups of heads, each."""
+    def split_heads(self, p: Projection, heads: tuple[int, ...]) -> None:
+        """Gives rank r ``heads[r]`` heads, or groups of heads, of a projection."""
         packing = pack_heads(p.dim, self.sections(p), heads)
-        self.put(p, replace(p.ruled.style, packed=packing, multiple_of=1))  # type: ignore[call-arg]
+        style = replace(p.ruled.style, packed=packing, multiple_of=1)  # type: ignore[call-arg]
+        self.resolution.ruled[p.key] = replace(p.ruled, style=style)
 
     def sections(self, p: Projection) -> tuple[int, ...]:
-        """Sizes of what a projection's features are packed of."""
+        """Returns the sizes of the sections of a projection's features."""
         style = p.ruled.style
         assert isinstance(style, (Colwise, Rowwise)) and not isinstance(style.packed, Packing)
         return sections_of(p.ruled.name, p.size, style.packed)
 
-    def give_raw(self, heads: tuple[int, ...]) -> None:
-        """Gives each rank so many heads' part of the parameters in the layer that the plan splits."""
+    def split_params(self, heads: tuple[int, ...]) -> None:
+        """Gives rank r ``heads[r]`` heads' part of the layer's own parameters that the plan splits."""
+
+        def split(style: Style, param: Tensor | None) -> Style:
+            if param is None or not isinstance(style, Colwise):
+                return style
+            dim = max(param.dim() - 2, 0)
+            if param.shape[dim] % sum(heads):
+                raise _Unfit(f"a parameter of {tuple(param.shape)} has no part for each head")
+            return replace(style, packed=pack_heads(dim, (param.shape[dim],), heads))
+
         for key, ruled in self.inside():
             if isinstance(ruled.style, LocalParams):
                 own = ruled.module._parameters
-                params = tuple((n, self.fit(s, own[n], heads)) for n, s in ruled.style.params)
-                self.resolution.ruled[key] = replace(
-                    ruled, style=replace(ruled.style, params=params)
-                )
+                params = tuple((n, split(s, own[n])) for n, s in ruled.style.params)
+                style = replace(ruled.style, params=params)
+                self.resolution.ruled[key] = replace(ruled, style=style)
 
-    def fit(self, style: Style, param: Tensor | None, heads: tuple[int, ...]) -> Style:
-        """The style of a parameter that has a part for each head."""
-        if param is None or not isinstance(style, Colwise):
-            return style
-        dim = max(param.dim() - 2, 0)
-        if param.shape[dim] % sum(heads):
-            raise _Unfit(f"a parameter of {tuple(param.shape)} has no part for each head")
-        return replace(style, packed=pack_heads(dim, (param.shape[dim],), heads))
-
-    def put(self, p: Projection, style: Style) -> None:
-        self.resolution.ruled[p.key] = replace(p.ruled, style=style)
-
-    def note(self, said: str) -> None:
-        note = f"{numberless(self.layer.name)!r}: {said}"
-        if note not in self.resolution.notes:  # once for all layers
+    def note(self, message: str) -> None:
+        """Adds a note, once for all layers."""
+        note = f"{numberless(self.layer.name)!r}: {message}"
+        if note not in self.resolution.notes:
             self.resolution.notes.append(note)
 
     def set_attributes(
         self, heads: Sequence[int], kv: Sequence[int], group: int | None = None
     ) -> None:
-        """Plans the values of the module's attributes on ranks of so many heads."""
+        """Plans the values of the module's attributes on ranks with these numbers of heads."""
         layer = self.layer
-        assert layer.heads is not None and layer.kv_heads is not None
         named = {
-            **dict.fromkeys(NUMBERS, (layer.heads, heads)),
-            **dict.fromkeys(KV_NUMBERS, (layer.kv_heads, kv)),
+            **dict.fromkeys(NUMBERS, (self.heads, heads)),
+            **dict.fromkeys(KV_NUMBERS, (self.kv_heads, kv)),
             **dict.fromkeys(GROUP_SIZES, (layer.group, [group or layer.group] * self.tp)),
         }
         own = vars(layer.module)
         values = {n: tuple(local) for n, (whole, local) in named.items() if own.get(n) == whole}
-        by_size = {layer.kv_heads: tuple(kv), layer.heads: tuple(heads)}
+        by_size = {self.kv_heads: tuple(kv), self.heads: tuple(heads)}
         for p in layer.projections:
             whole = layer.heads_of(p)
-            local = kv if whole == layer.kv_heads else heads
+            local = kv if whole == self.kv_heads else heads
             for width in {p.size, *self.sections(p)}:
                 by_size.setdefault(width, tuple(width // whole * number for number in local))
                 for name in width_attributes(layer.module, width):
                     values.setdefault(name, by_size[width])
-        self.take_sizes(values, by_size)
-        self.resolution.attributes += local_attributes(layer.name, layer.module, values)
-
-    def take_sizes(
-        self, values: dict[str, tuple[int, ...]], by_size: dict[int, tuple[int, ...]]
-    ) -> None:
-        """Adds the attributes that a :class:`LocalSizes` on the layer names, in its place."""
-        key, own = id(self.layer.module), vars(self.layer.module)
+        # The attributes of a LocalSizes on the layer, which this replaces if it has a value for each.
+        key = id(layer.module)
         ruled = self.resolution.ruled.get(key)
-        if ruled is None or not isinstance(ruled.style, LocalSizes):
-            return
-        found = {name: by_size[own[name]] for name in ruled.style.names if own[name] in by_size}
-        if len(found) == len(ruled.style.names):
-            values.update(found)
-            del self.resolution.ruled[key]
+        if ruled is not None and isinstance(ruled.style, LocalSizes):
+            names = ruled.style.names
+            if all(own[name] in by_size for name in names):
+                values.update({name: by_size[own[name]] for name in names})
+                del self.resolution.ruled[key]
+        self.resolution.attributes += local_attributes(layer.name, layer.module, values)

@@ -1,7 +1,7 @@
-"""Proof of a plan for one module: with random weights, the module split over ranks computes what it computed.
+"""Proof of a plan for one module: with random weights, the module split over ranks computes the same.
 
 The module runs in float64, plain and on ranks that are threads, forward and backward. Where it draws random
-numbers to drop things, each is replaced by its mean, so that training's code runs and is comparable.
+numbers for dropout, each is replaced by its mean, so that training's code runs and is comparable.
 """
 
 import functools
@@ -24,72 +24,69 @@ from parallel3d.tp.auto.trace import Call, copy_with, random_like
 from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
-from parallel3d.tp.resolve import ChosenPlan, Resolution
+from parallel3d.tp.resolve import PlanSource, Resolution
 from parallel3d.tp.styles import Style
 
-# Tensor-parallel ranks as threads of this process, to prove a derived plan.
-#
-# They need no process group, so they work within a job that has one, on every rank alike, and run
-# the same forwards, styles and collectives as a job does.
+# Tensor-parallel ranks as threads of this process. They need no process group, so they work within a job
+# that has one, on every rank alike, and run the same forwards, styles and collectives as a job does.
 
 ResultT = TypeVar("ResultT")
 
 
 class _Done:
-    """The handle of a collective that is over."""
+    """The work of a collective that has finished."""
 
     def wait(self, *_: Any) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
+    is_completed = wait
 
 
-class _Meeting:
-    """Where the threads exchange tensors: each brings one, all get all of them."""
+class _Exchange:
+    """Exchanges tensors between threads: each passes one and gets all."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
-        self.brought: list[Any] = [None] * size
+        self.slots: list[Any] = [None] * size
 
     def exchange(self, rank: int, what: str, tensor: Tensor) -> list[Tensor]:
         # A copy: the sender may write to its tensor while others still read it.
-        self.brought[rank] = (what, tensor.detach().clone())
+        self.slots[rank] = (what, tensor.detach().clone())
         self.barrier.wait()
-        found = list(self.brought)
+        received = list(self.slots)
         self.barrier.wait()
-        kinds = {(name, tuple(t.shape), t.dtype) for name, t in found}
+        kinds = {(name, tuple(t.shape), t.dtype) for name, t in received}
         if len(kinds) > 1:
             raise RuntimeError(f"the ranks disagree about a collective: {sorted(map(str, kinds))}")
-        return [t for _, t in found]
+        return [t for _, t in received]
 
 
 class _ThreadGroup(dist.ProcessGroup):
-    """A process group whose ranks are threads; has the collectives that ``tp`` uses."""
+    """A process group whose ranks are threads; it has the collectives that ``tp`` uses."""
 
-    def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
+    def __init__(self, exchange: _Exchange, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._meeting, self._index, self._ranks = meeting, rank, size
+        self._exchange, self._index, self._ranks = exchange, rank, size
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         (tensor,) = tensors
         largest = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
         assert largest or opts is None or opts.reduceOp == dist.ReduceOp.SUM, opts.reduceOp
-        parts = torch.stack(self._meeting.exchange(self._index, f"all-reduce {largest}", tensor))
+        parts = torch.stack(self._exchange.exchange(self._index, f"all-reduce {largest}", tensor))
         with torch.no_grad():
             tensor.copy_(parts.amax(0) if largest else parts.sum(0))
         return _Done()
 
     def all_gather_single(self, output: Tensor, input: Tensor, *_: Any) -> _Done:  # type: ignore[override]
         with torch.no_grad():
-            parts = self._meeting.exchange(self._index, "allgather", input)
+            parts = self._exchange.exchange(self._index, "allgather", input)
             output.view(-1).copy_(torch.cat([t.reshape(-1) for t in parts]))
         return _Done()
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *_: Any) -> _Done:  # type: ignore[override]
         with torch.no_grad():
-            total = torch.stack(self._meeting.exchange(self._index, "reducescatter", input)).sum(0)
-            output.view(-1).copy_(total.view(self._ranks, -1)[self._index])
+            parts = self._exchange.exchange(self._index, "reducescatter", input)
+            output.view(-1).copy_(torch.stack(parts).sum(0).view(self._ranks, -1)[self._index])
         return _Done()
 
     # torch 2.11's names.
@@ -98,35 +95,35 @@ class _ThreadGroup(dist.ProcessGroup):
 
 
 class ThreadAxis(TpAxis):
-    """The ``tp`` axis seen from one thread. It has no mesh."""
+    """The ``tp`` axis of one thread. It has no mesh."""
 
-    def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
+    def __init__(self, exchange: _Exchange, rank: int, size: int) -> None:
         self.mesh = None  # type: ignore[assignment]
         self.size, self.rank = size, rank
         self.copies, self.gathered = [], []
-        self.group = _ThreadGroup(meeting, rank, size)
+        self.group = _ThreadGroup(exchange, rank, size)
 
 
 def run_ranks(size: int, run: Callable[[ThreadAxis], ResultT]) -> list[ResultT]:
-    """``run(axis)`` of each of ``size`` ranks at once, by rank.
+    """Returns ``run(axis)`` of each of ``size`` ranks, which run at once.
 
     Raises:
-        Exception: what the first rank that failed raised; the others end too.
+        Exception: the error of the first rank that failed; the others end too.
     """
-    meeting = _Meeting(size)
+    exchange = _Exchange(size)
     results: list[Any] = [None] * size
     errors: dict[int, Exception] = {}
 
     def work(rank: int) -> None:
         try:
-            results[rank] = run(ThreadAxis(meeting, rank, size))
+            results[rank] = run(ThreadAxis(exchange, rank, size))
         except threading.BrokenBarrierError:
             pass  # another rank failed
         except Exception as error:
             errors[rank] = error
         finally:
             if rank in errors or results[rank] is None:
-                meeting.barrier.abort()
+                exchange.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -142,73 +139,29 @@ _TOLERANCE = 1e-8
 
 
 class NotEqual(Exception):
-    """The split module computes something else; says what."""
+    """The split module computes something else; the message says what."""
 
 
 class NotProven(NotEqual):
-    """The plain module can't be compared with: it doesn't run by itself, or its numbers show nothing."""
+    """The plain module can't be compared: it doesn't run by itself, or its numbers show nothing."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a comparison found.
+    """The result of a comparison that found no difference.
 
     Attributes:
-        difference: the largest, relative to the largest number of its tensor.
-        partial: parameters without a style, by path in the module, of whose gradient each rank has a part.
+        difference: the largest one, relative to the largest number of its tensor.
+        partial: parameters without a style, by path in the module, whose gradient is partial on each rank.
     """
 
     difference: float
     partial: tuple[str, ...]
 
 
-class Prover:
-    """Compares ``module``, split in one way or another, with itself.
-
-    Args:
-        call: how it was called.
-        internal: layers whose outputs may differ by rank; what they reach of the module's output isn't
-            compared, nobody outside reads it.
-    """
-
-    def __init__(
-        self, module: nn.Module, call: Call, tp: int, internal: frozenset[str] = frozenset()
-    ) -> None:
-        self._case, self._tp = _Case(module, call, internal), tp
-        self._plain: dict[bool, _Result] = {}
-
-    def prove(self, styles: Mapping[str, Style]) -> Proof:
-        """The module under ``styles``, by path in it, is equal; or an error.
-
-        Raises:
-            NotEqual: outputs or gradients differ, or the split module raised.
-            PlanError: a style doesn't fit its module.
-        """
-        return self.prove_split(resolve_split(self._case.original, styles, self._tp))
-
-    def prove_split(self, split: "Split") -> Proof:
-        """As :meth:`prove`, of styles that are settled.
-
-        Raises:
-            NotEqual: as there.
-        """
-        case, tp = self._case, self._tp
-        differences, partial = [0.0], set[str]()
-        for training in (True, False):
-            if training not in self._plain:
-                self._plain[training] = case.run_plain(training)
-            try:
-                got = run_ranks(tp, functools.partial(case.run_split, split, training))
-            except Exception as error:
-                said = (str(error) or type(error).__name__).strip().splitlines()[0]
-                raise NotEqual(f"on {tp} ranks it raises {type(error).__name__}: {said}") from error
-            differences.append(case.compare(self._plain[training], got, split.rules, partial))
-        return Proof(max(differences), tuple(sorted(partial)))
-
-
 @dataclass(frozen=True)
 class Split:
-    """A module's styles as ``resolve_plan`` would settle them: with whole heads, and local attributes."""
+    """A module's styles as ``resolve_plan`` settles them: with whole heads, and local attributes."""
 
     styles: dict[str, Style]
     rules: dict[str, dict[str, ParamRule]]
@@ -216,24 +169,18 @@ class Split:
 
 
 def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Split:
-    """What a plan of ``styles`` would do to ``module``.
-
-    Raises:
-        PlanError: what is wrong with it.
-    """
+    """Resolves a plan of ``styles``, by path in ``module``; raises PlanError with its first problem."""
     resolution = Resolution(module, tp)
-    resolution.add_plan(ChosenPlan(styles), strict=True)
+    resolution.add_plan(PlanSource(styles), strict=True)
     resolution.leave_fast_paths()
     align_heads(resolution)
-    rules = resolution.rules()
-    resolution.add_attributes(rules)
-    resolution.check_as_a_whole(rules)
+    resolution.finish()
     if resolution.problems:
         raise PlanError(resolution.problems[0])
     ruled = resolution.ruled_in_order()
     return Split(
         {one.name: one.style for _, one in ruled},
-        {one.name: rules[key] for key, one in ruled},
+        {one.name: resolution.rules[key] for key, one in ruled},
         tuple(resolution.attributes),
     )
 
@@ -246,74 +193,102 @@ class _Result:
     buffers: dict[str, Tensor]
 
 
-class _Case:
-    def __init__(self, module: nn.Module, call: Call, internal: frozenset[str]) -> None:
-        self.call, self.original = call, module
-        self.generator = torch.Generator().manual_seed(0)
+class Prover:
+    """Compares ``module``, split in one way or another, with the plain one.
+
+    Args:
+        call: its arguments.
+        internal: layers whose outputs may differ by rank; outputs of the module that depend on them aren't
+            compared, because nothing outside it reads them.
+    """
+
+    def __init__(
+        self, module: nn.Module, call: Call, tp: int, internal: frozenset[str] = frozenset()
+    ) -> None:
+        self._call, self._original, self._tp = call, module, tp
+        self._generator = torch.Generator().manual_seed(0)
         weights: dict[int, Tensor] = {}
 
         def random(param: nn.Parameter) -> nn.Parameter:
-            weights[id(param)] = made = random_like(param, self.generator)
+            weights[id(param)] = made = random_like(param, self._generator)
             return nn.Parameter(made)  # frozen ones too, so that there is something to compare
 
-        self.plain = copy_with(module, random)
-        self.weights = {
+        self._plain = copy_with(module, random)
+        self._weights = {
             name: weights[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
         }
-        self.inputs = self._random_inputs()
-        self.whole = [not (sources & internal) for sources in call.outputs]
-        self.upstream: list[Tensor] = []
+        self._computed: set[int] = set()  # ids of the inputs that take gradients
+        self._inputs = self._random_inputs()
+        self._whole = [not (sources & internal) for sources in call.outputs]
+        self._upstream: list[Tensor] = []
+        self._results: dict[bool, _Result] = {}
+
+    def prove(self, styles: Mapping[str, Style]) -> Proof:
+        """Shows that the module under ``styles``, by path in it, computes the same.
+
+        Raises:
+            NotEqual: outputs or gradients differ, or the split module raised.
+            PlanError: a style doesn't fit its module.
+        """
+        return self.prove_split(resolve_split(self._original, styles, self._tp))
+
+    def prove_split(self, split: Split) -> Proof:
+        """As :meth:`prove`, of styles that are settled; raises NotEqual."""
+        worst, partial = 0.0, set[str]()
+        for training in (True, False):
+            if training not in self._results:
+                self._results[training] = self._run_plain(training)
+            try:
+                got = run_ranks(self._tp, functools.partial(self._run_split, split, training))
+            except Exception as error:
+                first = (str(error) or type(error).__name__).strip().splitlines()[0]
+                raise NotEqual(
+                    f"on {self._tp} ranks it raises {type(error).__name__}: {first}"
+                ) from error
+            worst = max(worst, self._compare(self._results[training], got, split.rules, partial))
+        return Proof(worst, tuple(sorted(partial)))
 
     def _random_inputs(self) -> Any:
-        """The call's arguments with random numbers where weights or the model's input decide."""
+        """Returns the call's arguments with random numbers where weights or the model's input decide."""
 
         def fresh(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            if id(tensor) not in self.call.computed:
+            if id(tensor) not in self._call.computed:
                 return tensor.double()
-            return torch.randn(tensor.shape, dtype=torch.float64, generator=self.generator)
+            made = torch.randn(tensor.shape, dtype=torch.float64, generator=self._generator)
+            self._computed.add(id(made))
+            return made
 
-        return _map_once(fresh, (self.call.args, self.call.kwargs))
+        return _map_once(fresh, (self._call.args, self._call.kwargs))
 
-    def run(self, model: nn.Module, training: bool) -> _Result:
+    def _run(self, model: nn.Module, training: bool) -> _Result:
         model.double().train(training)
         model.zero_grad()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        computed = {
-            id(new)
-            for old, new in zip(
-                tensors_in((self.call.args, self.call.kwargs)),
-                tensors_in(self.inputs),
-                strict=True,
-            )
-            if id(old) in self.call.computed and new.is_floating_point()
-        }
         leaves: list[Tensor] = []
 
         def leaf(tensor: Tensor) -> Tensor:
             copy = tensor.clone()
-            if id(tensor) in computed:
+            if id(tensor) in self._computed:
                 leaves.append(copy.requires_grad_())
             return copy
 
-        args, kwargs = _map_once(leaf, self.inputs)
+        args, kwargs = _map_once(leaf, self._inputs)
         with torch.enable_grad(), _Deterministic():
-            output = model(*args, **kwargs)
-            found = list(tensors_in(output))
-            if len(found) != len(self.whole):
+            tensors = list(tensors_in(model(*args, **kwargs)))
+            if len(tensors) != len(self._whole):
                 raise RuntimeError("the number of tensors it puts out is not always the same")
-            outputs = [t for t, whole in zip(found, self.whole, strict=True) if whole]
+            outputs = [t for t, whole in zip(tensors, self._whole, strict=True) if whole]
             trained = [t for t in outputs if t.requires_grad]
             if not trained:
                 raise RuntimeError("nothing that it puts out depends on weights")
-            if not self.upstream:
-                self.upstream = [
-                    torch.randn(t.shape, dtype=torch.float64, generator=self.generator)
-                    for t in trained
-                ]
+            self._upstream = self._upstream or [
+                torch.randn(t.shape, dtype=torch.float64, generator=self._generator)
+                for t in trained
+            ]
             torch.autograd.backward(
-                trained, [g.to(t.dtype) for g, t in zip(self.upstream, trained, strict=True)]
+                trained, [g.to(t.dtype) for g, t in zip(self._upstream, trained, strict=True)]
             )
         return _Result(
             [t.detach() for t in outputs],
@@ -322,32 +297,31 @@ class _Case:
             _take_buffers(model, before),
         )
 
-    def run_split(self, split: Split, training: bool, axis: TpAxis) -> _Result:
-        originals = dict(self.original.named_modules(remove_duplicate=False))
+    def _run_split(self, split: Split, training: bool, axis: TpAxis) -> _Result:
+        originals = dict(self._original.named_modules(remove_duplicate=False))
         by_param = {
             id(originals[module]._parameters[name]): rule
             for module, own in split.rules.items()
             for name, rule in own.items()
         }
-        names = {id(p): n for n, p in self.original.named_parameters()}
+        names = {id(p): n for n, p in self._original.named_parameters()}
 
         def part(param: nn.Parameter) -> nn.Parameter:
-            whole = self.weights[names[id(param)]]
-            local = _part(whole, by_param.get(id(param)), axis.size, axis.rank)
-            return nn.Parameter(local)
+            whole = self._weights[names[id(param)]]
+            return nn.Parameter(_part(whole, by_param.get(id(param)), axis.size, axis.rank))
 
-        model = copy_with(self.original, part)
+        model = copy_with(self._original, part)
         modules = dict(model.named_modules(remove_duplicate=False))
         sequence = SequenceLength()
         for name, style in split.styles.items():
             style.install(modules[name], axis, sequence)
         for attribute in split.attributes:
             attribute.set(modules[attribute.module], axis.rank)
-        return self.run(model, training)
+        return self._run(model, training)
 
-    def run_plain(self, training: bool) -> _Result:
+    def _run_plain(self, training: bool) -> _Result:
         try:
-            want = self.run(self.plain, training)
+            want = self._run(self._plain, training)
         except Exception as error:
             raise NotProven(f"it doesn't run by itself in float64: {error}") from error
         for tensor in (*want.outputs, *want.input_grads, *want.param_grads.values()):
@@ -355,21 +329,22 @@ class _Case:
                 raise NotProven("with random weights it gives infinite or undefined numbers")
         return want
 
-    def compare(
+    def _compare(
         self,
         want: _Result,
         got: list[_Result],
         rules: Mapping[str, dict[str, ParamRule]],
         partial: set[str],
     ) -> float:
+        """Returns the largest difference; adds those whose gradients must be summed to ``partial``."""
         worst = 0.0
         for result in got:
             for i, (a, b) in enumerate(zip(result.outputs, want.outputs, strict=True)):
-                worst = max(worst, _same(f"output {i}", a, b))
+                worst = max(worst, _difference(f"output {i}", a, b))
             for name, buffer in want.buffers.items():
-                worst = max(worst, _same(f"buffer {name}", result.buffers.get(name), buffer))
+                worst = max(worst, _difference(f"buffer {name}", result.buffers.get(name), buffer))
             for i, (x, y) in enumerate(zip(result.input_grads, want.input_grads, strict=True)):
-                worst = max(worst, _same(f"the gradient of input {i}", x, y))
+                worst = max(worst, _difference(f"the gradient of input {i}", x, y))
         planned = {  # path in the module -> rule
             f"{module}.{name}".lstrip("."): rule
             for module, own in rules.items()
@@ -378,39 +353,42 @@ class _Case:
         for name in planned:
             grad = want.param_grads[name]
             unused = grad is None or not _largest(grad) > 0
-            if unused and name.endswith("weight") and self.weights[name].numel():
+            if unused and name.endswith("weight") and self._weights[name].numel():
                 raise NotProven(
                     f"nothing it puts out depends on {name}, so nothing is proven of it"
                 )
         for name, grad in want.param_grads.items():
-            what, mine = f"the gradient of {name}", [r.param_grads[name] for r in got]
+            what, grads = f"the gradient of {name}", [r.param_grads[name] for r in got]
             rule = planned.get(name)
-            if rule is None and any(_differs(g, grad) for g in mine):
-                rule = ParamRule(placement=Shard(0), tp_grad="partial")
+            summed = rule is not None and rule.tp_grad == "partial"
+            if rule is None and any(_differs(g, grad) for g in grads):
+                summed = True
                 partial.add(name)
-            if rule is not None and rule.tp_grad == "partial":
-                worst = max(worst, _same(what, _total(mine), grad))
+            if summed:
+                parts = [g for g in grads if g is not None]
+                total = torch.stack(parts).sum(0) if parts else None
+                worst = max(worst, _difference(what, total, grad))
                 continue
-            for rank, g in enumerate(mine):
+            for rank, g in enumerate(grads):
                 wanted = None if grad is None else _part(grad, rule, len(got), rank)
-                worst = max(worst, _same(what, g, wanted))
+                worst = max(worst, _difference(what, g, wanted))
         return worst
 
 
 def _take_buffers(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers that a run has changed, such as running means; leaves what they were before it."""
+    """Returns the buffers that a run has changed, such as running means, and restores them."""
     changed = {}
     for name, buffer in model.named_buffers():
-        was = before.get(name)
-        if was is not None and was.shape == buffer.shape and not torch.equal(was, buffer):
+        old = before.get(name)
+        if old is not None and old.shape == buffer.shape and not torch.equal(old, buffer):
             changed[name] = buffer.detach().clone()
             with torch.no_grad():
-                buffer.copy_(was)
+                buffer.copy_(old)
     return changed
 
 
 def _map_once(fn: Any, tree: Any) -> Any:
-    """``map_tensors``, with a tensor that is there twice replaced by one tensor."""
+    """``map_tensors`` that replaces all occurrences of a tensor by one tensor."""
     made: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -422,7 +400,7 @@ def _map_once(fn: Any, tree: Any) -> Any:
 
 
 def _part(whole: Tensor, rule: ParamRule | None, size: int, rank: int) -> Tensor:
-    """What a rank holds of a parameter."""
+    """Returns a rank's part of a parameter."""
     if rule is None or not isinstance(rule.placement, Shard):
         return whole.detach()
     if rule.packing is not None:
@@ -430,24 +408,20 @@ def _part(whole: Tensor, rule: ParamRule | None, size: int, rank: int) -> Tensor
     return local_chunk(whole, rule.placement.dim, size, rank)
 
 
-def _total(grads: list[Tensor | None]) -> Tensor | None:
-    given = [g for g in grads if g is not None]
-    return torch.stack(given).sum(0) if given else None
-
-
 def _differs(got: Tensor | None, want: Tensor | None) -> bool:
     try:
-        _same("", got, want)
+        _difference("", got, want)
     except NotEqual:
         return True
     return False
 
 
-def _same(what: str, got: Tensor | None, want: Tensor | None) -> float:
-    """Their largest difference, relative to the largest number of ``want``."""
+def _difference(what: str, got: Tensor | None, want: Tensor | None) -> float:
+    """Returns the largest difference, relative to the largest number of ``want``; raises NotEqual if it is
+    above the tolerance."""
     if want is None or got is None:
-        given = got if want is None else want
-        if given is not None and _largest(given) > 0:
+        there = got if want is None else want
+        if there is not None and _largest(there) > 0:
             raise NotEqual(f"{what} is missing on one side")
         return 0.0
     if got.shape != want.shape:
@@ -462,14 +436,14 @@ def _same(what: str, got: Tensor | None, want: Tensor | None) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest absolute value; not a number if one is."""
+    """Returns the largest absolute value; nan if one is nan."""
     if not tensor.numel():
         return 0.0
     return torch.linalg.vector_norm(tensor.double(), ord=torch.inf).item()
 
 
 class _Deterministic(TorchDispatchMode):
-    """Random choices become their means, and what a module does in a lower precision is done in float64."""
+    """Replaces random numbers by their means, and lower precisions in the module's code by float64."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,15 +1,17 @@
 """Running a model once, to see which linear layers read which others.
 
-The model is a copy without weights: linear layers and embeddings put out random numbers instead of
+The model is a copy without weights: linear layers and embeddings return random numbers instead of
 computing, so that a trace of any model takes little time and memory. Every tensor has *sources*: the
-layers it was computed from since. They are kept by storage, so that views and in-place operations are seen.
+layers that it was computed from, back to the nearest layer. They are recorded by storage, so that views
+and in-place operations are seen.
 """
 
 import copy
 import functools
 import inspect
-import re
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,36 +23,38 @@ from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.checks import is_plain
-from parallel3d.tp.resolve import matches
+from parallel3d.tp.resolve import matches, numberless
 from parallel3d.tp.styles import Colwise, Style
 from parallel3d.tp.styles.base import is_embedding, linear_kind
-
-# Copies of a module with other parameters: without weights to trace it, with random ones to prove
-# a plan.
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
-    """A copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter, ties kept. Buffers
-    are copied; those on the meta device, which have no values, are random, and alike in all copies."""
-    memo: dict[int, object] = {}
-    for param in module.parameters():
-        memo[id(param)] = make(param)
+    """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
+    stay. Buffers are copied; those on the meta device, which have no values, are random, the same ones in
+    all copies."""
+    memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
     generator = torch.Generator().manual_seed(0)
-    for buffer in module.buffers():
-        memo[id(buffer)] = _cpu(buffer, generator)
+    for whole in module.buffers():
+        buffer = next(inner_tensors(whole))  # of simulated ranks the first one's
+        if not buffer.is_meta:
+            made = buffer.detach().to("cpu", copy=True)
+        elif buffer.is_floating_point():
+            made = torch.rand(buffer.shape, dtype=buffer.dtype, generator=generator)
+        else:
+            made = torch.ones(buffer.shape, dtype=buffer.dtype)
+        memo[id(whole)] = made
     return copy.deepcopy(module, memo)
 
 
 def weightless(param: nn.Parameter) -> nn.Parameter:
-    """A float32 parameter of the same shape that takes no memory: one number, seen everywhere."""
-    made = torch.full((), 0.01).expand(param.shape)
-    return nn.Parameter(made, requires_grad=param.requires_grad)
+    """Returns a float32 parameter of the same shape that takes no memory: one number, expanded."""
+    return nn.Parameter(torch.full((), 0.01).expand(param.shape), param.requires_grad)
 
 
 def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
-    """A float64 tensor with the parameter's shape, of a size that keeps activations near 1."""
+    """Returns a float64 tensor with the parameter's shape, scaled to keep activations near 1."""
     made = torch.empty(param.shape, dtype=torch.float64)
     if param.dim() < 2:
         return made.uniform_(0.5, 1.5, generator=generator)
@@ -58,26 +62,17 @@ def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
     return made.uniform_(-bound, bound, generator=generator)
 
 
-def _cpu(buffer: Tensor, generator: torch.Generator) -> Tensor:
-    buffer = next(inner_tensors(buffer))  # of simulated ranks the first one's
-    if not buffer.is_meta:
-        return buffer.detach().to("cpu", copy=True)
-    if buffer.is_floating_point():
-        return torch.rand(buffer.shape, dtype=buffer.dtype, generator=generator)
-    return torch.ones(buffer.shape, dtype=buffer.dtype)
-
-
 INPUT, OUTPUT = "(the model's input)", "the model's output"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that the trace doesn't look into.
+    """A module that the trace runs as one operation.
 
     Attributes:
-        kind: ``"linear"``, ``"embedding"``, ``"attention"`` (``nn.MultiheadAttention``) or ``"norm"``: puts
-            out what has the sizes of its input.
-        features: of what it puts out; of a norm 0.
+        kind: ``"linear"``, ``"embedding"``, ``"attention"`` (``nn.MultiheadAttention``) or ``"norm"``, whose
+            output has the size of its input.
+        features: the last size of its output; of a norm 0.
     """
 
     kind: str
@@ -89,9 +84,9 @@ class Call:
     """The first call of a module.
 
     Attributes:
-        args, kwargs: as given, tensors copied.
-        computed: ids of those tensors among them that depend on what weights compute, or are the model's
-            own input; others (masks, positions) are the same whatever the weights.
+        args, kwargs: its arguments, with copies of tensors.
+        computed: ids of those tensors among them that depend on weights or on the model's own input; others
+            (masks, positions) are the same for all weights.
         outputs: the sources of each tensor of the output.
     """
 
@@ -102,22 +97,20 @@ class Call:
 
 
 @dataclass
-class Flow:
-    """What a trace saw.
+class Trace:
+    """The record of one forward.
 
     Attributes:
-        reads: layer, or ``OUTPUT`` -> the layers whose outputs reached it.
-        inputs: layer -> numbers that are equal where layers read the very same tensor.
-        passes: layer -> operations its output went through.
-        mixes: layer -> the first of them that isn't one of each element by itself, so that what it does to
-            a part of the features may be something else.
-        cuts: layer -> how its output's last dim was cut: sizes of sections.
+        reads: layer, or ``OUTPUT`` -> the layers whose outputs reach it.
+        passes: layer -> the operations on its output.
+        mixes: layer -> the first of them that isn't elementwise, which may compute something else on a part
+            of the features.
+        cuts: layer -> the sizes of the sections into which its output's last dim is cut.
         calls: module -> its first call, of modules that aren't layers, and of attention.
-        read_directly: parameter -> the operation that read it outside its module.
+        read_directly: parameter -> the operation that reads it outside its module.
     """
 
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
-    inputs: dict[str, int] = field(default_factory=dict)
     passes: dict[str, dict[str, None]] = field(default_factory=dict)
     mixes: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -125,24 +118,24 @@ class Flow:
     read_directly: dict[str, str] = field(default_factory=dict)
 
     def readers(self, layer: str) -> list[str]:
-        """Who reads the output of ``layer``, in the order in which they ran."""
+        """Returns the layers that read the output of ``layer``, in the order in which they ran."""
         return [name for name, sources in self.reads.items() if layer in sources]
 
 
 def trace(
     model: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Flow:
-    """Runs a weightless copy of ``model`` on ``args`` and ``kwargs``.
+) -> Trace:
+    """Runs a copy of ``model`` without weights on ``args`` and ``kwargs``.
 
     Args:
-        layers: module path -> what it is; the trace doesn't look into these.
+        layers: path -> layer, of the modules that run as one operation.
     """
     copied = copy_with(model, weightless).eval()
     for module in copied.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = _single(buffer)
-    args, kwargs = map_tensors(_single, (args, kwargs))
+                module._buffers[name] = _float32(buffer)
+    args, kwargs = map_tensors(_float32, (args, kwargs))
     recorder = _Recorder(copied)
     for name, module in copied.named_modules():
         if name in layers:
@@ -151,20 +144,20 @@ def trace(
             recorder.watch(name, module)
     for tensor in tensors_in((args, kwargs)):
         recorder.give(tensor, frozenset({INPUT}))
-    # With gradients on, torch's own modules don't take their way for inference.
+    # With gradients on, torch's own modules don't take their fast path for inference.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder:
         torch.manual_seed(0)
         output = copied(*args, **kwargs)
-    recorder.flow.reads[OUTPUT] = recorder.of_all(output)
-    return recorder.flow
+    recorder.trace.reads[OUTPUT] = recorder.of_all(output)
+    return recorder.trace
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.flow = Flow()
+        self.trace = Trace()
         self._sources: dict[int, frozenset[str]] = {}
-        self._kept: list[Any] = []  # a freed storage's address would be another's
+        self._kept: list[Any] = []  # so that no storage is freed and its address used again
         self._params = {_place(p): name for name, p in model.named_parameters()}
         self._features: dict[str, int] = {}
         self._direct: dict[int, str] = {}  # output of a linear layer, by storage
@@ -192,12 +185,12 @@ class _Recorder(TorchDispatchMode):
         sources = self.of_all(read)
         for tensor in read:
             if (param := self._params.get(_place(tensor))) is not None:
-                self.flow.read_directly.setdefault(param, name)
+                self.trace.read_directly.setdefault(param, name)
         mixes = torch.Tag.pointwise not in func.tags and name not in _COPIES
         for source in sources:
-            self.flow.passes.setdefault(source, {})[name] = None
+            self.trace.passes.setdefault(source, {})[name] = None
             if mixes:
-                self.flow.mixes.setdefault(source, name)
+                self.trace.mixes.setdefault(source, name)
         made = list(tensors_in(result))
         if read and made:
             self._note_cut(name, read[0], made)
@@ -206,19 +199,19 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note_cut(self, name: str, whole: Tensor, parts: list[Tensor]) -> None:
-        """Sections that a layer's output, or a view of it with its last dim whole, is cut into."""
+        """Records the sections into which a layer's output, or a view with its last dim, is cut."""
         layer = self._direct.get(_place(whole))
-        if layer is None or layer in self.flow.cuts or whole.dim() == 0:
+        if layer is None or layer in self.trace.cuts or whole.dim() == 0:
             return
         if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split"):
             sizes = tuple(part.shape[-1] for part in parts)
             if len(sizes) > 1 and sum(sizes) == whole.shape[-1] == self._features[layer]:
-                self.flow.cuts[layer] = sizes
+                self.trace.cuts[layer] = sizes
 
     # ---- modules ----
 
     def replace(self, name: str, module: Any, layer: Layer) -> None:
-        """Gives a layer of the copy a forward that notes what it reads."""
+        """Gives a layer of the copy a forward that records what it reads."""
         self._features[name] = layer.features
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -226,33 +219,32 @@ class _Recorder(TorchDispatchMode):
             first = tensors[0]
             sources = self.of_all(tensors)
             if layer.kind == "attention":
-                self.flow.calls.setdefault(name, self._call(args, kwargs))
+                self.trace.calls.setdefault(name, self._call(args, kwargs))
             shape = first.shape if layer.kind == "embedding" else first.shape[:-1]
             output = torch.randn((*shape, layer.features or first.shape[-1]))
-            if torch.is_grad_enabled():  # needs gradients, as it does with weights, and is no leaf
+            if torch.is_grad_enabled():  # as with weights: it requires gradients, and is no leaf
                 output = output.requires_grad_().clone()
-            self.flow.reads[name] = self.flow.reads.get(name, frozenset()) | sources
-            self.flow.inputs.setdefault(name, _place(first))
+            self.trace.reads[name] = self.trace.reads.get(name, frozenset()) | sources
             self.give(output, frozenset({name}))
             self._direct[_place(output)] = name
             if layer.kind == "attention":
-                # Nobody is known to read the weights: they are compared, if they're put out.
+                # Attention weights, if returned, have no known reader: they are compared.
                 wants = kwargs.get("need_weights", args[4] if len(args) > 4 else True)
-                self.flow.calls[name].outputs = [frozenset({name})] * (2 if wants else 1)
+                self.trace.calls[name].outputs = [frozenset({name})] * (2 if wants else 1)
                 return output, output.new_zeros(()) if wants else None
             return output
 
         module.forward = forward
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Notes the module's first call."""
+        """Records the module's first call."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if name not in self.flow.calls:
-                self.flow.calls[name] = self._call(args, kwargs)
+            if name not in self.trace.calls:
+                self.trace.calls[name] = self._call(args, kwargs)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = self.flow.calls[name]
+            call = self.trace.calls[name]
             if not call.outputs:
                 call.outputs = [self.of(t) for t in tensors_in(output)]
 
@@ -278,17 +270,15 @@ class _Recorder(TorchDispatchMode):
 _COPIES = {"detach", "clone", "alias", "_to_copy", "lift_fresh", "contiguous", "empty_like"}
 
 
-def _single(tensor: Tensor) -> Tensor:
-    """In float32, as the weights of the copy are, if it has numbers with a point at all."""
+def _float32(tensor: Tensor) -> Tensor:
+    """Returns a floating-point tensor in float32, the dtype of the copy's weights."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _place(tensor: Tensor) -> int:
-    """What tells a tensor's storage from others."""
+    """Returns a number that is equal for tensors with one storage."""
     return tensor.untyped_storage().data_ptr()
 
-
-# Example inputs, to run a model once: the user's, Hugging Face's, or what the model seems to take.
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the model's forward."""
@@ -297,11 +287,7 @@ _BATCH, _LENGTH = 2, 6
 
 
 def check_example(example: Any) -> Example:
-    """The user's example, on the CPU.
-
-    Raises:
-        PlanError: not ``(args, kwargs)``.
-    """
+    """Returns the user's example on the CPU; raises PlanError if it isn't ``(args, kwargs)``."""
     fits = isinstance(example, tuple) and len(example) == 2
     if not fits or not isinstance(example[0], tuple) or not isinstance(example[1], dict):
         raise PlanError(
@@ -313,7 +299,7 @@ def check_example(example: Any) -> Example:
 
 
 def examples(model: nn.Module) -> Iterator[Example]:
-    """Inputs that may fit ``model``, the likelier first."""
+    """Yields inputs that may fit ``model``, the most likely first."""
     if hasattr(model, "dummy_inputs") and hasattr(model, "config"):
         yield from _hugging_face(model)
         return
@@ -342,7 +328,7 @@ def _hugging_face(model: Any) -> Iterator[Example]:
 
 
 def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
-    """By the first module that has weights: token ids, features or images."""
+    """Yields token ids, features or images, as the first module with weights reads them."""
     module: Any
     for module in model.modules():
         if not any(True for _ in module.parameters(recurse=False)):
@@ -364,7 +350,7 @@ def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _features(module: Any) -> int | None:
-    """The size of the last dim that a linear layer, a norm or attention reads."""
+    """Returns the size of the last dim that a linear layer, a norm or attention reads."""
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
     if isinstance(module, nn.Linear):
@@ -372,43 +358,33 @@ def _features(module: Any) -> int | None:
     shape = getattr(module, "normalized_shape", None)
     if isinstance(shape, tuple) and len(shape) == 1:
         return int(shape[0])
-    if hasattr(module, "nx"):
-        return int(module.nx)
-    return None
-
-
-# Which modules a trace doesn't look into: linear layers, embeddings, torch's attention.
+    return int(module.nx) if hasattr(module, "nx") else None
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """The modules a trace doesn't look into, by path."""
+    """Returns the linear layers, embeddings and torch's attention in ``model``, by path."""
     layers: dict[str, Layer] = {}
+    attention: list[str] = []
     module: Any
     for name, module in model.named_modules():
-        if any(
-            name.startswith(f"{n}.") for n, layer in layers.items() if layer.kind == "attention"
-        ):
+        if any(name.startswith(f"{outer}.") for outer in attention):
             continue
         if isinstance(module, nn.MultiheadAttention):
             layers[name] = Layer("attention", module.embed_dim)
-            continue
-        if is_embedding(module):
+            attention.append(name)
+        elif is_embedding(module):
             layers[name] = Layer("embedding", module.embedding_dim)
-            continue
-        try:
-            layers[name] = Layer("linear", linear_kind(Colwise(), module).out_features)
-        except PlanError:
-            continue
+        else:
+            with suppress(PlanError):
+                layers[name] = Layer("linear", linear_kind(Colwise(), module).out_features)
     return layers
-
-
-# Names of modules, rules for those alike, and words for inputs.
 
 
 def with_patterns(
     styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, str | Style], dict[str, str]]:
-    """Rules for modules that differ only in numbers as one rule, where it then matches no others."""
+    """Merges the rules of modules that differ only in numbers into one, where it matches no other module.
+    Returns the rules and their reasons."""
     rules: dict[str, str | Style] = {}
     reasons: dict[str, str] = {}
 
@@ -418,39 +394,40 @@ def with_patterns(
         return len(alike) > 1 and all(style == alike[0] for style in alike)
 
     for name, style in styles.items():
-        patterns = (pattern_of(name), pattern_of(name, 1))
-        key = next(filter(one_style, patterns), name)
+        key = next(filter(one_style, (numberless(name), numberless(name, 1))), name)
         if key not in rules:
             rules[key], reasons[key] = style, why[name]
     return rules, reasons
 
 
-def pattern_of(name: str, most: int = 0) -> str:
-    """``name`` with its numbers, or the first ``most`` of them, as wildcards."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=most)
-
-
 def inside(name: str, owner: str) -> str:
+    """Returns the path from ``owner`` of the module ``name`` inside it."""
     return name if not owner else name[len(owner) + 1 :]
 
 
 def join(owner: str, name: str) -> str:
+    """Returns the path of ``name`` inside ``owner``; each may be ``""``."""
     return f"{owner}.{name}" if owner and name else owner or name
 
 
+def common_path(paths: list[str]) -> str:
+    """Returns the innermost path around ``paths``, or the one that they all are."""
+    columns = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(
+        column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, columns)
+    )
+
+
 def describe(example: tuple[tuple[Any, ...], dict[str, Any]]) -> str:
-    """Shapes and types of an example's tensors, and its other values' types."""
+    """Returns shapes and dtypes of an example's tensors, and its other values or their types."""
 
     def show(value: Any) -> str:
         if isinstance(value, Tensor):
             return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
         if isinstance(value, (tuple, list)):
             return f"({', '.join(map(show, value))})"
-        return (
-            repr(value)
-            if isinstance(value, (int, float, str, type(None)))
-            else type(value).__name__
-        )
+        shown = isinstance(value, (int, float, str, type(None)))
+        return repr(value) if shown else type(value).__name__
 
     args, kwargs = example
     return ", ".join([*map(show, args), *(f"{k}={show(v)}" for k, v in kwargs.items())])

@@ -7,23 +7,3 @@ from parallel3d.tp.styles.experts import Experts, IdentityExpert
 from parallel3d.tp.styles.linear import Colwise, Rowwise
 from parallel3d.tp.styles.params import LocalParams, LocalSizes, Replicated, SequenceParallel
 from parallel3d.tp.styles.prepare import PrepareInput, PrepareInputOutput, PrepareOutput, RopeOutput
-
-__all__ = [
-    "Colwise",
-    "Experts",
-    "HeadArguments",
-    "IdentityExpert",
-    "LocalParams",
-    "LocalSizes",
-    "NoFastPath",
-    "PrepareInput",
-    "PrepareInputOutput",
-    "PrepareOutput",
-    "Replicated",
-    "RopeOutput",
-    "Rowwise",
-    "SequenceParallel",
-    "SplitHeads",
-    "Style",
-    "VocabParallel",
-]

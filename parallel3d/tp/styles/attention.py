@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,20 @@ from parallel3d.tp.collectives import (
     split_packed,
 )
 from parallel3d.tp.forwards import TpState, bind_forward, take_input
-from parallel3d.tp.styles.base import Style, Traffic, entered, summed
+from parallel3d.tp.styles.base import RandomLayout, Style, Traffic, input_traffic, sum_traffic
 
 
 @dataclass(frozen=True)
 class SplitHeads(Style):
-    """The heads of an ``nn.MultiheadAttention`` split over ``tp``: rows of its input projections, columns of
+    """Splits the heads of an ``nn.MultiheadAttention`` over ``tp``: rows of its input projections, columns of
     its output projection. Each rank has whole heads, the first ranks one more where they don't divide.
 
-    Everything the module takes works, on each rank as in the plain module: inputs batched or not, ``kdim``
-    and ``vdim``, masks of either type and shape, ``add_bias_kv``, ``add_zero_attn``, dropout. Weights that
-    are returned are summed or gathered over the ranks: ``need_weights=False`` spares that.
+    All options of the module work: inputs batched or not, ``kdim`` and ``vdim``, masks of either type and
+    shape, ``add_bias_kv``, ``add_zero_attn``, dropout. Attention weights that are returned are summed or
+    gathered over the ranks; ``need_weights=False`` avoids that.
     """
+
+    random_before: ClassVar = True  # dropout inside is on this rank's heads
 
     def plan(self, module: Any, tp: int) -> dict[str, ParamRule]:
         if not is_plain(module, nn.MultiheadAttention):
@@ -44,20 +46,14 @@ class SplitHeads(Style):
             raise PlanError(
                 f"num_heads {heads} is too small for {tp} tp ranks; the largest tp is {heads}"
             )
-        features = module.embed_dim
-        three = cut_sections(0, (features,) * 3, tp, size)
+        three = ParamRule(Shard(0), packing=cut_sections(0, (module.embed_dim,) * 3, tp, size))
         one = _rule(0, heads, size, tp)
-        # One row each, at the end of every sequence of keys and values: cut along the heads.
-        extra = _rule(2, heads, size, tp)
+        extra = _rule(2, heads, size, tp)  # a row at the end of every sequence of keys and values
         return fit_rules(
             module,
-            in_proj_weight=ParamRule(Shard(0), packing=three),
-            q_proj_weight=one,
-            k_proj_weight=one,
-            v_proj_weight=one,
-            in_proj_bias=ParamRule(Shard(0), packing=three),
-            bias_k=extra,
-            bias_v=extra,
+            **dict.fromkeys(("in_proj_weight", "in_proj_bias"), three),
+            **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), one),
+            **dict.fromkeys(("bias_k", "bias_v"), extra),
         )
 
     def inside(self, module: Any) -> dict[str, Style]:
@@ -69,21 +65,17 @@ class SplitHeads(Style):
         bind_forward(module, split_heads, TpState(self, axis, sequence))
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
-        return *summed("replicate", module.embed_dim), *entered("replicate", module.embed_dim)
+        size = module.embed_dim
+        return *sum_traffic("replicate", size), *input_traffic("replicate", size)
 
     @property
-    def random_before(self) -> bool:
-        """Dropout inside is on this rank's heads."""
-        return True
-
-    @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+    def random_after(self) -> RandomLayout:
         return "whole"
 
 
 @dataclass(frozen=True)
 class _OutProjection(Style):
-    """The output projection, which the attention reads and never calls."""
+    """The output projection, whose weight the attention reads without calling it."""
 
     heads: int
 
@@ -94,8 +86,8 @@ class _OutProjection(Style):
 
 @dataclass(frozen=True)
 class NoFastPath(Style):
-    """For torch's transformer encoder and its layers: in inference they'd read the weights of the modules
-    inside them themselves, and all of them. With this they call the modules, as in training."""
+    """Makes torch's transformer encoder and its layers call the modules inside them in inference too, where
+    they otherwise read whole weights by themselves."""
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         return {}
@@ -103,7 +95,7 @@ class NoFastPath(Style):
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-        else:  # its only use is to say that the fast path may be taken
+        else:  # used only to decide whether the fast path may be taken
             module.activation_relu_or_gelu = 0  # type: ignore[assignment]
 
 
@@ -123,8 +115,8 @@ def split_heads(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``nn.MultiheadAttention``'s forward on this rank's heads. Below, B: batch, L: length of the queries, S:
-    of the keys, h: heads of this rank, d: size of a head."""
+    """``nn.MultiheadAttention``'s forward on this rank's heads. In the shapes below, B is the batch, L the
+    length of the queries, S of the keys, h the number of this rank's heads and d the size of a head."""
     tp: TpState = self._parallel3d_tp
     if is_causal and attn_mask is None:
         raise RuntimeError("is_causal is a hint about attn_mask, which must be given too")
@@ -168,16 +160,14 @@ def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(B, L or S, features) -> queries (B, h, L, d), keys and values (B, h, S, d)."""
     bias = self.in_proj_bias
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    if not self._qkv_same_embed_dim:
-        of_each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-    elif query is key is value:
-        of_each = None
-    else:
-        of_each = self.in_proj_weight.chunk(3)
-    if of_each is None:
+    if self._qkv_same_embed_dim and query is key is value:
         q, k, v = F.linear(query, self.in_proj_weight, bias).chunk(3, -1)
     else:
-        q, k, v = map(F.linear, (query, key, value), of_each, biases)
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        q, k, v = map(F.linear, (query, key, value), weights, biases)
     if self.bias_k is not None:
         k = torch.cat([k, self.bias_k.expand(k.shape[0], -1, -1)], 1)
         v = torch.cat([v, self.bias_v.expand(v.shape[0], -1, -1)], 1)
@@ -190,13 +180,13 @@ def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 def _merge_masks(
     self: Any, attn: Tensor | None, padding: Tensor | None, q: Tensor, batched: bool, tp: TpState
 ) -> Tensor | None:
-    """Both masks as numbers to add to scores (B, h, L, S)."""
-    extra = (self.bias_k is not None) + bool(self.add_zero_attn)  # keys that all may attend to
+    """Returns the sum of both masks, to add to scores (B, h, L, S)."""
+    extra = (self.bias_k is not None) + bool(self.add_zero_attn)  # keys without a mask
     mask = None
     if attn is not None:
         mask = F.pad(_as_numbers("attn_mask", attn, q), (0, extra))
         if mask.dim() == 3:
-            # A mask for each head, of which this rank has some.
+            # One mask for each head.
             mask = mask.unflatten(0, (-1, self.num_heads))
             mask = _local_heads(self.num_heads, tp).take(mask, tp.axis.rank)
         elif mask.dim() != 2:
@@ -218,7 +208,7 @@ def _as_numbers(name: str, mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _local_heads(heads: int, tp: TpState) -> Packing:
-    """Which heads each rank has, as a packing of dim 1."""
+    """The heads of each rank, as a packing of dim 1."""
     return cut_sections(1, (heads,), tp.axis.size)
 
 
@@ -229,18 +219,16 @@ def _join_weights(self: Any, weights: Tensor, average: bool, tp: TpState) -> Ten
     return gather_packed(weights, _local_heads(self.num_heads, tp), tp.axis)
 
 
-# HeadArguments: what attention gets for each head as an argument, cut to a rank's heads.
-
-
 @dataclass(frozen=True)
 class HeadArguments(Style):
-    """For an attention module that is given something for each head (ALiBi, a bias of positions) and whose
-    heads are split: each rank uses its heads' part. The gradient of the whole is complete on each rank.
+    """For an attention module whose heads are split and one of whose arguments has a part for each head
+    (ALiBi, a position bias): each rank uses its heads' part. The gradient of the whole is complete on each
+    rank.
 
     Attributes:
         heads: of the plain module. Ranks hold them in order, the first ones one more where they don't divide.
-        arguments: (name, dim): the forward's arguments to cut, and the dim that counts heads; it may be a
-            multiple, of a batch's heads one sample after the other.
+        arguments: (name, dim) of arguments of the forward; the size of ``dim`` is the number of heads, or a
+            multiple of it: the heads of one sample after those of the other.
     """
 
     heads: int
@@ -259,34 +247,26 @@ class HeadArguments(Style):
         return {}
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        names = tuple(inspect.signature(module.forward).parameters)
-        bind_forward(module, head_arguments, _State(self, axis, sequence, names=names))
+        bind_forward(module, head_arguments, TpState(self, axis, sequence))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return (Traffic("all-gather", "backward", None),) * len(self.arguments)
 
 
-@dataclass
-class _State(TpState):
-    """With the names of the forward's arguments, in their order."""
-
-    names: tuple[str, ...] = ()
-
-
 def head_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's forward on this rank's part of some arguments."""
-    tp: Any = self._parallel3d_tp
-    given = list(args)
+    tp: TpState = self._parallel3d_tp
+    positional = list(args)
     for name, dim in tp.style.arguments:
         place = tp.names.index(name)
-        if place < len(given):
-            given[place] = _cut(given[place], dim, tp)
+        if place < len(positional):
+            positional[place] = _own_heads(positional[place], dim, tp)
         elif name in kwargs:
-            kwargs = {**kwargs, name: _cut(kwargs[name], dim, tp)}
-    return tp.inner(self, *given, **kwargs)
+            kwargs = {**kwargs, name: _own_heads(kwargs[name], dim, tp)}
+    return tp.inner(self, *positional, **kwargs)
 
 
-def _cut(value: Any, dim: int, tp: TpState) -> Any:
+def _own_heads(value: Any, dim: int, tp: TpState) -> Any:
     if not isinstance(value, Tensor):
         return value
     heads = tp.style.heads

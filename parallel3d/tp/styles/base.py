@@ -1,16 +1,16 @@
 """Style: how one module is tensor-parallel.
 
-A style is a frozen value that names no module and no mesh. :meth:`Style.plan` is pure: it says
-which parameter of a module gets which placement on the ``tp`` axis, or why that can't be.
-:meth:`Style.install` mutates: it gives the module instance a forward on local tensors. Parameters
-are replaced by :meth:`~parallel3d.tp.ResolvedPlan.apply`, which knows about sharing.
+A style is a frozen value that refers to no module and no mesh. :meth:`Style.plan` is pure: it returns the
+placement on the ``tp`` axis of each of a module's parameters, or raises. :meth:`Style.install` mutates: it
+gives the module instance a forward on local tensors. :meth:`~parallel3d.tp.ResolvedPlan.apply` replaces the
+parameters, because it knows which are shared.
 """
 
 import difflib
 import dis
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -22,19 +22,17 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 
-# What a module is to the styles: a linear layer or an embedding, torch's, Hugging Face's or a
-# subclass.
-
 
 @dataclass(frozen=True)
 class LinearKind:
-    """A module that computes ``x @ weight + bias``, in one of two ways of holding the weight.
+    """A module that computes ``x @ weight + bias``: ``nn.Linear``, or transformers' ``Conv1D``, which holds
+    the weight transposed.
 
     Attributes:
         out_features, in_features: its sizes.
-        out_name, in_name: what the module calls them.
-        out_dim, in_dim: their dims of the weight.
-        base: the class whose forward is that product.
+        out_name, in_name: the module's attributes with these sizes.
+        out_dim, in_dim: the weight's dims of these sizes.
+        base: the class whose forward computes the product.
     """
 
     out_features: int
@@ -47,18 +45,20 @@ class LinearKind:
 
 
 def linear_kind(style: object, module: Any) -> LinearKind:
-    """What ``module`` is to a style for linear layers.
+    """Returns ``module`` as a linear layer, for ``style``.
 
     Raises:
-        PlanError: it is no linear layer, or one that computes something else.
+        PlanError: it is no linear layer, or its forward computes something else.
     """
     if is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear):
         return LinearKind(
             module.out_features, module.in_features, "out_features", "in_features", 0, 1, nn.Linear
         )
-    conv1d = next((c for c in type(module).__mro__ if _is_conv1d(c)), None)
-    if conv1d is not None and (is_plain(module, conv1d) or calls_forward_of(module, conv1d)):
-        return LinearKind(module.nf, module.nx, "nf", "nx", 1, 0, conv1d)
+    for cls in type(module).__mro__:
+        if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+            if is_plain(module, cls) or calls_forward_of(module, cls):
+                return LinearKind(module.nf, module.nx, "nf", "nx", 1, 0, cls)
+            break
     raise PlanError(
         f"{type(style).__name__} is for nn.Linear, nn.Embedding and transformers' Conv1D with their own "
         f"forward, not {type(module).__name__}"
@@ -66,38 +66,36 @@ def linear_kind(style: object, module: Any) -> LinearKind:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether ``module`` is an ``nn.Embedding``, or one with something done to what it looks up."""
+    """Whether ``module`` is an ``nn.Embedding``, or a subclass that changes the result of its forward."""
     return is_plain(module, nn.Embedding) or calls_forward_of(module, nn.Embedding)
-
-
-def _is_conv1d(cls: type) -> bool:
-    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether ``module`` is a subclass of ``base`` whose forward calls ``super().forward`` once and reads
-    nothing else that a style changes: what it does before and after is done to whole activations as before.
-    """
+    nothing else that a style changes, so that the rest of it runs on whole activations as before."""
     cls = type(module)
     if not isinstance(module, base) or cls.forward is base.forward or "forward" in module.__dict__:
         return False
-    between = cls.__mro__[: cls.__mro__.index(base)]
-    return all(_is_transparent(c.__dict__["forward"]) for c in between if "forward" in c.__dict__)
+    return all(map(_is_transparent, _forwards_over(module, base)))
 
 
 def works_by_element(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Whether ``module`` is a plain ``base``, or does to what its ``super().forward`` takes and gives only
-    arithmetic with numbers, the same to each element: that is right on any part too."""
+    """Whether ``module`` is a plain ``base``, or applies to input and output of its ``super().forward`` only
+    arithmetic with numbers, alike for each element, which is right on any part too."""
     if type(module).forward is base.forward:
         return True
-    cls = type(module)
-    between = cls.__mro__[: cls.__mro__.index(base)]
     return calls_forward_of(module, base) and all(
-        _is_arithmetic(c.__dict__["forward"], module) for c in between if "forward" in c.__dict__
+        _is_arithmetic(forward, module) for forward in _forwards_over(module, base)
     )
 
 
-# Attributes a style changes: a forward that reads them computes with a part where it expects the whole.
+def _forwards_over(module: nn.Module, base: type[nn.Module]) -> Iterator[Any]:
+    """The forwards of the subclasses of ``base`` that ``module`` is an instance of."""
+    mro = type(module).__mro__
+    return (c.__dict__["forward"] for c in mro[: mro.index(base)] if "forward" in c.__dict__)
+
+
+# Attributes that a style changes: a forward that reads them would compute with a part.
 _CHANGED = {"weight", "bias", "_parameters", "parameters", "named_parameters", "state_dict"}
 
 
@@ -111,17 +109,16 @@ def _is_transparent(forward: Callable[..., Any]) -> bool:
     code = getattr(forward, "__code__", None)
     if code is None or "super" not in code.co_names:
         return False
-    # Straight code: in a loop or a branch the call might come twice or never.
+    # No loop and no branch, in which the call might run twice or never.
     if any("JUMP" in step.opname or step.opname == "FOR_ITER" for step in _steps(forward)):
         return False
     names = [s.argval for s in _steps(forward) if "ATTR" in s.opname or "METHOD" in s.opname]
     for name, after in zip(names, [*names[1:], ""], strict=True):
         if name in _CHANGED and after not in ("dtype", "device"):
             return False
-    calls = [name for name in names if name == "forward"]
-    # Nor a function inside, which might read anything.
+    # No nested function, which might read anything.
     nested = any(hasattr(constant, "co_code") for constant in code.co_consts)
-    return len(calls) == 1 and not nested
+    return names.count("forward") == 1 and not nested
 
 
 _OF_ELEMENTS = {"super", "forward", "to", "dtype", "device", "weight", "type_as"}
@@ -137,26 +134,23 @@ def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
         elif not isinstance(value, (int, float)):
             return False
     for step in _steps(forward):
-        if "SUBSCR" in step.opname or "SLICE" in step.opname or "BUILD" in step.opname:
+        if any(part in step.opname for part in ("SUBSCR", "SLICE", "BUILD")):
             return False
         if step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC:
             return False
     return True
 
 
-# Traffic: what a module communicates over ``tp`` for each token, for the report.
-
-
 @dataclass(frozen=True)
 class Traffic:
-    """One collective of a module's forward or backward.
+    """One collective of a module's forward or backward over ``tp``, for the report.
 
     Attributes:
-        op: ``"all-reduce"``, ``"all-gather"`` or ``"reduce-scatter"``; or ``"torch's own"``, whatever its
-            DTensors do.
+        op: ``"all-reduce"``, ``"all-gather"`` or ``"reduce-scatter"``; ``"torch's own"``: the collectives of
+            DTensors.
         phase: when it runs.
-        elements: of the whole tensor for each token: what is reduced, or what is gathered. ``None``: only
-            the input shows it.
+        elements: elements per token of the whole tensor that is reduced or gathered; None if that depends on
+            the input.
     """
 
     op: Literal["all-reduce", "all-gather", "reduce-scatter", "torch's own"]
@@ -164,8 +158,8 @@ class Traffic:
     elements: int | None
 
 
-def entered(layout: str, elements: int | None) -> tuple[Traffic, ...]:
-    """Taking an input that column-parallel modules read, which is whole, or a part of the sequence."""
+def input_traffic(layout: str, elements: int | None) -> tuple[Traffic, ...]:
+    """The collectives for an input of column-parallel modules that is whole, or a part of the sequence."""
     if layout == "replicate":
         return (Traffic("all-reduce", "backward", elements),)
     if layout == "sequence":
@@ -176,8 +170,8 @@ def entered(layout: str, elements: int | None) -> tuple[Traffic, ...]:
     return ()
 
 
-def summed(layout: str, elements: int | None) -> tuple[Traffic, ...]:
-    """Summing the ranks' parts into the whole, or into parts of the sequence."""
+def sum_traffic(layout: str, elements: int | None) -> tuple[Traffic, ...]:
+    """The collectives that sum the ranks' outputs into the whole, or into parts of the sequence."""
     if layout == "replicate":
         return (Traffic("all-reduce", "forward", elements),)
     return (
@@ -186,11 +180,26 @@ def summed(layout: str, elements: int | None) -> tuple[Traffic, ...]:
     )
 
 
+RandomLayout = Literal["", "features", "sequence", "whole"]
+RANDOM_LAYOUTS: dict[str, RandomLayout] = {
+    "replicate": "whole",
+    "sequence": "sequence",
+    "shard": "features",
+}
+"""Layout of an output -> ``Style.random_after``."""
+
+
 @dataclass(frozen=True)
 class Style(ABC):
-    """Base of the styles. ``str()`` shows the fields that differ from their defaults."""
+    """Base class of the styles. ``str()`` shows the fields that differ from their defaults.
+
+    Attributes:
+        choices: field -> its valid values.
+        random_before: whether the module computes on parts though its input is whole.
+    """
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
+    random_before: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, allowed in self.choices.items():
@@ -203,74 +212,72 @@ class Style(ABC):
                 )
 
     def __str__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         shown = [
-            f"{f.name}={_shown(getattr(self, f.name))}"
+            f"{f.name}={_shown(values[f.name])}"
             for f in fields(self)
-            if getattr(self, f.name) != f.default
+            if values[f.name] != f.default
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def for_module(self, module: nn.Module) -> "Style":
-        """The style this one means on ``module``: itself, but for names used for two things."""
+        """Returns the style that this one means on ``module``: itself, unless a name has two meanings."""
         return self
 
     def in_model(self, model: nn.Module, name: str) -> "Style":
-        """The style with what it reads from the model around its module, whose path is ``name``."""
+        """Returns the style with what it takes from the ``model`` around its module, at the path ``name``."""
         return self
 
     def inside(self, module: nn.Module) -> dict[str, "Style"]:
-        """Styles that modules inside get with this one, by their path from ``module``."""
+        """Returns the styles that modules inside ``module`` get with this one, by path from ``module``."""
         return {}
 
     def attributes(self, module: nn.Module, tp: int) -> dict[str, tuple[int, ...]]:
-        """Attributes of the module that say how much this rank holds: name -> value on each rank."""
+        """Returns the module's attributes that depend on its local sizes: name -> value on each rank."""
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
-        """This style for a module some of whose own parameters have rules of their own, by name.
+        """Returns this style with rules for some of its module's own parameters, by name.
 
         Raises:
-            PlanError: it takes none.
+            PlanError: it has no field ``params``.
         """
+        if "params" in self.__dataclass_fields__:
+            return replace(self, params=(*self.params, *params.items()))  # type: ignore[attr-defined,call-arg]
         raise PlanError(
             f"{self} takes no rules for single parameters ({', '.join(params)}); give their module "
             "the style 'local_params' or 'moe_tp_experts'"
         )
 
     def param_rule(self, param: Tensor, tp: int) -> ParamRule:
-        """What this style means for one parameter, given by its path; for styles that split features.
+        """Returns the rule for one parameter that a plan names by its path; for styles that split features.
 
         Raises:
-            PlanError: it is no style for a parameter, or its size can't be split.
+            PlanError: the style is not for single parameters, or the size can't be split.
         """
         raise PlanError(f"{self} is a style for modules, not for a parameter")
 
     @abstractmethod
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        """The rule of each of the module's own parameters, by name.
+        """Returns the rule of each of the module's own parameters, by name.
 
         Raises:
-            PlanError: a module type or a size this style can't do on ``tp`` ranks.
+            PlanError: the style can't split this type of module, or this size over ``tp`` ranks.
         """
 
     def install(  # noqa: B027 (optional)
         self, module: nn.Module, axis: TpAxis, sequence: SequenceLength
     ) -> None:
-        """Gives ``module`` its tensor-parallel forward. Base: the forward it has is right."""
+        """Gives ``module`` its tensor-parallel forward. Base: its own forward is right."""
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
-        """What the module communicates for each token, for the report."""
+        """Returns the collectives of the module, with their sizes per token, for the report."""
         return ()
 
     @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        """What its output is a part of, for random numbers (``tp/random.py``); ``""``: as before it."""
+    def random_after(self) -> RandomLayout:
+        """The layout of the output, for random numbers (``tp/random.py``); ``""``: that of the input."""
         return ""
-
-    @property
-    def random_before(self) -> bool:
-        """Whether the module itself computes on parts, though its input is whole."""
-        return False
 
     @property
     def splits_sequence(self) -> bool:
@@ -279,11 +286,25 @@ class Style(ABC):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether it must know the global length of the sequence it gets a part of."""
+        """Whether its input is a part of the sequence, of which it must know the global length."""
         return False
 
 
+class LayoutStyle(Style):
+    """A style with the field ``output``, a layout of ``RANDOM_LAYOUTS``, and perhaps with ``input``."""
+
+    @property
+    def random_after(self) -> RandomLayout:
+        return RANDOM_LAYOUTS[self.output]  # type: ignore[attr-defined]
+
+    @property
+    def splits_sequence(self) -> bool:
+        return self.output == "sequence"  # type: ignore[attr-defined]
+
+    @property
+    def takes_parts(self) -> bool:
+        return getattr(self, "input", None) == "sequence"
+
+
 def _shown(value: object) -> str:
-    if isinstance(value, Packing):
-        return f"{value.lengths} by rank"
-    return repr(value)
+    return f"{value.lengths} by rank" if isinstance(value, Packing) else repr(value)

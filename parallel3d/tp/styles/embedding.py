@@ -10,25 +10,26 @@ from torch.nn import functional as F
 
 from parallel3d._torch.autograd import assert_async
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import (
-    ParamRule,
-    fit_rules,
-    refuse_lookup_options,
-)
+from parallel3d.tp.checks import ParamRule, fit_rules, refuse_lookup_options
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.forwards import TpState, bind_base_forward, finish_sum, gather_features
-from parallel3d.tp.styles.base import Style, Traffic, is_embedding, summed, works_by_element
+from parallel3d.tp.styles.base import (
+    LayoutStyle,
+    Traffic,
+    is_embedding,
+    sum_traffic,
+    works_by_element,
+)
 
 
 @dataclass(frozen=True)
-class VocabParallel(Style):
-    """The vocabulary of an ``nn.Embedding`` split over ``tp``: each rank looks up the tokens it
-    holds. ``padding_idx`` is respected; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` are
-    refused.
+class VocabParallel(LayoutStyle):
+    """Splits the vocabulary of an ``nn.Embedding`` over ``tp``: each rank looks up the tokens that it holds.
+    ``padding_idx`` works; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` raise.
 
     Attributes:
         output: ``"replicate"``: whole. ``"sequence"``: this rank's part along ``sequence_dim``.
-        sequence_dim: of the output, when ``output="sequence"``.
+        sequence_dim: the sequence dim of the output, when ``output="sequence"``.
     """
 
     choices: ClassVar = {"output": ("replicate", "sequence")}
@@ -54,32 +55,22 @@ class VocabParallel(Style):
         bind_base_forward(module, nn.Embedding, vocab_parallel_embedding, state)
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
-        return summed(self.output, module.embedding_dim)
-
-    @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        return "sequence" if self.output == "sequence" else "whole"
-
-    @property
-    def splits_sequence(self) -> bool:
-        return self.output == "sequence"
+        return sum_traffic(self.output, module.embedding_dim)
 
 
 def colwise_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width / tp), or (..., width) when gathered."""
+    """(...) ids -> (..., width / tp), or (..., width) if gathered."""
     tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
     y = tp.inner(self, input)
-    return gather_features(y, self.embedding_dim, tp) if style.output == "replicate" else y
+    return gather_features(y, self.embedding_dim, tp) if tp.style.output == "replicate" else y
 
 
 def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width): each rank looks up the ids it holds, the sum has them all.
+    """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others.
 
     An id outside the vocabulary is an error on every rank, as in the plain module.
     """
     tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
     size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
     start = tp.axis.rank * chunk
     ids = input
@@ -90,9 +81,9 @@ def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
     elsewhere = (local < 0) | (local >= chunk)
     weight = self.weight
     if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
-        weight = F.pad(weight, (0, 0, 0, 1))  # one to look id 0 up in
+        weight = F.pad(weight, (0, 0, 0, 1))  # a row for id 0
     y = F.embedding(local.masked_fill(elsewhere, 0), weight)
     y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
     if self.padding_idx is not None:  # its row is looked up but not trained
         y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
-    return finish_sum(y, style.output, style.sequence_dim, tp)
+    return finish_sum(y, tp.style.output, tp.style.sequence_dim, tp)

@@ -1,7 +1,8 @@
 """Colwise and Rowwise: a linear layer whose output or input features are split over ``tp``."""
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,34 +26,33 @@ from parallel3d.tp.forwards import (
 )
 from parallel3d.tp.overlap import gather_linear, linear, obstacle
 from parallel3d.tp.styles.base import (
+    LayoutStyle,
+    RandomLayout,
     Style,
     Traffic,
-    entered,
+    input_traffic,
     is_embedding,
     linear_kind,
-    summed,
+    sum_traffic,
     works_by_element,
 )
 from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
 
-# Cutting the features of a weight among ``tp`` ranks: all alike, or each of the sections it is
-# packed of.
-
 Packed = int | tuple[int, ...] | Packing
-"""How features are packed: so many equal sections, sections of these sizes, or these rows on each rank."""
+"""The sections that features consist of: a number of equal ones, their sizes, or the rows on each rank."""
 
 
 def cut_features(
     what: str, size: int, dim: int, packed: Packed, multiple_of: int | tuple[int, ...], tp: int
 ) -> ParamRule:
-    """The rule of a weight whose dim ``dim``, ``size`` features called ``what``, is cut among ``tp`` ranks.
+    """Returns the rule that splits ``size`` features, named ``what``, along ``dim`` of a weight over ``tp``.
 
-    Sections are cut as ``torch.chunk`` cuts, so that what reads their product (the down projection after gate
-    and up) is cut alike without being packed. Where that would cut a group of ``multiple_of``, ranks get
-    whole groups, the first ranks one more.
+    Each section is split as ``torch.chunk`` does, so that the layer that reads a product of sections (down
+    after gate and up) is split alike without sections. Where that would cut a group of ``multiple_of``,
+    ranks get whole groups, the first ranks one more.
 
     Raises:
-        PlanError: the sections don't make up ``size``, or aren't made of whole groups.
+        PlanError: the sections don't add up to ``size``, or don't consist of whole groups.
     """
     if isinstance(packed, Packing):
         if len(packed.rows) != tp or packed.size != size:
@@ -71,29 +71,26 @@ def cut_features(
     for index, (section, group) in enumerate(zip(sections, groups, strict=True)):
         name = what if len(sections) == 1 else f"section {index} of {what}"
         check_count(name, section, group)
-    if any(
-        group > 1 and section % (group * tp)
-        for section, group in zip(sections, groups, strict=True)
-    ):
+    if any(g > 1 and n % (g * tp) for n, g in zip(sections, groups, strict=True)):
         # Chunks would cut a group.
         return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
     if len(sections) == 1:
         return ParamRule(Shard(dim))
-    rows = []
-    for rank in range(tp):
-        at, held = 0, []
-        for section in sections:
-            chunk = -(-section // tp)
-            first = min(rank * chunk, section)
-            number = min(chunk, section - first)
-            if number:
-                held.append((at + first, number))
-            at += section
-        rows.append(tuple(held))
-    return ParamRule(Shard(dim), packing=Packing(dim, tuple(rows)))
+    chunks = [-(-section // tp) for section in sections]
+    starts = [0, *accumulate(sections)]
+    rows = tuple(
+        tuple(
+            (start + rank * chunk, min(chunk, section - rank * chunk))
+            for start, section, chunk in zip(starts, sections, chunks, strict=False)
+            if rank * chunk < section
+        )
+        for rank in range(tp)
+    )
+    return ParamRule(Shard(dim), packing=Packing(dim, rows))
 
 
 def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the sizes of the sections of ``size`` features; raises PlanError if they don't add up."""
     if isinstance(packed, int):
         if packed < 1 or size % packed:
             raise PlanError(f"{what} {size} is not {packed} equal sections")
@@ -106,26 +103,27 @@ def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[in
 
 
 @dataclass(frozen=True)
-class Colwise(Style):
-    """Output features split over ``tp``: ``nn.Linear`` and transformers' ``Conv1D`` (weight and bias) and
-    ``nn.Embedding`` (the width: each rank has all tokens, part of each vector).
+class Colwise(LayoutStyle):
+    """Splits the output features over ``tp``: of ``nn.Linear`` and transformers' ``Conv1D`` the weight and
+    bias, of ``nn.Embedding`` the width, so that each rank has all tokens and a part of each vector.
 
-    On a parameter: its last dim but one is split, of a parameter of one dim that one.
+    For a single parameter, it splits the last dim but one, or the only one.
 
     Attributes:
-        input: ``"replicate"``: whole. ``"sequence"``: a part along ``sequence_dim``, gathered.
-            ``"gathered"``: an enclosing :class:`PrepareInput` has prepared it.
+        input: ``"replicate"``: whole. ``"sequence"``: a part along ``sequence_dim``, gathered here.
+            ``"gathered"``: already prepared by an enclosing :class:`PrepareInput`.
         output: ``"shard"``: (..., out / tp). ``"replicate"``: gathered, (..., out).
-        multiple_of: never cut inside groups of so many features: the size of a head, so that every
-            rank holds whole heads, the first ranks one more if need be. For each section, or for all.
-        packed: the output is packed of sections, each of which is split: so many equal ones (2 for fused
-            gate and up), or ones of these sizes (fused q, k and v). A ``Packing`` says for each rank which
-            features it holds. A gathered output has the order of the plain module's.
-        sequence_dim: of the input, when ``input="sequence"``.
-        chunks: more than one: the sequence is gathered in so many chunks, one while another is
-            multiplied. For a module that reads its input alone, on a backend whose collectives run
-            beside a matmul (NCCL). Where that can't be (a sequence that ``tp`` doesn't divide, autocast) a
-            warning says so; with ``parallelize(compile=...)`` of its block it is an error.
+        multiple_of: the number of features of a group that is never split, such as the size of a head, so
+            that every rank holds whole heads, the first ranks one more if need be. For each section, or for
+            all.
+        packed: the sections of the output, each of which is split: a number of equal ones (2 for fused gate
+            and up) or their sizes (fused q, k and v). A ``Packing`` gives the features of each rank. A
+            gathered output has the order of the plain module's.
+        sequence_dim: the sequence dim of the input, when ``input="sequence"``.
+        chunks: gathers the sequence in this many chunks, each while the one before is multiplied. For a
+            module that alone reads its input, on a backend whose collectives run beside a matmul (NCCL).
+            Warns where that is impossible (``tp`` doesn't divide the sequence, autocast); an error with
+            ``parallelize(compile=...)`` of its block.
     """
 
     choices: ClassVar = {
@@ -178,8 +176,7 @@ class Colwise(Style):
             )
 
     def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
-        state = TpState(self, axis, sequence)
-        state.packing = packing_of(module.weight)
+        state = TpState(self, axis, sequence, packing=packing_of(module.weight))
         if isinstance(module, nn.Embedding):
             bind_base_forward(module, nn.Embedding, colwise_embedding, state)
         else:
@@ -190,35 +187,28 @@ class Colwise(Style):
             width = module.embedding_dim
             return (Traffic("all-gather", "forward", width),) * (self.output == "replicate")
         kind = linear_kind(self, module)
-        found = entered(self.input, kind.in_features)
-        if self.output == "replicate":
-            found += (Traffic("all-gather", "forward", kind.out_features),)
-        return found
+        gather = (Traffic("all-gather", "forward", kind.out_features),)
+        return input_traffic(self.input, kind.in_features) + gather * (self.output == "replicate")
 
     @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        if self.output == "shard":
-            return "features"
-        return "whole" if self.input == "sequence" else ""
-
-    @property
-    def takes_parts(self) -> bool:
-        return self.input == "sequence"
+    def random_after(self) -> RandomLayout:
+        if self.output == "replicate" and self.input != "sequence":
+            return ""
+        return super().random_after
 
 
 @dataclass(frozen=True)
-class Rowwise(Style):
-    """Input features of an ``nn.Linear`` or ``Conv1D`` split over ``tp``; the bias is whole and added once,
-    after the sum. On an ``nn.Embedding`` it means :class:`VocabParallel`, as in torch.
+class Rowwise(LayoutStyle):
+    """Splits the input features of an ``nn.Linear`` or ``Conv1D`` over ``tp``; the bias is whole and added
+    once, after the sum. On an ``nn.Embedding`` it means :class:`VocabParallel`, as in torch.
 
-    On a parameter: its last dim is split; one of one dim, a bias, is whole.
+    For a single parameter, it splits the last dim; one of one dim, a bias, stays whole.
 
     Attributes:
-        input: ``"shard"``: (..., in / tp), what :class:`Colwise` puts out. ``"replicate"``: whole,
-            split here.
+        input: ``"shard"``: (..., in / tp), the output of :class:`Colwise`. ``"replicate"``: split here.
         output: ``"replicate"``: whole. ``"sequence"``: this rank's part along ``sequence_dim``.
-        multiple_of, packed: as in :class:`Colwise`, of the input features.
-        sequence_dim: of the output, when ``output="sequence"``.
+        multiple_of, packed: as in :class:`Colwise`, for the input features.
+        sequence_dim: the sequence dim of the output, when ``output="sequence"``.
     """
 
     choices: ClassVar = {"input": ("shard", "replicate"), "output": ("replicate", "sequence")}
@@ -259,33 +249,21 @@ class Rowwise(Style):
         return cut_features(f"dim {dim}", param.shape[dim], dim, self.packed, self.multiple_of, tp)
 
     def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
-        state = TpState(self, axis, sequence)
-        state.packing = packing_of(module.weight)
+        state = TpState(self, axis, sequence, packing=packing_of(module.weight))
         bind_base_forward(module, linear_kind(self, module).base, rowwise_linear, state)
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         kind = linear_kind(self, module)
-        found = summed(self.output, kind.out_features)
-        if self.input == "replicate":
-            found += (Traffic("all-gather", "backward", kind.in_features),)
-        return found
-
-    @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        return "sequence" if self.output == "sequence" else "whole"
-
-    @property
-    def splits_sequence(self) -> bool:
-        return self.output == "sequence"
+        gather = (Traffic("all-gather", "backward", kind.in_features),)
+        return sum_traffic(self.output, kind.out_features) + gather * (self.input == "replicate")
 
 
 def colwise_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> (..., out / tp), or (..., out) when gathered."""
+    """(..., in) -> (..., out / tp), or (..., out) if gathered."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    weight, y = _as_linear(self), None
-    if style.chunks > 1:
-        y = _in_chunks(tp, input, weight, self.bias)
+    weight = _as_linear(self)
+    y = _in_chunks(tp, input, weight, self.bias) if style.chunks > 1 else None
     if y is None:
         x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
         y = linear(x, weight, self.bias)
@@ -299,7 +277,7 @@ def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
         return None
     why_not = obstacle(x, style.sequence_dim, size, tp.axis)
     if why_not:
-        if not torch.compiler.is_compiling():  # parallelize(compile=...) has refused it
+        if not torch.compiler.is_compiling():  # which parallelize(compile=...) refuses
             warnings.warn(
                 f"{style}: the sequence is gathered at once, not in {style.chunks} chunks beside the matmul: "
                 f"{why_not}",
@@ -310,7 +288,7 @@ def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 def rowwise_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in / tp), or (..., in) when it is to be split, -> (..., out)."""
+    """(..., in / tp), or (..., in) which is split here, -> (..., out)."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
     x, weight, features = input, _as_linear(self), _sizes(self)[1]
@@ -323,37 +301,33 @@ def rowwise_linear(self: Any, input: Tensor) -> Tensor:
             "a whole input."
         )
     y = finish_sum(F.linear(x, weight), style.output, style.sequence_dim, tp)
-    # After the sum: added before, it would count tp times.
+    # The bias after the sum, in which it would be added tp times.
     return y if self.bias is None else y + self.bias
 
 
 def _as_linear(module: Any) -> Tensor:
-    """The weight as ``nn.Linear`` has it, (out, in); Conv1D's is the other way."""
+    """Returns the weight as (out, in)."""
     return module.weight if isinstance(module, nn.Linear) else module.weight.t()
 
 
 def _sizes(module: Any) -> tuple[int, int]:
-    """Output and input features of the plain module."""
+    """Returns output and input features of the plain module."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return module.nf, module.nx
 
 
-# GroupedKv: the key or value projection where tp ranks have key and value heads in common.
-#
-# Plans don't name it: ``tp/auto/heads.py`` puts it in the place of Colwise.
-
-
 @dataclass(frozen=True)
 class GroupedKv(Colwise):
-    """The key or value projection where ranks have key and value heads in common.
+    """The key or value projection where several ranks need the same key and value heads. Plans don't name
+    it: ``tp/auto/heads.py`` replaces Colwise by it.
 
-    Weight and bias are whole on every rank, at rest too; each rank computes the heads its query heads
-    attend to, so its gradient is a part.
+    Weight and bias are whole on every rank, at rest too; each rank computes the heads that its query heads
+    attend to, so its gradient is a partial sum.
 
     Attributes:
-        kv_heads: how many the model has.
-        heads: [rank] -> the heads it puts out, in order; one comes as often as it is named.
+        kv_heads: the number of heads in the model.
+        heads: [rank] -> the heads in its output, in order; a head may be repeated.
     """
 
     kv_heads: int = 1
@@ -365,57 +339,29 @@ class GroupedKv(Colwise):
         return fit_rules(module, weight=rule, bias=rule)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        # The heads a rank needs are neighbours: its rows of the weight are a view.
-        spans = [(min(heads), max(heads) - min(heads) + 1) for heads in self.heads]
-        kind = linear_kind(self, module)
-        size = kind.out_features // self.kv_heads
-        state = _GroupedState(
-            self,
-            axis,
-            sequence,
-            dim=kind.out_dim,
-            start=pick_by_rank([first * size for first, _ in spans], axis.rank),
-            heads=pick_by_rank([number for _, number in spans], axis.rank),
-            size=size,
-            repeats=any(len(h) != number for h, (_, number) in zip(self.heads, spans, strict=True)),
-        )
-        bind_base_forward(module, kind.base, grouped_kv_linear, state)
-
-
-@dataclass
-class _GroupedState(TpState):
-    """What the forward of a :class:`GroupedKv` needs beside the usual.
-
-    Attributes:
-        dim: of the weight that holds the heads.
-        start: where this rank's begin there.
-        heads: how many it computes, each of ``size`` rows.
-        repeats: whether a head comes out more than once on some rank.
-        index: which of the computed heads come out, in order; made on the device of the first forward.
-    """
-
-    dim: int = 0
-    start: int = 0
-    heads: int = 0
-    size: int = 0
-    repeats: bool = False
-    index: Tensor | None = field(default=None, repr=False)
+        base = linear_kind(self, module).base
+        bind_base_forward(module, base, grouped_kv_linear, TpState(self, axis, sequence))
 
 
 def grouped_kv_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> (..., heads this rank puts out x head size)."""
-    tp: _GroupedState = self._parallel3d_tp
+    """(..., in) -> (..., heads in this rank's output x head size)."""
+    tp: TpState = self._parallel3d_tp
     style: Any = tp.style
     x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-    rows = tp.heads * tp.size
-    weight = self.weight.narrow(tp.dim, tp.start, rows)
-    bias = None if self.bias is None else self.bias.narrow(0, tp.start, rows)
-    y = F.linear(x, weight.t() if tp.dim else weight, bias)
-    if not tp.repeats:
+    # A rank's heads are neighbours: its rows of the weight are a view.
+    numbers = [max(heads) - min(heads) + 1 for heads in style.heads]
+    number = pick_by_rank(numbers, tp.axis.rank)
+    size = _sizes(self)[0] // style.kv_heads
+    start = pick_by_rank([min(heads) * size for heads in style.heads], tp.axis.rank)
+    weight = _as_linear(self).narrow(0, start, number * size)
+    bias = None if self.bias is None else self.bias.narrow(0, start, number * size)
+    y = F.linear(x, weight, bias)
+    if [len(heads) for heads in style.heads] == numbers:
         return y
+    # On some rank a head is repeated.
     if tp.index is None or tp.index.device != y.device:
         tp.index = _index(style.heads, tp.axis.rank, y.device)
-    return y.unflatten(-1, (tp.heads, tp.size)).index_select(-2, tp.index).flatten(-2)
+    return y.unflatten(-1, (number, size)).index_select(-2, tp.index).flatten(-2)
 
 
 def _index(heads: tuple[tuple[int, ...], ...], rank: int, device: torch.device) -> Tensor:
@@ -423,5 +369,4 @@ def _index(heads: tuple[tuple[int, ...], ...], rank: int, device: torch.device) 
         return combine_ranks(
             {r: _index(heads, value_on_rank(rank, r), device) for r in ranks_of(rank)}
         )
-    mine = heads[rank]
-    return torch.tensor([head - min(mine) for head in mine], device=device)
+    return torch.tensor([head - min(heads[rank]) for head in heads[rank]], device=device)

@@ -1,4 +1,4 @@
-"""PrepareInput, PrepareInputOutput: a module's input, prepared once for all its children."""
+"""PrepareInput, PrepareOutput, RopeOutput: a module's input or output in the layout that its readers need."""
 
 import inspect
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.checks import ParamRule, fit_rules
+from parallel3d.tp.checks import ParamRule, fit_rules, own_params
 from parallel3d.tp.collectives import (
     SequenceLength,
     TpAxis,
@@ -21,25 +21,34 @@ from parallel3d.tp.collectives import (
     split_to_tp,
 )
 from parallel3d.tp.forwards import TpState, bind_forward, finish_sum, map_first, take_input
-from parallel3d.tp.styles.base import Style, Traffic, entered, summed
+from parallel3d.tp.styles.base import (
+    RANDOM_LAYOUTS,
+    RandomLayout,
+    Style,
+    Traffic,
+    input_traffic,
+    sum_traffic,
+)
 from parallel3d.tp.styles.experts import Experts
 from parallel3d.tp.styles.params import LocalParams, Replicated
 
-# PrepareOutput, RopeOutput: what a module puts out, given to what reads it as it needs it.
+
+def _whole_params(module: nn.Module) -> dict[str, ParamRule]:
+    return fit_rules(module, **dict.fromkeys(own_params(module), ParamRule(Replicate())))
 
 
 @dataclass(frozen=True)
 class PrepareOutput(Style):
-    """A module's output, the first tensor of it, given on in another layout.
+    """Changes the layout of a module's output, of a tuple or list the first tensor.
 
-    Its own parameters stay whole, and its forward the plain one.
+    The module's own parameters stay whole, and its forward plain.
 
     Attributes:
-        given: what the module puts out: ``"partial"``: parts to be summed. ``"replicate"``: whole.
-            ``"sequence"``: a part along ``sequence_dim``. ``"shard"``: a part of the features, the last dim.
-        wanted: what is made of it: ``"replicate"``, ``"sequence"`` or ``"shard"``.
-        features: size of the last dim of the whole, when ``given="shard"``.
-        sequence_dim: of the output.
+        given: the layout of the output: ``"partial"``: partial sums. ``"replicate"``: whole.
+            ``"sequence"``: a part along ``sequence_dim``. ``"shard"``: a part of the last dim.
+        wanted: the layout that it gets: ``"replicate"``, ``"sequence"`` or ``"shard"``.
+        features: the size of the last dim of the whole, when ``given="shard"``.
+        sequence_dim: the sequence dim of the output.
     """
 
     choices: ClassVar = {
@@ -66,18 +75,18 @@ class PrepareOutput(Style):
             )
 
     def with_params(self, params: dict[str, Style]) -> Style:
-        if self == PrepareOutput():  # parameters split by rules of their own, and the output summed
+        if self == PrepareOutput():  # a module with split parameters whose output is summed
             return Experts(tuple(params.items()))
         return super().with_params(params)
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        own = [name for name, p in module._parameters.items() if p is not None]
+        own = own_params(module)
         if own and self.given != "replicate":
             raise PlanError(
                 f"{type(module).__name__} has the parameters {', '.join(own)}, used on parts; give them "
                 "rules or its modules styles"
             )
-        return fit_rules(module, **{name: ParamRule(Replicate()) for name in own})
+        return _whole_params(module)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, prepare_output, TpState(self, axis, sequence))
@@ -86,8 +95,8 @@ class PrepareOutput(Style):
         return _TRAFFIC[self.given, self.wanted]
 
     @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
-        return _RANDOM[self.wanted]
+    def random_after(self) -> RandomLayout:
+        return RANDOM_LAYOUTS[self.wanted]
 
     @property
     def splits_sequence(self) -> bool:
@@ -98,14 +107,9 @@ class PrepareOutput(Style):
         return self.given == "sequence"
 
 
-_RANDOM: dict[str, Literal["features", "sequence", "whole"]] = {
-    "replicate": "whole",
-    "sequence": "sequence",
-    "shard": "features",
-}
 _TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
-    ("partial", "replicate"): summed("replicate", None),
-    ("partial", "sequence"): summed("sequence", None),
+    ("partial", "replicate"): sum_traffic("replicate", None),
+    ("partial", "sequence"): sum_traffic("sequence", None),
     ("replicate", "sequence"): (Traffic("all-gather", "backward", None),),
     ("replicate", "shard"): (Traffic("all-gather", "backward", None),),
     ("sequence", "replicate"): (Traffic("all-gather", "forward", None),),
@@ -113,15 +117,45 @@ _TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
 }
 
 
+def prepare_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward with its output in the layout of the style."""
+    tp: TpState = self._parallel3d_tp
+    return _change_layout(tp.inner(self, *args, **kwargs), tp.style, tp)
+
+
+def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
+    if not isinstance(y, Tensor):
+        parts = y if type(y) in (tuple, list) else ()
+        first = next((i for i, part in enumerate(parts) if isinstance(part, Tensor)), None)
+        if first is None:
+            raise StateError(
+                f"{tp.style} got a {type(y).__name__}: no tensor, nor a tuple with one"
+            )
+        return type(y)([*y[:first], _change_layout(y[first], style, tp), *y[first + 1 :]])
+    dim = style.sequence_dim
+    if style.given == "partial" and style.wanted == "replicate":
+        return reduce_from_tp(y, tp.axis)  # not in place: the module may keep it
+    if style.given == "partial":
+        return finish_sum(y, "sequence", dim, tp)
+    if style.given == "sequence":
+        return gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
+    if style.given == "shard":
+        return gather_from_tp(y, -1, style.features, tp.axis)
+    if style.wanted == "shard":
+        return split_to_tp(y, -1, tp.axis)
+    tp.sequence.length = y.shape[dim]
+    return scatter_sequence(y, dim, tp.axis)
+
+
 @dataclass(frozen=True)
 class RopeOutput(Style):
-    """A whole linear layer (or any module) the last features of whose output go to this rank's heads as they
-    are, not through a column-parallel layer: they are given as a copy, whose gradient is summed.
+    """For a whole linear layer (or any module) whose last output features go to this rank's heads directly,
+    not through a column-parallel layer: they become a copy, whose gradient is summed.
 
     The compressed keys and values of multi-head latent attention: ``[kv_lora_rank | qk_rope_head_dim]``.
 
     Attributes:
-        features: how many, 0: the ``qk_rope_head_dim`` of the module around it, or of the model's config.
+        features: their number; 0: the ``qk_rope_head_dim`` of the module around it, or of the model's config.
     """
 
     features: int = 0
@@ -144,8 +178,7 @@ class RopeOutput(Style):
                 "neither the module around it nor the model's config has a qk_rope_head_dim; give "
                 "RopeOutput(features=...)"
             )
-        own = [name for name, p in module._parameters.items() if p is not None]
-        return fit_rules(module, **{name: ParamRule(Replicate()) for name in own})
+        return _whole_params(module)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, rope_output, TpState(self, axis, sequence))
@@ -154,44 +187,11 @@ class RopeOutput(Style):
         return (Traffic("all-reduce", "backward", self.features),)
 
 
-def prepare_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's output, or the first tensor of several, in the layout that is wanted."""
-    tp: TpState = self._parallel3d_tp
-    return give_output(tp.inner(self, *args, **kwargs), tp.style, tp)
-
-
-def give_output(y: Any, style: Any, tp: TpState) -> Any:
-    """``y``, or the first tensor in it, in the layout that ``style`` wants."""
-    if isinstance(y, Tensor):
-        return _give(y, style, tp)
-    if type(y) in (tuple, list) and any(isinstance(part, Tensor) for part in y):
-        at = next(i for i, part in enumerate(y) if isinstance(part, Tensor))
-        return type(y)([*y[:at], _give(y[at], style, tp), *y[at + 1 :]])
-    raise StateError(f"{tp.style} got a {type(y).__name__}: no tensor, nor a tuple with one")
-
-
-def _give(y: Tensor, style: Any, tp: TpState) -> Tensor:
-    dim = style.sequence_dim
-    if style.given == "partial" and style.wanted == "replicate":
-        return reduce_from_tp(y, tp.axis)  # not in place: the module may still hold it
-    if style.given == "partial":
-        return finish_sum(y, "sequence", dim, tp)
-    if style.given == "sequence":
-        return gather_from_tp(y, dim, tp.sequence.of(y, dim, tp.axis), tp.axis)
-    if style.given == "shard":
-        return gather_from_tp(y, -1, style.features, tp.axis)
-    if style.wanted == "shard":
-        return split_to_tp(y, -1, tp.axis)
-    tp.sequence.length = y.shape[dim]
-    return scatter_sequence(y, dim, tp.axis)
-
-
 def rope_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """(..., features): the last of them as a copy."""
+    """The module's forward, with the last features of its output as a copy."""
     tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
     y = tp.inner(self, *args, **kwargs)
-    whole, rope = y[..., : -style.features], y[..., -style.features :]
+    whole, rope = y[..., : -tp.style.features], y[..., -tp.style.features :]
     return torch.cat([whole, copy_to_tp(rope, tp.axis)], -1)
 
 
@@ -200,22 +200,23 @@ Layout = Literal["replicate", "sequence"]
 
 @dataclass(frozen=True)
 class PrepareInput(Style):
-    """Prepares a module's input once for all children that read it (q, k and v; gate and up), which
-    then use ``Colwise(input="gathered")``. Modules that read the same tensor *object* share one collective
-    by themselves; this is for those that are given views of it, or use it without a style.
+    """Prepares a module's input once for all children that read it (q, k and v; gate and up), which then use
+    ``Colwise(input="gathered")``. Modules that read the same tensor *object* share one collective without
+    it; this is for children that get views of it, or use it without a style.
 
-    The first positional tensor, or the first argument when given by name, is prepared; so are the
-    named arguments, however they are given. Everything else passes through.
+    It prepares the first positional tensor, or the first argument if given by name, and the arguments
+    ``keywords``. All others pass through.
 
     Attributes:
-        layout: of the input: ``"replicate"``: whole. ``"sequence"``: a part, gathered.
+        layout: the layout of the input: ``"replicate"``: whole. ``"sequence"``: a part, gathered.
         keywords: more arguments to prepare, by their names in the module's forward; ``(name, layout)``
             for one with another layout.
-        sequence_dim: of the input, when ``layout="sequence"``.
+        sequence_dim: the sequence dim of the input, when ``layout="sequence"``.
         wanted: ``"copy"``: each rank computes something else from the input, so that its gradients are
-            summed: all that the module computes from it must go through children that are split, what
-            is computed alike on every rank would get ``tp`` times its gradient. ``"whole"``: each rank
+            summed. All that the module computes from it must go through children that are split: what is
+            computed alike on every rank would get ``tp`` times its gradient. ``"whole"``: each rank
             computes the same from it, and children that are split take copies of their own.
+        params: the rules of the module's own parameters, (name, style).
     """
 
     choices: ClassVar = {"layout": ("replicate", "sequence"), "wanted": ("copy", "whole")}
@@ -240,6 +241,11 @@ class PrepareInput(Style):
         """(name, layout) of each keyword."""
         return tuple((k, self.layout) if isinstance(k, str) else k for k in self.keywords)
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of all prepared arguments."""
+        return self.layout, *(layout for _, layout in self.named)
+
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         taken = inspect.signature(module.forward).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -251,23 +257,17 @@ class PrepareInput(Style):
         whole = {name: Replicated() for name in module._parameters if self.wanted == "whole"}
         return LocalParams(tuple({**whole, **dict(self.params)}.items())).plan(module, tp)
 
-    def with_params(self, params: dict[str, Style]) -> Style:
-        return replace(self, params=(*self.params, *params.items()))
-
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        names = tuple(inspect.signature(module.forward).parameters)
-        bind_forward(module, prepare_input, _PrepareState(self, axis, sequence, names=names))
+        bind_forward(module, prepare_input, TpState(self, axis, sequence))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
-        layouts = [self.layout, *(layout for _, layout in self.named)]
-        found = tuple(t for layout in layouts for t in entered(layout, None))
-        if self.wanted == "whole":  # nothing that reads it gets only a part of the gradient
-            return tuple(t for t in found if t.phase == "forward")
-        return found
+        found = [t for layout in self.layouts for t in input_traffic(layout, None)]
+        # A whole input's gradient is whole too.
+        return tuple(t for t in found if self.wanted == "copy" or t.phase == "forward")
 
     @property
     def takes_parts(self) -> bool:
-        return any(layout == "sequence" for layout in (self.layout, *(x for _, x in self.named)))
+        return "sequence" in self.layouts
 
 
 _SUMMED = PrepareOutput()
@@ -281,7 +281,7 @@ class PrepareInputOutput(PrepareInput):
     ``PrepareInputOutput("sequence", wanted="whole", output=PrepareOutput("replicate", "sequence"))``.
 
     Attributes:
-        output: what becomes of the output.
+        output: the layouts of the output.
     """
 
     output: PrepareOutput = _SUMMED
@@ -290,7 +290,7 @@ class PrepareInputOutput(PrepareInput):
         return *super().traffic(module, tp), *self.output.traffic(module, tp)
 
     @property
-    def random_after(self) -> Literal["", "features", "sequence", "whole"]:
+    def random_after(self) -> RandomLayout:
         return self.output.random_after
 
     @property
@@ -302,39 +302,29 @@ class PrepareInputOutput(PrepareInput):
         return super().takes_parts or self.output.takes_parts
 
 
-@dataclass
-class _PrepareState(TpState):
-    """Attributes:
-    names: of the arguments of the module's forward, in order.
-    """
-
-    names: tuple[str, ...] = ()
-
-
 def prepare_input(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module on an input copied or gathered once for all its children."""
-    tp: _PrepareState = self._parallel3d_tp
+    """The module's forward on inputs that are copied or gathered once for all its children."""
+    tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    args, kwargs = map_first(tp, args, kwargs, _taker(tp, style.layout))
-    given = list(args)
-    first = next((i for i, value in enumerate(given) if isinstance(value, Tensor)), -1)
+    args, kwargs = map_first(tp, args, kwargs, _preparation(tp, style.layout))
+    positional = list(args)
+    first = next((i for i, value in enumerate(positional) if isinstance(value, Tensor)), -1)
     for name, layout in style.named:
-        take = _taker(tp, layout)
-        place = tp.names.index(name) if name in tp.names else len(given)
-        if place < len(given):
-            if place != first and isinstance(given[place], Tensor):
-                given[place] = take(given[place])
+        prepare = _preparation(tp, layout)
+        place = tp.names.index(name) if name in tp.names else len(positional)
+        if place < len(positional):
+            if place != first and isinstance(positional[place], Tensor):
+                positional[place] = prepare(positional[place])
         elif (name != tp.first or first >= 0) and isinstance(kwargs.get(name), Tensor):
-            kwargs = {**kwargs, name: take(kwargs[name])}
-    y = tp.inner(self, *given, **kwargs)
-    output = getattr(style, "output", None)
-    return y if output is None else give_output(y, output, tp)
+            kwargs = {**kwargs, name: prepare(kwargs[name])}
+    y = tp.inner(self, *positional, **kwargs)
+    return _change_layout(y, style.output, tp) if isinstance(style, PrepareInputOutput) else y
 
 
-def _taker(tp: TpState, layout: str) -> Callable[[Tensor], Tensor]:
+def _preparation(tp: TpState, layout: str) -> Callable[[Tensor], Tensor]:
     style: Any = tp.style
 
-    def take(x: Tensor) -> Tensor:
+    def prepare(x: Tensor) -> Tensor:
         if style.wanted == "copy":
             return take_input(x, layout, style.sequence_dim, tp)
         if layout == "replicate":
@@ -342,4 +332,4 @@ def _taker(tp: TpState, layout: str) -> Callable[[Tensor], Tensor]:
         dim = style.sequence_dim
         return gather_from_tp(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
 
-    return take
+    return prepare

@@ -1,8 +1,8 @@
 """Cross entropy of rows of logits whose vocabulary is split over ``tp``: the numbers, without autograd.
 
-A call goes over the rows twice, some at a time: ``see`` takes of each row what the loss needs, ``finish``
-joins that over ``tp`` and gives the loss, ``gradient`` gives the gradient of some rows again. Of a row only
-its log-sum-exp is kept in between.
+A loss reads the rows twice, in chunks: ``see`` takes from each row what the loss needs, ``finish`` combines
+that over ``tp`` and returns the loss, ``gradient`` returns the gradient of a chunk's rows. Between the two
+passes only the log-sum-exp of each row is kept.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True, eq=False)
 class LossOptions:
-    """What ``vocab_parallel_cross_entropy`` takes; see there.
-
-    Raises:
-        Parallel3dError: a value that can't be.
-    """
+    """Options of ``vocab_parallel_cross_entropy``; raises Parallel3dError for an invalid value."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -45,11 +41,11 @@ class LossOptions:
 
 
 class CrossEntropy:
-    """The loss of ``n`` rows. Numbers are float32, of float64 logits float64.
+    """The loss of ``n`` rows, computed in float32, or for float64 logits in float64.
 
     Args:
         target: (n,) class ids.
-        vocab_size: number of classes; this rank has the chunk of them that ``torch.chunk`` gives it.
+        vocab_size: the number of classes; this rank has the chunk of them that ``torch.chunk`` cuts.
         dtype: of the logits, and of the loss.
     """
 
@@ -63,31 +59,30 @@ class CrossEntropy:
     ) -> None:
         self.axis = None if axis is None or axis.size == 1 else axis
         self.options, self.vocab_size, self.dtype = options, vocab_size, dtype
-        self.number = torch.promote_types(dtype, torch.float32)
+        self.number = torch.promote_types(dtype, torch.float32)  # the dtype of the computation
         self.counted = target != options.ignore_index
         valid = (target >= 0) & (target < vocab_size) | ~self.counted
         assert_async(valid.all(), f"a target is outside the vocabulary of {vocab_size}")
-        self._find_targets(target.masked_fill(~self.counted, 0))
         self._weigh(target)
         self._seen: list[tuple[Tensor, ...]] = []
-
-    def _find_targets(self, target: Tensor) -> None:
-        """Where each row's target is among this rank's classes, if it is here."""
+        # Where each row's target is among this rank's classes, if it is here.
+        target = target.masked_fill(~self.counted, 0)
         self.here, self.at, self.rank_without = self.counted, target, False
-        axis = self.axis
-        if axis is not None:
-            chunk = axis.chunk(self.vocab_size)
-            start = axis.rank * chunk
-            if isinstance(start, torch.SymInt):  # simulated: a factory call makes one tensor each
+        if self.axis is not None:
+            chunk = self.axis.chunk(vocab_size)
+            start = self.axis.rank * chunk
+            if isinstance(
+                start, torch.SymInt
+            ):  # a factory call makes one tensor per simulated rank
                 own = torch.empty(target.shape, dtype=target.dtype, device=target.device)
                 target = own.copy_(target)
             at = target - start
             self.here = self.counted & (at >= 0) & (at < chunk)
             self.at = at.masked_fill(~self.here, 0)
-            self.rank_without = chunk * (axis.size - 1) >= self.vocab_size
+            self.rank_without = chunk * (self.axis.size - 1) >= vocab_size
 
     def _weigh(self, target: Tensor) -> None:
-        """Class weights: of the targets, of this rank's classes, and their sum."""
+        """Sets the class weights of the targets and of this rank's classes, and the sum of all."""
         weight = self.options.weight
         self.of_target = self.of_class = None
         self.weights: Any = self.vocab_size
@@ -107,28 +102,20 @@ class CrossEntropy:
     # ---- forward ----
 
     def see(self, logits: Tensor, rows: slice) -> None:
-        """Takes in the logits (rows, local classes) of ``rows``; rows come in order."""
-        x = self._filled(logits.to(self.number))
+        """Takes the logits, (rows, local classes), of the next rows."""
+        numbers = logits.to(self.number)
+        # A rank without a class gets one of probability zero. Simulated ranks must run the same code.
+        x = F.pad(numbers, (0, 1), value=float("-inf")) if self.rank_without else numbers
         of_target = x.gather(1, self.at[rows].unsqueeze(1)).squeeze(1)
         seen = [x.logsumexp(1), of_target.masked_fill(~self.here[rows], 0)]
         if self.options.label_smoothing:
-            seen.append(self._sum_of_classes(logits.to(self.number)))
+            weighted = numbers if self.of_class is None else numbers * self.of_class
+            seen.append(weighted.sum(1))
         self._seen.append(tuple(seen))
 
-    def _filled(self, x: Tensor) -> Tensor:
-        # A rank without a class gets one of probability zero. All do alike: their code may not differ.
-        return F.pad(x, (0, 1), value=float("-inf")) if self.rank_without else x
-
-    def _sum_of_classes(self, x: Tensor) -> Tensor:
-        return x.sum(1) if self.of_class is None else (x * self.of_class).sum(1)
-
     def finish(self) -> Tensor:
-        """The loss: (n,) or a scalar. Two all-reduces of one and of two or three numbers a row."""
-        lse, *sums = (
-            [torch.cat(column) for column in zip(*self._seen, strict=True)]
-            if len(self._seen) > 1
-            else self._seen[0]
-        )
+        """Returns the loss, (n,) or a scalar, after all-reduces of one and of two or three numbers a row."""
+        lse, *sums = (torch.cat(c) if len(c) > 1 else c[0] for c in zip(*self._seen, strict=True))
         self._seen = []
         if self.axis is not None:
             lse, sums = self._join(lse, sums, self.axis)
@@ -154,7 +141,7 @@ class CrossEntropy:
         return loss.to(self.dtype)
 
     def _join(self, lse: Tensor, sums: Any, axis: TpAxis) -> tuple[Tensor, Any]:
-        """The whole vocabulary's numbers of those of this rank's chunk."""
+        """Combines the numbers of the ranks' chunks of the vocabulary."""
         largest = lse.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
         largest.masked_fill_(largest == float("-inf"), 0)
@@ -166,11 +153,7 @@ class CrossEntropy:
     # ---- backward ----
 
     def gradient(self, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
-        """The gradient, in ``logits``' dtype, of the rows that ``logits`` has.
-
-        Args:
-            grad: of the loss; of its shape.
-        """
+        """Returns the gradient of the logits of ``rows``, in their dtype; ``grad`` is that of the loss."""
         options, smoothing = self.options, self.options.label_smoothing
         grad = grad.to(self.number)
         scale = grad[rows] if grad.dim() else grad / (1 if self.divisor is None else self.divisor)
@@ -196,6 +179,6 @@ class CrossEntropy:
         return result.to(logits.dtype)
 
     def _per_row(self, values: Tensor, skipped: Tensor) -> Tensor:
-        """``values`` (of each row, or one for all) as a column, zero where ``skipped``."""
+        """Returns ``values`` (one a row, or one for all) as a column, zero where ``skipped``."""
         zeros = torch.zeros_like(skipped, dtype=self.number)
         return (zeros + values).masked_fill(skipped, 0).unsqueeze(1)

@@ -28,30 +28,30 @@ def vocab_parallel_cross_entropy(
     weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """What ``F.cross_entropy`` gives for the whole logits, from each rank's chunk of them.
+    """Returns ``F.cross_entropy`` of the whole logits, from each rank's chunk of them.
 
-    The same loss on every tp rank, and for each rank the gradient of its chunk, complete. Two all-reduces
-    of at most four numbers a target; none in the backward. Computed in float32 (float64 for float64), some
-    targets at a time; returned in the dtype of ``logits``.
+    Every tp rank gets the same loss, and the complete gradient of its chunk. It takes two all-reduces of at
+    most four numbers a target, and none in the backward. It is computed in float32 (float64 for float64), in
+    chunks of targets, and returned in the dtype of ``logits``.
 
-    With ``z_loss`` the loss of each target also has ``z_loss * log(Z)**2``, Z the sum of the exponentials of
-    its logits, times its class weight (PaLM, arXiv 2204.02311, section 5: 1e-4; ST-MoE, arXiv 2202.08906,
+    ``z_loss`` adds ``z_loss * log(Z)**2`` to the loss of each target, where Z is the sum of the exponentials
+    of its logits, times its class weight (PaLM, arXiv 2204.02311, section 5: 1e-4; ST-MoE, arXiv 2202.08906,
     equation 5, for routers).
 
     Args:
         logits: (..., classes on this rank): the chunk of the vocabulary that ``torch.chunk`` gives the
-            rank; chunks may differ, and may be empty. Or what a model under loss parallel returns.
+            rank; chunks may differ, and may be empty. Or the ``VocabLogits`` of a model under loss parallel.
         target: (...), class ids of the whole vocabulary; the same on all tp ranks.
         axis: the tp axis; None: ``logits`` are whole.
-        vocab_size: number of classes; needed with an axis.
-        ignore_index: targets that don't count.
-        label_smoothing: as ``F.cross_entropy``.
-        z_loss: coefficient.
-        weight: (vocab_size,) of the classes; not differentiable.
+        vocab_size: the number of classes; needed with an axis.
+        ignore_index: class id of targets that don't count.
+        label_smoothing: as in ``F.cross_entropy``.
+        z_loss: its coefficient.
+        weight: (vocab_size,) weights of the classes; not differentiable.
         reduction: ``"mean"`` over the targets that count (by their weights), ``"sum"`` or ``"none"``.
 
     Raises:
-        Parallel3dError: shapes or options that can't be.
+        Parallel3dError: invalid shapes or options.
         RuntimeError: a target outside the vocabulary (on an accelerator when it next synchronises).
         StateError: a backward with ``create_graph=True``.
     """
@@ -84,10 +84,10 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias), target)`` without ever holding the logits.
+    """Returns ``F.cross_entropy(F.linear(hidden, weight, bias), target)`` without holding all logits.
 
-    Logits are made for some tokens at a time, and again in the backward (one matmul more than the plain
-    loss: 8 instead of 6 operations a token and weight). Gradients of the parameters are summed in float32.
+    Logits are computed in chunks of tokens, and again in the backward (one matmul more than the plain loss:
+    8 instead of 6 operations a token and weight). Gradients of the parameters are summed in float32.
 
     Args:
         hidden: (..., features), whole: the same on all tp ranks; so is its gradient.
@@ -95,12 +95,12 @@ def linear_cross_entropy(
         target: (...), class ids of the whole vocabulary.
         axis: the tp axis; None: ``weight`` is whole.
         bias: (classes on this rank,).
-        vocab_size: number of classes; needed with an axis.
+        vocab_size: the number of classes; needed with an axis.
         class_weight: ``weight`` of ``F.cross_entropy``, (vocab_size,).
-        chunk_tokens: tokens to take at a time; by default so many that their logits have about as many
-            numbers as ``hidden``, but not less than 256.
+        chunk_tokens: tokens in a chunk; by default so many that their logits have about as many elements as
+            ``hidden``, but not less than 256.
 
-    The other arguments, and what is raised: as ``vocab_parallel_cross_entropy``.
+    The other arguments, and the errors, are those of ``vocab_parallel_cross_entropy``.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, class_weight, reduction)
     _check_target(hidden, target)

@@ -1,18 +1,18 @@
-"""VocabLogits: what a model's head returns under loss parallel, in place of the logits themselves.
+"""VocabLogits: the output of a model's head under loss parallel, in place of the logits themselves.
 
-It is a tensor of the plain logits' shape that holds this rank's classes only, or nothing but what the head
-reads. Cross entropy takes it as it is; views of its rows and functions of single logits go on being one;
-everything else gets the plain logits, gathered, and so computes what it would without loss parallel.
+It is a tensor of the plain logits' shape that holds this rank's classes only, or only the inputs of the head.
+Cross entropy takes it as it is; views of its rows and elementwise functions return VocabLogits again; all
+other functions get the plain logits, gathered, and so compute the same as without loss parallel.
 
-Autograd sees ordinary nodes on tensors of the plain shape, so hooks, ``retain_grad`` and functions that know
-nothing of this work. Only the gradient that travels between our own nodes is lazy, a ``VocabGrad``: it is
-made part by part where it is turned into that of what the head read.
+Autograd sees ordinary nodes on tensors of the plain shape, so hooks, ``retain_grad`` and functions that don't
+know this class work. Only the gradient between our own nodes is lazy, a ``VocabGrad``: it is computed chunk
+by chunk where it becomes the gradient of the head's inputs.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,8 @@ from parallel3d.errors import StateError
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
 from parallel3d.tp.vocab_parallel.cross_entropy import CrossEntropy, LossOptions
 from parallel3d.tp.vocab_parallel.rows import (
-    DenseRows,
     GradientSource,
-    LinearRows,
+    LogitsRows,
     LogitsView,
     pull_back,
     run,
@@ -43,18 +42,17 @@ from parallel3d.tp.vocab_parallel.rows import (
 
 
 def sharded_logits(local: Tensor, vocab_size: int, axis: TpAxis | None) -> "VocabLogits":
-    """Logits of which each rank has a chunk of the classes.
+    """Returns logits of which each rank has a chunk of the classes.
 
     Args:
         local: (..., classes on this rank), the chunk that ``torch.chunk`` cuts.
-        vocab_size: number of classes.
+        vocab_size: the number of classes.
         axis: the tp axis; None: ``local`` has all classes.
     """
     lead = tuple(local.shape[:-1])
-    flat = local.reshape(_product(lead), local.shape[-1])
-    rows = DenseRows(flat.detach())
-    view = LogitsView(rows, axis, vocab_size, lead, len(lead), local.dtype)
-    return _Make.apply(view, flat)
+    flat = local.reshape(math.prod(lead), local.shape[-1])
+    view = LogitsView(LogitsRows(flat.detach()), axis, vocab_size, lead, len(lead), local.dtype)
+    return _Make.apply(view, flat, None, None)
 
 
 def lazy_logits(
@@ -66,63 +64,58 @@ def lazy_logits(
     *,
     tokens: int | None = None,
 ) -> "VocabLogits":
-    """The logits ``linear(hidden, weight, bias)``, made when they are needed, some rows at a time.
+    """Returns the logits ``linear(hidden, weight, bias)``, which are computed when needed, in chunks of rows.
 
     Args:
-        hidden: (..., features), one copy per rank: its gradients are parts to be summed over tp.
+        hidden: (..., features), one copy per rank: its gradients are partial sums.
         weight: (classes on this rank, features).
         bias: (classes on this rank,) or None.
-        vocab_size: number of classes.
+        vocab_size: the number of classes.
         axis: the tp axis; None: ``weight`` has all classes.
-        tokens: rows to take at a time.
+        tokens: the number of rows in a chunk.
     """
     lead = tuple(hidden.shape[:-1])
-    flat = hidden.reshape(_product(lead), hidden.shape[-1])
+    flat = hidden.reshape(math.prod(lead), hidden.shape[-1])
     device = hidden.device.type
-    computes = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    rows = LinearRows(
-        flat.detach(),
-        weight.detach(),
-        None if bias is None else bias.detach(),
-        computes,
-        tokens,
-    )
-    view = LogitsView(rows, axis, vocab_size, lead, len(lead), computes or hidden.dtype)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    own_bias = None if bias is None else bias.detach()
+    rows = LogitsRows(flat.detach(), weight.detach(), own_bias, dtype, tokens)
+    view = LogitsView(rows, axis, vocab_size, lead, len(lead), dtype or hidden.dtype)
     return _Make.apply(view, flat, weight, bias)
 
 
-def next_logits(logits: "VocabLogits", view: LogitsView) -> "VocabLogits":
-    """``view``, of the same rows as ``logits``, made of it differentiably."""
-    return _Step.apply(logits, view)
+def _next(logits: "VocabLogits", **changes: Any) -> "VocabLogits":
+    """Returns another view of the rows of ``logits``, made of them differentiably."""
+    return _Step.apply(logits, replace(logits._view, **changes))
 
 
 def loss_of(logits: "VocabLogits", target: Tensor, options: LossOptions) -> Tensor:
-    """The cross entropy of ``logits``, whose classes may be at any dim; ``target`` has the other dims."""
+    """Returns the cross entropy of ``logits``; ``target`` has all their dims but that of the classes."""
     return _Loss.apply(logits, target, options)
 
 
 class VocabLogits(Tensor):
-    """See the module. Whatever gathers is a collective of the tp group: all its ranks must do it alike,
-    also in an evaluation. ``repr`` does not gather.
+    """See the module. Gathering is a collective of the tp group: all its ranks must do it, also in an
+    evaluation. ``repr`` does not gather.
     """
 
     _view: LogitsView
-    # Once something may write to the plain logits, or has: they, which then stand for this tensor.
+    # The plain logits, once something may write to them: they then replace this tensor.
     _full: Tensor | None
-    # The tensor this one is a view of, and how: writing to either must show in the other.
+    # The tensor that this is a view of, and the function that makes it: they share plain logits.
     _parent: "VocabLogits | None"
     _remake: Callable[[Tensor], Tensor] | None
 
     @staticmethod
     def __new__(cls, view: LogitsView) -> "VocabLogits":
-        """A tensor without a graph."""
+        """Makes a tensor without a graph."""
         self = _wrapper(cls, view)
         self._full = self._parent = self._remake = None
         return self
 
     @untraced
     def full_tensor(self) -> Tensor:
-        """The plain logits, differentiably. A collective, unless they are there."""
+        """Returns the plain logits, differentiably. A collective, unless they exist already."""
         return self.shared_full() if self.is_settled() else _Full.apply(self)
 
     def holds_classes_last(self) -> bool:
@@ -130,14 +123,14 @@ class VocabLogits(Tensor):
         return self._view.at == len(self._view.lead)
 
     def is_settled(self) -> bool:
-        """Whether plain logits stand for this tensor, or for one it is a view of."""
+        """Whether plain logits replace this tensor, or one that it is a view of."""
         return self._full is not None or (self._parent is not None and self._parent.is_settled())
 
     def shared_full(self) -> Tensor:
-        """The plain logits that stand for this tensor and all its views from now on."""
+        """Returns the plain logits that replace this tensor and all its views from now on."""
         if self._full is not None:
             return self._full
-        # They outlive the caller's mode: who only looks, without gradients, takes none from the loss.
+        # In the modes of this tensor, not the caller's: under no_grad the loss would lose its gradients.
         with torch.inference_mode(self.is_inference()), torch.set_grad_enabled(self.requires_grad):
             if self._parent is None or self._remake is None:
                 self._full = _Full.apply(self)
@@ -146,7 +139,7 @@ class VocabLogits(Tensor):
             return self._full
 
     def view_of(self, parent: "VocabLogits", remake: Callable[[Tensor], Tensor]) -> "VocabLogits":
-        """Notes that this tensor shares memory with ``parent``, where that is plain."""
+        """Records that this tensor shares memory with ``parent`` once that is plain."""
         self._parent, self._remake = parent, remake
         return self
 
@@ -164,22 +157,21 @@ class VocabLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See ``_logits_functions``."""
-
+        """See ``call``."""
         return call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What comes here has passed ``__torch_function__`` by: autograd's own work, functions in C++."""
+        """Handles operations that don't call ``__torch_function__``: those of autograd and of C++ code."""
         if func is torch.ops.aten.detach.default and not args[0].is_settled():
             return VocabLogits(args[0]._view)
         return _dispatch_plain(func, args, kwargs, VocabLogits, _plain_values)
 
 
 class VocabGrad(Tensor):
-    """A gradient of ``VocabLogits``, made part by part where it is used; see the module."""
+    """A gradient of ``VocabLogits``, computed in chunks where it is used; see the module."""
 
     _view: LogitsView
     _sources: tuple[GradientSource, ...]
@@ -188,7 +180,7 @@ class VocabGrad(Tensor):
 
     @staticmethod
     def __new__(cls, view: LogitsView, sources: tuple[GradientSource, ...]) -> "VocabGrad":
-        """A tensor of ``view``'s shape: the sum of the sources, which lie after ``view``."""
+        """Makes a tensor of ``view``'s shape: the sum of ``sources``, whose views have further functions."""
         self = _wrapper(cls, view)
         self._sources = sources
         return self
@@ -201,14 +193,14 @@ class VocabGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Sums stay lazy; whatever else reads the gradient gets it whole."""
+        """Keeps sums lazy; other operations get the whole gradient."""
         if func is torch.ops.aten.detach.default:
             return VocabGrad(args[0]._view, args[0]._sources)
         if func is torch.ops.aten.add.Tensor and not kwargs and len(args) == 2:
             a, b = args
             if isinstance(a, VocabGrad) and isinstance(b, VocabGrad) and a._view is b._view:
                 return VocabGrad(a._view, a._sources + b._sources)
-        with enable_reentrant_dispatch():  # autograd takes us back through functions of logits
+        with enable_reentrant_dispatch():  # it runs autograd through the functions of logits
             return _dispatch_plain(func, args, kwargs, VocabGrad, _whole_gradient)
 
 
@@ -216,7 +208,11 @@ class VocabGrad(Tensor):
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses ``create_graph=True``: the gradients are made by formulas that have no graph."""
+    """Makes ``backward(ctx, kept, grad)`` a node's backward, with ``kept`` what the node has kept for it.
+
+    Refuses ``create_graph=True``, as the gradients are made by formulas without a graph, and a second
+    backward without ``retain_graph=True``, as saved tensors do.
+    """
 
     @functools.wraps(backward)
     def checked(ctx: Any, grad: Tensor) -> Any:
@@ -225,25 +221,21 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "create_graph=True through logits under loss parallel, whose gradients can't be "
                 "differentiated again; use loss_parallel=False"
             )
-        return backward(ctx, grad)
+        kept = ctx.kept
+        if kept is None:
+            raise RuntimeError(
+                "backward a second time through logits under loss parallel; the first needs "
+                "retain_graph=True"
+            )
+        if not graph_is_kept():
+            ctx.kept = None
+        return backward(ctx, kept, grad)
 
     return checked
 
 
-def _kept(ctx: Any) -> Any:
-    """What a node has kept for its backward; like saved tensors it goes with the first."""
-    kept = ctx.kept
-    if kept is None:
-        raise RuntimeError(
-            "backward a second time through logits under loss parallel; the first needs retain_graph=True"
-        )
-    if not graph_is_kept():
-        ctx.kept = None
-    return kept
-
-
 class _Make(torch.autograd.Function):
-    """Of what the head gives, or reads, logits."""
+    """Logits from the inputs of their rows."""
 
     @staticmethod
     def forward(ctx: Any, view: LogitsView, *inputs: Tensor | None) -> VocabLogits:
@@ -253,13 +245,12 @@ class _Make(torch.autograd.Function):
 
     @staticmethod
     @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        view: LogitsView = _kept(ctx)
+    def backward(ctx: Any, view: LogitsView, grad: Tensor) -> tuple[Any, ...]:
         rows = view.rows.of(*ctx.saved_tensors)
-        found = _collect(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
+        grads = _input_gradients(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
         if not graph_is_kept():
-            view.rows.end()
-        return None, *found
+            view.rows.over.set()
+        return None, *grads
 
 
 class _Step(torch.autograd.Function):
@@ -272,8 +263,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        before, after = _kept(ctx)
+    def backward(ctx: Any, views: tuple[LogitsView, LogitsView], grad: Tensor) -> tuple[Any, ...]:
+        before, after = views
         return VocabGrad(before, _sources_of(grad, after)), None
 
 
@@ -284,13 +275,12 @@ class _Full(torch.autograd.Function):
     def forward(ctx: Any, logits: VocabLogits) -> Tensor:
         view = ctx.kept = logits._view
         full = _gathered(view.local(), view)
-        # Who gets it may write to it: it is no view, and not what the rows are.
+        # A caller may write to it: it is no view, and not the rows' own tensor.
         return full.clone() if view.axis is None or full._base is not None else full
 
     @staticmethod
     @_once
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        view = _kept(ctx)
+    def backward(ctx: Any, view: LogitsView, grad: Tensor) -> Tensor:
         return VocabGrad(view, _sources_of(grad, view))
 
 
@@ -300,8 +290,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: VocabLogits, target: Tensor, options: LossOptions) -> Tensor:
         view = logits._view
-        flat = target.reshape(-1)
-        loss = CrossEntropy(flat, view.vocab_size, view.axis, options, view.dtype)
+        loss = CrossEntropy(target.reshape(-1), view.vocab_size, view.axis, options, view.dtype)
         ctx.kept = view, loss
         for part in view.parts():
             loss.see(view.get(part), part)
@@ -310,15 +299,15 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        view, loss = _kept(ctx)
+    def backward(ctx: Any, kept: tuple[LogitsView, CrossEntropy], grad: Tensor) -> tuple[Any, ...]:
+        view, loss = kept
         grad = grad.reshape(-1) if grad.dim() else grad
         source = GradientSource(view, lambda x, part: loss.gradient(x, part, grad))
         return VocabGrad(view, (source,)), None, None
 
 
 def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
-    """What ``grad``, of ``view``'s logits, is made of; of a plain one this rank's classes."""
+    """Returns the sources of a gradient of ``view``'s logits; of a plain one this rank's classes."""
     if isinstance(grad, VocabGrad):
         return grad._sources
     flat = grad.movedim(view.at, -1).reshape(view.count, view.vocab_size)
@@ -327,26 +316,26 @@ def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
     return (GradientSource(view, lambda x, part: flat[part]),)
 
 
-def _collect(
-    rows: Any, sources: tuple[GradientSource, ...], needed: tuple[bool, ...]
+def _input_gradients(
+    rows: LogitsRows, sources: tuple[GradientSource, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs of ``rows``."""
-    if isinstance(rows, DenseRows) and len(sources) == 1 and sources[0].view.index is None:
+    """Returns the gradients of ``rows.inputs``."""
+    if rows.weight is None and len(sources) == 1 and sources[0].view.index is None:
         (source,) = sources
-        found = [pull_back(source, rows.get(part), part) for part in source.view.parts()]
-        return (found[0] if len(found) == 1 else torch.cat(found),)
+        parts = [pull_back(source, rows.get(part), part) for part in source.view.parts()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), None, None
     sums = rows.start(needed)
     for source in sources:
         for part in source.view.parts():
             where = source.view.where(part)
             rows.add(sums, where, pull_back(source, rows.get(where), part))
     return tuple(
-        total if total is None or given is None else total.to(given.dtype)
-        for total, given in zip(sums, rows.inputs, strict=True)
+        total if total is None or x is None else total.to(x.dtype)
+        for total, x in zip(sums, rows.inputs, strict=True)
     )
 
 
-# ---- plain tensors of them ----
+# ---- plain tensors ----
 
 
 def _gathered(local: Tensor, view: LogitsView) -> Tensor:
@@ -367,17 +356,17 @@ def _whole_gradient(grad: VocabGrad) -> Tensor:
         for part in source.view.parts():
             where = source.view.where(part)
             x = run(view.ops, view.rows.get(where))
-            found = pull_back(source, x, part, done=len(view.ops))
+            grad_part = pull_back(source, x, part, done=len(view.ops))
             if total is None:
-                total = found.new_zeros(view.rows.count, found.shape[1])
-            total.index_add_(0, source.view.index_of_rows().reshape(-1)[part], found)
+                total = grad_part.new_zeros(view.rows.count, grad_part.shape[1])
+            total.index_add_(0, source.view.index_of_rows().reshape(-1)[part], grad_part)
     assert total is not None
     total = total[view.where(slice(None))]
     return _gathered(total.view(*view.lead, total.shape[1]), view).to(view.dtype)
 
 
 def _dispatch_plain(func: Any, args: Any, kwargs: Any, kind: Any, of: Any) -> Any:
-    """``func``, an operation, of plain tensors in place of those that are of ``kind``."""
+    """Calls ``func``, an operation, with plain tensors in place of those of ``kind``."""
     if func._schema.is_mutable:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, kind):
@@ -393,25 +382,19 @@ def _dispatch_plain(func: Any, args: Any, kwargs: Any, kind: Any, of: Any) -> An
 
 
 def _wrapper(cls: Any, view: LogitsView) -> Any:
-    device = view.rows.inputs[0].device
+    device = view.rows.hidden.device
     self = torch.Tensor._make_wrapper_subclass(cls, view.shape, dtype=view.dtype, device=device)
     self._view = view
     return self
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    return math.prod(sizes)
-
-
-# What functions do with ``VocabLogits``: the few that take them as they are, and all others.
-#
-# A handler gets the function it stands for and its arguments, and returns NotImplemented for those
-# it can't take. What has no handler that can is done with the plain logits.
+# Functions of ``VocabLogits``. A handler gets the function and its arguments, and returns NotImplemented for
+# arguments that it doesn't take; these, and functions without a handler, get the plain logits.
 
 
 @untraced
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments some of which are ``VocabLogits``: handled, asked of the tensor itself, or done
+    """Calls ``func`` with arguments some of which are ``VocabLogits``: by a handler, on the tensor itself, or
     with the plain logits."""
     given = [t for t in tensors_in((args, kwargs)) if isinstance(t, VocabLogits)]
     if not any(t.is_settled() for t in given):
@@ -426,13 +409,13 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> Any:
-    """``func`` of the plain logits.
+    """Calls ``func`` with the plain logits.
 
-    They are kept only where something may write to them later: what ``func`` writes to, and what it
-    returns a view of.
+    They replace the tensor where something may write to them later: if ``func`` writes to them, or returns a
+    view of them.
     """
     written = _written(func, args, kwargs)
-    # In inference mode no tensor says that it is a view.
+    # In inference mode a tensor doesn't show that it is a view.
     keep = func in _EXPOSING or torch.is_inference_mode_enabled()
     plain: dict[int, Tensor] = {}
 
@@ -469,7 +452,7 @@ def _shares(tensor: Tensor, full: Tensor) -> bool:
 
 
 def _refuse_plain(grad: Tensor) -> None:
-    """Hook on logits that were written to: their own graph is that of before, which only ``_Full`` knows."""
+    """Hook on logits that were written to: only ``_Full`` accounts for that, their own graph doesn't."""
     if not isinstance(grad, VocabGrad):
         raise StateError(
             "logits of a loss-parallel model were written to in place and then given to an autograd "
@@ -479,7 +462,7 @@ def _refuse_plain(grad: Tensor) -> None:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[VocabLogits]:
-    """The logits that ``func`` writes to, by its name."""
+    """Returns the logits that ``func`` writes to, by its name."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING
     targets = (args[:1] if in_place else (), kwargs.get("out"))
@@ -494,9 +477,9 @@ _WRITING = {
 
 
 def _named(names: str) -> list[Any]:
-    """The functions of ``torch`` and the methods of Tensor that have these names."""
-    found = [getattr(home, n, None) for n in names.split() for home in (torch, Tensor)]
-    return [function for function in found if callable(function)]
+    """Returns the functions of ``torch`` and the methods of Tensor with these names."""
+    functions = [getattr(owner, n, None) for n in names.split() for owner in (torch, Tensor)]
+    return [function for function in functions if callable(function)]
 
 
 _PROPERTIES = (
@@ -513,7 +496,7 @@ OWN = {
     torch.autograd.backward,
     torch.autograd.grad,
 }
-"""What is asked of the tensor itself: its shape and its place in autograd's graph."""
+"""Functions of the tensor itself: its shape and its place in autograd's graph."""
 
 
 # ---- the loss ----
@@ -546,7 +529,7 @@ def _cross_entropy(
     )
     if weight is not None:
         fits = fits and tuple(weight.shape) == (view.vocab_size,) and not weight.requires_grad
-    if not fits:  # probabilities, or something the plain function refuses
+    if not fits:  # probabilities, or arguments that the plain function refuses
         return NotImplemented
     if torch.is_autocast_enabled(input.device.type) and view.dtype.itemsize < 4:
         input = input.float()
@@ -554,31 +537,25 @@ def _cross_entropy(
     return loss_of(input, target, options)
 
 
-# ---- functions of single logits ----
+# ---- elementwise functions ----
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    found = list(tensors_in((args, kwargs)))
-    logits = [t for t in found if isinstance(t, VocabLogits)]
-    others = [t for t in found if not isinstance(t, VocabLogits)]
+    tensors = list(tensors_in((args, kwargs)))
+    logits = [t for t in tensors if isinstance(t, VocabLogits)]
+    others = [t for t in tensors if not isinstance(t, VocabLogits)]
     if len(logits) != 1 or "out" in kwargs or any(t.dim() or t.requires_grad for t in others):
         return NotImplemented
-    # What is applied later must not see what becomes of the others.
+    # Copies, as the others may change before the function is applied.
     args, kwargs = map_tensors(
         lambda t: t if isinstance(t, VocabLogits) else t.detach().clone(), (args, kwargs)
     )
-    # The operation must not keep the logits, which refer to it.
-    place = _Place()
+    # A placeholder, as the operation must not keep the logits, which refer to it.
+    place = object()
     args, kwargs = _replaced(args, logits[0], place), _replaced(kwargs, logits[0], place)
-
-    def op(x: Tensor) -> Tensor:
-        return func(*_replaced(args, place, x), **_replaced(kwargs, place, x))
-
-    return _after(logits[0], op)
-
-
-class _Place:
-    """Where the logits stood."""
+    return _after(
+        logits[0], lambda x: func(*_replaced(args, place, x), **_replaced(kwargs, place, x))
+    )
 
 
 def _replaced(values: Any, old: object, new: object) -> Any:
@@ -588,21 +565,19 @@ def _replaced(values: Any, old: object, new: object) -> Any:
 
 
 def _after(logits: VocabLogits, op: Callable[[Tensor], Tensor]) -> Any:
-    """``op`` of each of ``logits``."""
+    """Returns the logits after ``op``, an elementwise function."""
     with torch.no_grad():
         probe = op(torch.empty(0, dtype=logits._view.dtype, device=logits.device))
     if probe.device != logits.device or not probe.is_floating_point():
         return NotImplemented
-    view = logits._view
-    return next_logits(logits, replace(view, ops=(*view.ops, op), dtype=probe.dtype))
+    return _next(logits, ops=(*logits._view.ops, op), dtype=probe.dtype)
 
 
 def _cast(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
     if any(True for _ in tensors_in((args, kwargs))):
         return NotImplemented
     probe = torch.empty(0, dtype=input._view.dtype, device=input.device)
-    cast = func(probe, *args, **kwargs)
-    if cast is probe:
+    if func(probe, *args, **kwargs) is probe:
         return input
     return _after(input, lambda x: func(x, *args, **kwargs))
 
@@ -612,64 +587,54 @@ def _cast(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _detach(func: Any, input: VocabLogits) -> Any:
     with torch.no_grad():
-        return next_logits(input, input._view).view_of(input, func)
+        return _next(input).view_of(input, func)
 
 
 def _clone(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs:
         return NotImplemented
-    view = input._view
-    index = None if view.index is None else view.index.contiguous()  # its strides are the copy's
-    return next_logits(input, replace(view, index=index))
+    index = input._view.index  # its strides are the copy's
+    return _next(input, index=None if index is None else index.contiguous())
 
 
 def _contiguous(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or input._view.at != len(input._view.lead):
+    if args or kwargs or not input.holds_classes_last():
         return NotImplemented
     return input if input._view.index is None else _clone(func, input)
 
 
 def _with_lead(
-    func: Any, input: VocabLogits, args: Any, kwargs: Any, index: Tensor | None, lead: Any
+    func: Any, input: VocabLogits, args: Any, index: Tensor | None, lead: Any
 ) -> VocabLogits:
-    """``func(input, ...)``, a view, where ``index`` and ``lead`` say which rows it has."""
-    view = replace(input._view, lead=tuple(lead), at=len(lead), index=index)
-    made = next_logits(input, view)
-    return made.view_of(input, lambda full: func(full, *args, **kwargs))
+    """Returns ``func(input, *args)``, a view whose rows are ``index``, of the shape ``lead``."""
+    made = _next(input, lead=tuple(lead), at=len(lead), index=index)
+    return made.view_of(input, lambda full: func(full, *args))
 
 
 def _resized(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
     """``view`` and ``reshape`` to sizes that end with the vocabulary."""
     view = input._view
-    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    sizes = list(args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
     whole = all(type(size) is int for size in sizes)
-    if kwargs or not sizes or not whole or view.at != len(view.lead):
+    if kwargs or not sizes or not whole or not input.holds_classes_last():
         return NotImplemented
-    lead, classes = _filled(sizes, math.prod(view.shape))
+    if sizes.count(-1) == 1:
+        rest = -math.prod(sizes)
+        sizes[sizes.index(-1)] = math.prod(view.shape) // rest if rest else 0
+    *lead, classes = sizes
     if classes != view.vocab_size or math.prod(lead) != math.prod(view.lead):
         return NotImplemented
     if view.index is None:
-        return _with_lead(func, input, args, kwargs, None, lead)
+        return _with_lead(func, input, args, None, lead)
     try:
-        return _with_lead(func, input, args, kwargs, view.index.view(lead), lead)
+        return _with_lead(func, input, args, view.index.view(lead), lead)
     except RuntimeError:
         if func not in _RESHAPES:
             raise
-    return next_logits(
-        input, replace(view, lead=lead, at=len(lead), index=view.index.reshape(lead))
-    )
+    return _next(input, lead=tuple(lead), at=len(lead), index=view.index.reshape(lead))
 
 
 _RESHAPES = _named("reshape")
-
-
-def _filled(sizes: Iterable[int], total: int) -> tuple[tuple[int, ...], int]:
-    """``sizes`` with the one that is -1 found, without the last; and the last."""
-    sizes = list(sizes)
-    if sizes.count(-1) == 1:
-        rest = -math.prod(sizes)
-        sizes[sizes.index(-1)] = total // rest if rest else 0
-    return tuple(sizes[:-1]), sizes[-1]
 
 
 def _flatten(func: Any, input: VocabLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -683,65 +648,62 @@ def _flatten(func: Any, input: VocabLogits, start_dim: int = 0, end_dim: int = -
 
 
 def _index(func: Any, input: VocabLogits, key: Any) -> Any:
-    """Rows: the vocabulary, the last dim, is taken whole."""
+    """Selects rows; the vocabulary, the last dim, is taken whole."""
     view = input._view
     key = key if isinstance(key, tuple) else (key,)
     of_rows = _without_vocabulary(key, len(view.lead))
-    if of_rows is None or view.at != len(view.lead):
+    if of_rows is None or not input.holds_classes_last():
         return NotImplemented
     index = view.index_of_rows()[of_rows]
     if not all(type(size) is int for size in index.shape):
         return NotImplemented
-    if any(isinstance(each, (Tensor, list)) for each in of_rows):  # a copy
-        return next_logits(
-            input, replace(view, lead=tuple(index.shape), at=index.dim(), index=index)
-        )
-    return _with_lead(func, input, (key,), {}, index, index.shape)
+    if any(isinstance(item, (Tensor, list)) for item in of_rows):  # a copy
+        return _next(input, lead=tuple(index.shape), at=index.dim(), index=index)
+    return _with_lead(func, input, (key,), index, index.shape)
 
 
 def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | None:
-    """What ``key`` says of the first ``rows`` dims; None if it says something of the last."""
-    taken = [_dims_taken(each) for each in key]
-    if None in taken or sum(each is Ellipsis for each in key) > 1:
+    """Returns the part of ``key`` for the first ``rows`` dims; None if it selects from the last."""
+    dims = [_indexed_dims(item) for item in key]
+    if None in dims or sum(item is Ellipsis for item in key) > 1:
         return None
-    used = sum(n for n in taken if n is not None)
+    used = sum(n for n in dims if n is not None)
     kept: list[Any] = []
     dim = 0
-    for each, n in zip(key, taken, strict=True):
-        if each is Ellipsis:
+    for item, n in zip(key, dims, strict=True):
+        if item is Ellipsis:
             skipped = rows + 1 - used
             kept += [slice(None)] * min(skipped, rows - dim)
             dim += skipped
-        elif dim == rows and not (isinstance(each, slice) and each == slice(None)):
+        elif dim == rows and not (isinstance(item, slice) and item == slice(None)):
             return None  # of the vocabulary
         elif dim + (n or 0) > rows + (dim == rows):
-            return None  # of rows and vocabulary at once, or of dims there are not
+            return None  # of rows and vocabulary at once, or of dims that don't exist
         else:
             if dim < rows:
-                kept.append(each)
+                kept.append(item)
             dim += n or 0
     return tuple(kept)
 
 
-def _dims_taken(each: Any) -> int | None:
-    """How many dims an index takes; None for one that is not handled."""
-    if isinstance(each, (VocabLogits, bool)):
+def _indexed_dims(item: Any) -> int | None:
+    """Returns the number of dims that an index selects from; None: it is not handled."""
+    if isinstance(item, (VocabLogits, bool)):
         return None
-    if isinstance(each, Tensor):
-        return each.dim() if each.dtype is torch.bool else 1
-    if each is None or each is Ellipsis:
+    if isinstance(item, Tensor):
+        return item.dim() if item.dtype is torch.bool else 1
+    if item is None or item is Ellipsis:
         return 0
-    return 1 if isinstance(each, (int, slice, list)) else None
+    return 1 if isinstance(item, (int, slice, list)) else None
 
 
-def _permuted(func: Any, input: VocabLogits, order: list[int], args: Any, kwargs: Any) -> Any:
+def _permuted(func: Any, input: VocabLogits, order: list[int], args: Any) -> Any:
     view = input._view
     rows = [dim - (dim > view.at) for dim in order if dim != view.at]
-    same = rows == sorted(rows)
-    index = view.index if same else view.index_of_rows().permute(rows)
+    index = view.index if rows == sorted(rows) else view.index_of_rows().permute(rows)
     lead = tuple(view.lead[dim] for dim in rows)
-    changed = replace(view, lead=lead, at=order.index(view.at), index=index)
-    return next_logits(input, changed).view_of(input, lambda full: func(full, *args, **kwargs))
+    made = _next(input, lead=lead, at=order.index(view.at), index=index)
+    return made.view_of(input, lambda full: func(full, *args))
 
 
 def _transpose(func: Any, input: VocabLogits, dim0: Any, dim1: Any) -> Any:
@@ -749,7 +711,7 @@ def _transpose(func: Any, input: VocabLogits, dim0: Any, dim1: Any) -> Any:
     if not (isinstance(dim0, int) and isinstance(dim1, int)):
         return NotImplemented
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permuted(func, input, order, (dim0, dim1), {})
+    return _permuted(func, input, order, (dim0, dim1))
 
 
 def _permute(func: Any, input: VocabLogits, *args: Any) -> Any:
@@ -758,7 +720,7 @@ def _permute(func: Any, input: VocabLogits, *args: Any) -> Any:
     order = [operator.index(dim) % count for dim in dims]
     if sorted(order) != list(range(count)):
         return NotImplemented
-    return _permuted(func, input, order, args, {})
+    return _permuted(func, input, order, args)
 
 
 _HANDLERS: dict[Callable[..., Any], list[Any]] = {
@@ -779,4 +741,4 @@ _HANDLERS: dict[Callable[..., Any], list[Any]] = {
     _permute: _named("permute"),
 }
 HANDLED = {func: handler for handler, funcs in _HANDLERS.items() for func in funcs}
-"""What a function does with ``VocabLogits``, by function."""
+"""Function -> its handler."""
