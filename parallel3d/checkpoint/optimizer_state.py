@@ -34,8 +34,7 @@ def stateful(optimizer: Any) -> Any:
 def kind_of(optimizer: Optimizer) -> str:
     """Returns the name of the class that defines an optimizer's state.
 
-    It is the first one derived from ``Optimizer``: a user's subclass of AdamW, or what ``optim.local`` makes
-        of
+    It is the first one derived from ``Optimizer``: a user's subclass of AdamW, or what ``optim.local`` makes of
     one, can load AdamW's state.
     """
     mro = type(stateful(optimizer)).__mro__

@@ -1,13 +1,13 @@
-"""The three collectives of the engine, each one asynchronous call for one bucket.
+"""The collectives of the engine: all-gather, reduce-scatter and all-reduce, each one asynchronous call.
 
-A call may have several members: pairs of an output and an input. It is one launch where the backend groups
-them, and otherwise (gloo) several calls under way at once.
+A call may have several pairs of an output and an input. It is one launch where the backend groups them. On
+gloo it is one call per pair, and all of them are under way at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,71 +30,66 @@ _backends: defaultdict[str, WeakKeyDictionary[ProcessGroup, str]] = defaultdict(
 
 
 def _backend(group: ProcessGroup, device_type: str) -> str:
-    """Returns ``backend_name``, which is asked once per group."""
+    """Returns the name of the group's backend for the device type, which is looked up once per group."""
     name = groups.pretended_backend or _backends[device_type].get(group)
     if name is None:
         name = _backends[device_type][group] = backend_name(group, device_type)
     return name
 
 
-# An all-gather over gloo of one message from each rank to each other, for large parts.
-#
-# gloo's own all-gather receives into memory that it allocates for each call, and copies from
-# there. Here the parts arrive where they belong: on 4 ranks of a 2-core machine 8 MiB take 4.7 ms
-# of a rank's CPU time instead of 6.6. A message costs about 50 us, however small: below
-# ``LEAST_BYTES`` for a part gloo's own is as good.
+class Works:
+    """Several works under way; has the ``wait`` of a ``dist.Work``. None among them needs no wait."""
 
-LEAST_BYTES = 2**17
-
-# Of our messages, in a group that the user may send messages in too. Between two ranks they come in the order
-# in which they were sent, which is the order of the gathers.
-_TAG = 0x33D
-_AFTER_A_FAILURE = timedelta(seconds=1)
-
-
-class Messages:
-    """Messages under way; has the ``wait`` of a ``dist.Work``."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self.works = works
+    def __init__(self, works: Iterable[Any]) -> None:
+        self.works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Returns when all have come or failed: until then their memory is in use.
+        """Returns when all have ended or failed: until then they use their tensors' memory.
 
         Raises:
-            RuntimeError: one has failed; the first one's.
+            RuntimeError: the first error that a work has raised.
         """
         failed: RuntimeError | None = None
         for work in self.works:
             try:
-                if failed is None:
-                    work.wait()
-                else:  # it has had the first one's time
-                    work.wait(_AFTER_A_FAILURE)
+                # After a failure, what has not ended yet has had the timeout of the work that failed.
+                work.wait() if failed is None else work.wait(_AFTER_A_FAILURE)
             except RuntimeError as error:
                 failed = failed or error
-        self.works = ()
+        self.works = []
         if failed is not None:
             raise failed
 
 
-def p2p_all_gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Messages:
+_AFTER_A_FAILURE = timedelta(seconds=1)
+
+# From this many bytes per rank on, an all-gather over gloo is a message from each rank to each other. gloo's
+# own receives into memory that it allocates in each call, and copies from there. On 4 ranks of a machine with
+# 2 cores, 8 MiB take a rank 4.7 ms of CPU time by messages and 6.6 by gloo. A message costs about 50 us.
+LEAST_BYTES = 2**17
+
+# The tag of the messages; the user may send others in the group. Those between two ranks arrive in the order
+# in which they were sent, which is the order of the all-gathers.
+_TAG = 0x33D
+
+
+def p2p_all_gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Works:
     """All-gathers ``part``, (S,), into ``output``, (n * S,), in rank order, by point-to-point messages.
 
-    The recorder counts it as one all-gather.
+    The recorder counts them as one all-gather.
     """
     n, rank = group.size(), group.rank()
     rows = output.view(n, -1).unbind()
-    # Each rank begins with the next one, so that not all send to the same.
+    # Each rank sends to the next one first, so that not all send to the same rank.
     others = [(rank + step) % n for step in range(1, n)]
     with issuing.messages_of("all_gather", output.numel() * output.element_size()):
         works = [dist.irecv(rows[k], group=group, group_src=k, tag=_TAG) for k in reversed(others)]
         works += [dist.isend(part, group=group, group_dst=k, tag=_TAG) for k in others]
     rows[rank].copy_(part)
-    return Messages([work for work in works if work is not None])
+    return Works(works)
 
 
-# Backends don't know other dtypes, such as float8: these are sent as bytes.
+# Other dtypes, such as float8, are sent as bytes.
 _KNOWN_TO_BACKENDS = {
     torch.float64,
     torch.float32,
@@ -109,21 +104,8 @@ _KNOWN_TO_BACKENDS = {
     torch.complex128,
 }
 
-# Of gloo, the call with several members copies all of them into one buffer and out of it.
+# gloo copies the pairs of a grouped call into one buffer and out of it.
 _GROUPING_BACKENDS = ("nccl", "fake")
-
-
-class Works:
-    """Several calls under way."""
-
-    def __init__(self, works: list[dist.Work | None]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        """Waits for all."""
-        for work in self.works:
-            if work is not None:
-                work.wait()
 
 
 def _issue_members(
@@ -132,20 +114,20 @@ def _issue_members(
     inputs: Sequence[torch.Tensor],
     group: ProcessGroup,
 ) -> Any:
-    """Makes ``call`` for each pair of an output and an input. Returns what to wait for, or None."""
+    """Issues ``call`` for each pair of an output and an input. Returns the work to wait for, or None."""
     if len(outputs) == 1:
         return call(outputs[0], inputs[0], group=group, async_op=True)
     with issuing.one_call():
         pairs = zip(outputs, inputs, strict=True)
-        return Works([call(output, given, group=group, async_op=True) for output, given in pairs])
+        return Works([call(output, input, group=group, async_op=True) for output, input in pairs])
 
 
 class ScatterWork:
-    """A reduce-scatter under way; ``wait`` returns this rank's part of the sum.
+    """A reduce-scatter under way; ``wait`` returns this rank's result.
 
     Attributes:
-        output: that part, where the backend sums.
-        rows: where it does not: of each member what is to be summed here, (n, elements of its part).
+        output: (S,), the result, if the backend sums.
+        rows: for each input the (n, S) tensor that ``wait`` sums, if the backend does not.
     """
 
     def __init__(
@@ -156,22 +138,22 @@ class ScatterWork:
         self.rows = rows
 
     def wait(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Waits (on an accelerator: lets the current stream wait) and finishes the sum.
+        """Waits, or lets an accelerator's current stream wait, and returns the result.
 
         Args:
-            dtype: the dtype to sum in where that is done here; by default that of the input.
+            dtype: the dtype to sum ``rows`` in; by default that of the input.
         """
-        work, self.work = self.work, None  # which holds the input
+        work, self.work = self.work, None  # the work holds the inputs
         if work is not None:
             work.wait()
         rows, self.rows = self.rows, ()
         if len(rows) == 1:
             return rows[0].sum(dim=0, dtype=dtype)
         if rows:
-            sizes = [each.shape[1] for each in rows]
+            sizes = [received.shape[1] for received in rows]
             self.output = rows[0].new_empty(sum(sizes), dtype=dtype)
-            for each, part in zip(rows, self.output.split(sizes), strict=True):
-                torch.sum(each, dim=0, dtype=dtype, out=part)
+            for received, output in zip(rows, self.output.split(sizes), strict=True):
+                torch.sum(received, dim=0, dtype=dtype, out=output)
         assert self.output is not None
         return self.output
 
@@ -184,32 +166,33 @@ def all_gather(
     unit: str,
     comm: Any = None,
 ) -> Any:
-    """All-gathers ``part``, (S,), of every rank into ``output``, (n * S,), in rank order; asynchronous.
+    """Issues an all-gather of ``part``, (S,), of every rank into ``output``, (n * S,), in rank order.
 
     Args:
-        output, part: one tensor each, or the members of the call.
+        output, part: one tensor each, or equally many, of one call.
         group: n ranks.
         unit: name of the unit that it is for, for the recorder.
-        comm: a collective of the user's to use instead; see ``set_custom_all_gather``.
+        comm: the user's collective to call instead; see ``set_custom_all_gather``.
 
     Returns:
-        What to wait for, with a method ``wait``; or None.
+        The work to wait for, or None.
     """
     outputs = [output] if isinstance(output, torch.Tensor) else output
-    parts = [part] if isinstance(part, torch.Tensor) else part
-    if parts[0].dtype not in _KNOWN_TO_BACKENDS:
-        outputs = [each.view(torch.uint8) for each in outputs]
-        parts = [each.view(torch.uint8) for each in parts]
+    inputs = [part] if isinstance(part, torch.Tensor) else part
+    if inputs[0].dtype not in _KNOWN_TO_BACKENDS:
+        outputs = [tensor.view(torch.uint8) for tensor in outputs]
+        inputs = [tensor.view(torch.uint8) for tensor in inputs]
     before, issuing.unit = issuing.unit, unit
     try:
-        if comm is not None and len(parts) == 1:
-            return comm(output_tensor=outputs[0], input_tensor=parts[0], group=group, async_op=True)
-        backend = _backend(group, parts[0].device.type)
-        if len(parts) > 1 and backend in _GROUPING_BACKENDS:
-            return all_gather_members(outputs, parts, group)
-        if backend == "gloo":
-            return _issue_members(_gather_on_gloo, outputs, parts, group)
-        return _issue_members(all_gather_single, outputs, parts, group)
+        if comm is not None and len(inputs) == 1:
+            return comm(
+                output_tensor=outputs[0], input_tensor=inputs[0], group=group, async_op=True
+            )
+        backend = _backend(group, inputs[0].device.type)
+        if len(inputs) > 1 and backend in _GROUPING_BACKENDS:
+            return all_gather_members(outputs, inputs, group)
+        call = _gather_on_gloo if backend == "gloo" else all_gather_single
+        return _issue_members(call, outputs, inputs, group)
     finally:
         issuing.unit = before
 
@@ -223,31 +206,31 @@ def _gather_on_gloo(
 
 
 def reduce_scatter(
-    given: torch.Tensor | Sequence[torch.Tensor],
+    input: torch.Tensor | Sequence[torch.Tensor],
     group: ProcessGroup,
     *,
     unit: str,
     device_type: str,
 ) -> ScatterWork:
-    """Sums ``given``, (n * S,), over the ranks and gives each rank its part, (S,); asynchronous.
+    """Issues a reduce-scatter: ``input``, (n * S,), is summed over n ranks, and each rank gets (S,) of it.
 
-    gloo's reduce-scatter blocks its caller; an all-to-all does not, and the sum of what it brings, in
-    rank order, is the same number on every run.
+    gloo's reduce-scatter blocks its caller. On the CPU it is an all-to-all, which does not, and a sum in rank
+    order, which gives the same numbers in every run.
 
     Args:
-        given: one tensor, or the members of the call, whose results lie one after another.
+        input: one tensor, or several of one call, whose results lie one after another.
         unit: name of the unit that it is for, for the recorder.
     """
     n = group.size()
-    inputs = [given] if isinstance(given, torch.Tensor) else given
+    inputs = [input] if isinstance(input, torch.Tensor) else input
     backend = _backend(group, device_type)
     before, issuing.unit = issuing.unit, unit
     try:
         if device_type == "cpu" and backend == "gloo":
-            received = [torch.empty_like(each) for each in inputs]
+            received = [torch.empty_like(tensor) for tensor in inputs]
             work = _issue_members(dist.all_to_all_single, received, inputs, group)
-            return ScatterWork(work, None, [each.view(n, -1) for each in received])
-        sizes = [each.numel() // n for each in inputs]
+            return ScatterWork(work, None, [tensor.view(n, -1) for tensor in received])
+        sizes = [tensor.numel() // n for tensor in inputs]
         output = inputs[0].new_empty(sum(sizes))
         outputs = output.split(sizes)
         if len(sizes) > 1 and backend in _GROUPING_BACKENDS:
@@ -259,7 +242,7 @@ def reduce_scatter(
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
-    """Sums ``tensor`` over ``group`` in place; asynchronous. ``unit``: as for ``reduce_scatter``."""
+    """Issues an all-reduce that sums ``tensor`` in place. ``unit``: as for ``reduce_scatter``."""
     before, issuing.unit = issuing.unit, unit
     try:
         return dist.all_reduce(tensor, group=group, async_op=True)

@@ -1,8 +1,8 @@
-"""When a bucket's collectives are issued and waited for, on asynchronous works or on streams.
+"""Comm: when collectives are issued and waited for, on asynchronous works (CPU) or on streams.
 
-``issue_gather`` / ``finish_gather`` stand around an all-gather, ``reduce`` issues a reduction, ``finish``
-ends a backward. Every rank makes these calls in the same order. What a reduction consists of is its own
-matter, see ``reduction``; here its stages' lanes become works or streams.
+``issue_gather`` and ``finish_gather`` begin and end an all-gather, ``reduce`` issues a reduction, ``finish``
+ends those of a backward. Every rank makes these calls in the same order. What a reduction consists of is said
+in ``reduction``; here the lanes of its stages become works or streams.
 """
 
 from __future__ import annotations
@@ -14,106 +14,69 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import ProcessGroup
 
 from parallel3d._torch.groups import let_gloo_finish_at_exit
 from parallel3d._util import dry_run
-from parallel3d.fsdp.reduction import Lane, Reduction, Stage
+from parallel3d.fsdp.reduction import Lane, Reduced, Reduction, Stage
 
-
-class Gather(Protocol):
-    """What is gathered by one call: a bucket, or several together.
-
-    Attributes:
-        shard_group: group of the shards; None: nothing is gathered.
-        gathering: the all-gather under way: what to wait for, and its inputs.
-        reads_host: whether its shards are in the CPU's memory, and it computes elsewhere.
-    """
-
-    unit: str
-    gathering: Any
-    reads_host: bool
-
-    @property
-    def shard_group(self) -> ProcessGroup | None: ...
-
-    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Allocates and returns the outputs and inputs of the all-gather."""
-
-    def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
-        """Issues the collective; returns what to wait for."""
-
-    def copy_out(self) -> None:
-        """After the all-gather: what was gathered into the parameters' places."""
-
-    def free_gathered(self) -> None:
-        """After ``copy_out`` has run on the device."""
-
-    def cast_whole(self) -> None:
-        """Unshard without an all-gather."""
-
-
-class GradientOwner(Protocol):
-    """Whose gradients are reduced together; see ``Bucket``."""
-
-    on_reduced: Callable[..., None] | None
-
-    @property
-    def grads(self) -> Any: ...
+Gather = Any
+"""What one all-gather brings: a ``bucket.Bucket``, or a ``group.CoalescedGather`` of several."""
 
 
 class Comm(Protocol):
-    """What a unit asks of the communication side.
+    """The communication of the units under one root, or under several roots that share it.
 
     Attributes:
         max_inputs: how many inputs of reduce-scatters may be in flight.
-        post_optim_event: an event for the next all-gather to wait for, instead of the current stream.
-        left_by: the context whose last backward was not finalized; its reductions are in flight.
+        post_optim_event: an event that the next all-gather waits for instead of the current stream.
+        left_by: a weak reference to the context whose last backward has left reductions in flight; or None.
     """
 
-    max_inputs: int
-    post_optim_event: Any
-    left_by: Any
+    max_inputs: int = 1
+    post_optim_event: Any = None
+    left_by: Any = None
 
     def issue_gather(self, bucket: Gather) -> None:
-        """Starts the all-gather of ``bucket``."""
+        """Issues the all-gather of ``bucket``."""
 
     def finish_gather(self, bucket: Gather) -> None:
-        """Makes ``bucket``'s unsharded parameters ready for use."""
+        """Waits for the all-gather, and copies its result to the unsharded parameters."""
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
-        """Issues by ``start`` a collective over replicate that later all-gathers read the result of.
+        """Issues a collective over replicate by ``start``. Later all-gathers read its result.
+
+        Args:
+            reads_host: whether its input is in the CPU's memory, and an accelerator reads it.
 
         Returns:
-            What to wait for: ``wait()`` lets the caller, on an accelerator its current stream, wait. None:
-            there is nothing to wait for.
+            The work to wait for, or None. On an accelerator ``wait()`` lets the current stream wait.
         """
 
-    def reduce(self, bucket: GradientOwner, *, all_reduce: bool) -> None:
-        """Starts the reduction of the gradients ``bucket`` has collected."""
+    def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
+        """Issues the reduction of the gradients of ``bucket``; ``all_reduce``: over replicate too."""
 
     @property
     def holds_inputs(self) -> bool:
-        """Whether the input of a reduction is still held."""
+        """Whether the input of a reduce-scatter is still held."""
 
     def free_inputs(self) -> None:
-        """Frees the inputs of the reductions under way once they have been read."""
+        """Waits for the reduce-scatters under way, and frees their inputs."""
 
-    def drain(self, bucket: GradientOwner) -> None:
-        """Completes the reductions of ``bucket`` and puts the results into ``.grad``."""
+    def drain(self, bucket: Reduced) -> None:
+        """Completes the reductions of ``bucket``: their results are in ``.grad``."""
 
     def finish(self) -> None:
-        """Completes every reduction and puts the results into ``.grad``."""
+        """Completes every reduction."""
 
     def abandon(self) -> None:
-        """After an exception: waits for the reductions in flight and drops their results."""
+        """Waits for the reductions in flight after an exception, and drops their results."""
 
     def settle_host(self) -> None:
-        """Returns when nothing reads the shards in the CPU's memory any more (CPU offload)."""
+        """Returns when nothing reads shards in the CPU's memory any more (CPU offload)."""
 
 
 def make_comm(device_type: str) -> Comm:
-    """Streams where the device has them, asynchronous works otherwise."""
+    """Returns a comm on streams if the device has them, and otherwise one on asynchronous works."""
     played = dry_run.accelerator()
     if played is None and device_type in ("cpu", "meta"):
         return CpuComm()
@@ -121,11 +84,13 @@ def make_comm(device_type: str) -> Comm:
 
 
 def limit_inputs(comm: Comm, limits: Iterable[int], *, at_least: int = 1) -> None:
-    """Lets ``comm`` have as many reduce inputs in flight as the largest of ``limits``.
+    """Sets ``comm.max_inputs`` to the largest of ``limits``, those of the buckets of one root.
 
-    Buckets share the limit: one that asks for fewer must not wait for those of the others.
+    Buckets share it: one with a smaller limit must not wait for the inputs of the others.
+
+    Args:
+        at_least: the limit of other roots on the same comm.
     """
-    # ``at_least``: of other roots on the same comm.
     comm.max_inputs = max(max(limits, default=1), at_least)
 
 
@@ -133,9 +98,12 @@ def limit_inputs(comm: Comm, limits: Iterable[int], *, at_least: int = 1) -> Non
 
 
 class _Running:
-    """A reduction on asynchronous works: the collective under way, and what comes after it."""
+    """A reduction on asynchronous works.
 
-    __slots__ = ("job", "stage", "work")
+    Attributes:
+        stage: the stage whose collective is under way; None: no stage is.
+        work: the work to wait for.
+    """
 
     def __init__(self, job: Reduction) -> None:
         self.job = job
@@ -149,56 +117,44 @@ class _Running:
         self.work = stage.start(self.job)
 
     def end_stage(self) -> None:
-        """Waits for the stage under way, and does the rest of it."""
+        """Waits for the stage under way and finishes it."""
         stage, work = self.stage, self.work
-        self.stage = self.work = None  # what a stage has sent is freed as soon as it has been read
+        self.stage = self.work = (
+            None  # so that what a stage has sent is freed when it has been read
+        )
         if stage is not None:
             stage.finish(self.job, work)
 
-    def advance(self) -> None:
-        """Goes on until the last collective is under way; what comes behind it waits for ``complete``."""
+    def advance(self, *, to_end: bool = False) -> None:
+        """Runs the stages until the last collective is under way; ``to_end``: all of them."""
         self.end_stage()
         while self.job.stages:
             self.start()
-            last = not any(stage.is_collective for stage in self.job.stages)
-            if self.work is not None and last:
+            is_last = not any(stage.is_collective for stage in self.job.stages)
+            if self.work is not None and is_last and not to_end:
                 return
             self.end_stage()
 
     def complete(self) -> None:
-        """Goes on to the end."""
-        self.end_stage()
-        while self.job.stages:
-            self.start()
-            self.end_stage()
+        """Runs all stages, and puts the result into ``.grad``."""
+        self.advance(to_end=True)
         self.job.bucket.grads.finish(self.job)
 
-    def wait_quietly(self) -> None:
-        """The result isn't wanted; what has gone wrong in it is not our exception."""
-        _wait_quietly(getattr(self.work, "work", self.work))
-        self.job.bucket.grads.in_flight = None
 
+class CpuComm(Comm):
+    """Asynchronous works: gloo runs collectives on threads of its own while this thread computes.
 
-class CpuComm:
-    """Asynchronous works. gloo runs them on threads of its own while this one computes.
-
-    Reductions are a pipeline. A bucket's all-reduce over replicate needs the result of its reduce-scatter,
-    and waiting for that right away would block the backward; so it is issued when the next bucket is
-    reduced, by which time the reduce-scatter has had a unit's compute to finish in.
-
-    See ``Comm`` for the methods.
+    Reductions are a pipeline. The all-reduce of a bucket needs the result of its reduce-scatter, and to wait
+    for that at once would block the backward. So the all-reduce is issued when the next bucket is reduced.
 
     Attributes:
         scattering: reductions whose reduce-scatter is under way, oldest first; at most ``max_inputs``.
-        reducing: those that are past it.
+        reducing: reductions in their later stages.
     """
 
     def __init__(self) -> None:
-        self.max_inputs = 1
-        self.post_optim_event: Any = None  # nothing here runs ahead of the optimizer
         self.scattering: deque[_Running] = deque()
         self.reducing: deque[_Running] = deque()
-        self.left_by: Any = None
         self._ref = weakref.ref(self)
         let_gloo_finish_at_exit()
 
@@ -207,23 +163,24 @@ class CpuComm:
     def issue_gather(self, bucket: Gather) -> None:
         if bucket.shard_group is None:
             return
-        if bucket.gathering is not None:  # left behind by an exception; it writes to our buffer
+        if (
+            bucket.gathering is not None
+        ):  # of a forward that has raised; it writes to the same buffer
             _wait_quietly(bucket.gathering[0])
-        outputs, parts = bucket.gather_buffers()
-        # gloo reads ``parts`` until it is done
-        bucket.gathering = (bucket.start_gather(outputs, parts), parts)
+        outputs, inputs = bucket.gather_buffers()
+        bucket.gathering = (bucket.start_gather(outputs, inputs), inputs)  # gloo reads the inputs
 
     def finish_gather(self, bucket: Gather) -> None:
         if bucket.shard_group is None:
-            bucket.cast_whole()
+            bucket.unshard_without_gather()
             return
-        if bucket.gathering is None:  # an interruption came after the copy
+        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
             return
         work, _ = bucket.gathering
         if work is not None:
             work.wait()
         bucket.copy_out()
-        bucket.gathering = None  # before what it would copy again is freed
+        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
         bucket.free_gathered()
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
@@ -231,33 +188,32 @@ class CpuComm:
 
     # -- reduction -----------------------------------------------------------------------------------
 
-    def reduce(self, bucket: GradientOwner, *, all_reduce: bool) -> None:
-        """Earlier buckets' all-reduces go behind this reduce-scatter: on one link they would delay it, and
-        the gather half-way through the next backward waits for it."""
-        self.drain(bucket)  # before what is scattered and not summed yet is among the others
+    def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
+        self.drain(bucket)  # its earlier reduction of the same backward, before another one begins
         scattered: list[_Running] = []
         while len(self.scattering) >= self.max_inputs:
             scattered.append(self._take_scattered())
         running = _Running(bucket.grads.start(all_reduce=all_reduce))
         self.scattering.append(running)
         bucket.grads.in_flight = self._ref
-        for each in scattered:
-            each.advance()
+        # Earlier all-reduces come after this reduce-scatter: on one link they would delay it, for which the
+        # deferred all-gather of the next backward waits.
+        for earlier in scattered:
+            earlier.advance()
         if running.work is None and len(self.scattering) == 1:
-            # Nothing is scattered, so there is nothing to let run first.
-            self._take_scattered().advance()
+            self._take_scattered().advance()  # nothing is scattered, so there is nothing to wait for
         if bucket.on_reduced is not None:
             self._complete_early()
 
     def _take_scattered(self) -> _Running:
-        """The oldest bucket whose reduce-scatter is under way, when that is over and its input is free."""
+        """Waits for the oldest reduce-scatter, and returns its reduction."""
         running = self.scattering.popleft()
         self.reducing.append(running)
         running.end_stage()
         return running
 
     def _complete_early(self) -> None:
-        """Hands over gradients to be used within the backward, but those whose all-reduce has just begun."""
+        """Completes the reductions of gradients that are used within the backward, but for the newest."""
         for running in list(self.reducing):
             newest = running.work is not None and running is self.reducing[-1]
             if running.job.bucket.on_reduced is not None and not newest:
@@ -269,22 +225,23 @@ class CpuComm:
         return bool(self.scattering)
 
     def free_inputs(self) -> None:
-        """All-reduces are issued later: on one link they would delay the next gather."""
-        for running in self.scattering:
+        for (
+            running
+        ) in self.scattering:  # all-reduces follow later: they would delay the next all-gather
             running.end_stage()
 
-    def drain(self, bucket: GradientOwner) -> None:
+    def drain(self, bucket: Reduced) -> None:
         while any(running.job.bucket is bucket for running in self.scattering):
             self._take_scattered().advance()
-        for running in [each for each in self.reducing if each.job.bucket is bucket]:
+        for running in [running for running in self.reducing if running.job.bucket is bucket]:
             self.reducing.remove(running)
             running.complete()
 
     def finish(self) -> None:
         self.left_by = None
         while self.scattering:
-            # What has come is put away while the last reductions communicate: nobody computes any more. The
-            # newest all-reduce may still run, and the next one must not wait for it.
+            # Results are put into ``.grad`` while the last reductions communicate. The newest all-reduce may
+            # still run, and the next one must not wait for it.
             while self.reducing and (self.reducing[0].work is None or len(self.reducing) > 1):
                 self.reducing.popleft().complete()
             self._take_scattered().advance()
@@ -294,15 +251,17 @@ class CpuComm:
     def abandon(self) -> None:
         self.left_by = None
         for running in (*self.scattering, *self.reducing):
-            running.wait_quietly()
+            _wait_quietly(getattr(running.work, "work", running.work))
+            running.job.bucket.grads.in_flight = None
         self.scattering.clear()
         self.reducing.clear()
 
     def settle_host(self) -> None:
-        """Every copy is over when its call returns."""
+        """There is no such copy: each has ended when its call returns."""
 
 
 def _wait_quietly(work: Any) -> None:
+    """Waits for a work whose result, and error, nobody wants."""
     if work is not None:
         with suppress(RuntimeError):
             work.wait()
@@ -315,14 +274,12 @@ class _InFlight:
     """A reduction on streams.
 
     Attributes:
-        source: the reduce-scatter's inputs, allocated on the compute stream; None once they may be freed.
+        source: the reduce-scatter's inputs, allocated on the compute stream; None when they may be freed.
         held: results of stages that a stage on another stream reads.
-        stream: what the last stage is on.
-        scattered: event: the input has been read.
-        done: event: what has been put on streams for it is over; at last the result is final.
+        stream: the stream of the last stage.
+        scattered: event: the inputs have been read.
+        done: event: the stages issued so far are over.
     """
-
-    __slots__ = ("done", "held", "job", "scattered", "source", "stream")
 
     def __init__(self, job: Reduction, stream: Any) -> None:
         self.job = job
@@ -333,29 +290,27 @@ class _InFlight:
         self.done: Any = None
 
 
-class StreamComm:
+class StreamComm(Comm):
     """Streams beside the compute stream, on any accelerator with CUDA's stream interface.
 
-    - copy_in (high priority): fetches and casts shards and allocates gather buffers, off the compute stream.
-    - gather (high): all-gathers; what compute waits for next, so it goes before other kernels.
-    - scatter (high): reduce-scatters; apart from ``gather`` so that neither queues behind the other.
+    - copy_in (high priority): casts and fetches shards and allocates the all-gather's buffers, off compute.
+    - gather (high): all-gathers, which compute waits for next, so that they go before other kernels.
+    - scatter (high): reduce-scatters, apart from ``gather`` so that neither queues behind the other.
     - replicate (normal): HSDP's all-reduces, so that one overlaps the next bucket's reduce-scatter.
-    - over_tp (high; if there are such): sums of partial gradients over tp. The layers' own collectives are on
-      the same communicator, which runs one after another: one that waited for a reduce-scatter would hold up
-      the next layer's. So a bucket's sum is issued when the next but ``max_inputs`` is reduced, as its
-      reduce-scatter is over by then.
+    - over_tp (high; made if it is needed): sums of partial gradients over tp. The layers' collectives are on
+      the same communicator, which runs one after another: a sum that waits for a reduce-scatter would delay
+      the next layer's. So it is issued when ``max_inputs`` more buckets are reduced: the reduce-scatter is
+      over by then.
 
-    No memory is handed back while a stream may still read it. Buffers of the copy_in pool are freed from
-    the CPU at once, which is safe because copy_in waits for the compute stream before each new use;
-    buffers of the compute pool that another stream reads are held until compute has waited for it.
-
-    See ``Comm`` for the methods.
+    No memory is freed while a stream may still read it. Buffers of the copy_in pool are freed at once, which
+    is safe because copy_in waits for compute before each new use. Buffers of the compute pool that another
+    stream reads are held until compute has waited for that stream.
 
     Attributes:
         in_flight: reductions whose result is not in ``.grad`` yet, oldest first.
-        holding: of these, those whose input is still held; at most ``max_inputs``.
-        unsummed: of these, those still to be summed over tp; at most ``max_inputs``.
-        host_read: event: the shards in the CPU's memory have been read (CPU offload).
+        holding: those of them whose inputs are held; at most ``max_inputs``.
+        unsummed: those of them that are still to be summed over tp; at most ``max_inputs``.
+        host_read: event: the shards in the CPU's memory have been read (CPU offload); or None.
     """
 
     def __init__(self, device_module: Any) -> None:
@@ -364,14 +319,11 @@ class StreamComm:
         self.gather = device_module.Stream(priority=-1)
         self.scatter = device_module.Stream(priority=-1)
         self.replicate = device_module.Stream()
-        self.max_inputs = 1
-        self.post_optim_event: Any = None
+        self.over_tp: Any = None
         self.in_flight: deque[_InFlight] = deque()
         self.holding: deque[_InFlight] = deque()
-        self.over_tp: Any = None
         self.unsummed: deque[_InFlight] = deque()
         self.host_read: Any = None
-        self.left_by: Any = None
         self._ref = weakref.ref(self)
 
     # -- all-gather ----------------------------------------------------------------------------------
@@ -379,45 +331,46 @@ class StreamComm:
     def issue_gather(self, bucket: Gather) -> None:
         if bucket.shard_group is None and not bucket.reads_host:
             return
-        if bucket.gathering is not None:
-            # Left behind by an exception; it reads and writes our buffers.
+        if bucket.gathering is not None:  # of a forward that has raised; it uses the same buffers
             self.device.current_stream().wait_event(bucket.gathering[0])
         if self.post_optim_event is None:
-            # The optimizer wrote the shards, and the last reader of this pool's memory ran, on compute.
+            # The optimizer, and the last reader of this pool's memory, run on compute.
             self.copy_in.wait_stream(self.device.current_stream())
-        else:  # the user's word for both; what compute was given since does not delay us
+        else:  # the user says that both are over then; later kernels on compute do not delay the all-gather
             self.copy_in.wait_event(self.post_optim_event)
             self.post_optim_event = None
         with self.device.stream(self.copy_in):
-            outputs, parts = bucket.gather_buffers()
+            outputs, inputs = bucket.gather_buffers()
             if bucket.shard_group is None:
-                outputs[0].copy_(parts[0])
+                outputs[0].copy_(inputs[0])
         self.gather.wait_stream(self.copy_in)  # the cast shards must be there
         with self.device.stream(self.gather):
             if bucket.shard_group is not None:
-                work = bucket.start_gather(outputs, parts)
+                work = bucket.start_gather(outputs, inputs)
                 if work is not None:
-                    work.wait()  # the backend's own stream -> ours; does not block the CPU
+                    work.wait()  # lets this stream wait for the backend's; does not block the CPU
             event = self.gather.record_event()
-        # ``parts`` stay alive until compute has waited for the gather that reads it.
-        bucket.gathering = (event, parts)
+        bucket.gathering = (
+            event,
+            inputs,
+        )  # held until compute has waited for the all-gather, which reads them
         if bucket.reads_host:
             self.host_read = event
 
     def finish_gather(self, bucket: Gather) -> None:
         if bucket.shard_group is None and not bucket.reads_host:
-            bucket.cast_whole()
+            bucket.unshard_without_gather()
             return
-        if bucket.gathering is None:  # an interruption came after the copy
+        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
             return
         event, _ = bucket.gathering
         self.device.current_stream().wait_event(event)
         bucket.copy_out()
-        bucket.gathering = None  # before what it would copy again is freed
+        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
         bucket.free_gathered()
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
-        # The optimizer wrote the shards on compute; earlier gathers read the last result on ``gather``.
+        # The optimizer has written the shards on compute; earlier all-gathers read the last result on gather.
         self.replicate.wait_stream(self.device.current_stream())
         self.replicate.wait_stream(self.gather)
         with self.device.stream(self.replicate):
@@ -431,15 +384,13 @@ class StreamComm:
 
     # -- reduction -----------------------------------------------------------------------------------
 
-    def reduce(self, bucket: GradientOwner, *, all_reduce: bool) -> None:
+    def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
         while len(self.holding) >= self.max_inputs:
             self._free_oldest_input()
         while len(self.unsummed) >= self.max_inputs:
             self._sum_over_tp(self.unsummed[0])
         flight = _InFlight(bucket.grads.start(all_reduce=all_reduce), self.scatter)
-        self.scatter.wait_stream(
-            self.device.current_stream()
-        )  # gradients were copied in on compute
+        self.scatter.wait_stream(self.device.current_stream())  # the inputs were written on compute
         self._run_stage(flight)
         flight.scattered = flight.done
         self.in_flight.append(flight)
@@ -454,22 +405,23 @@ class StreamComm:
             self._complete_early(flight)
 
     def _run(self, flight: _InFlight) -> None:
-        """Issues all stages that are left."""
+        """Issues all remaining stages."""
         while flight.job.stages:
             self._run_stage(flight)
 
     def _run_stage(self, flight: _InFlight) -> None:
+        """Issues the next stage on its stream."""
         job = flight.job
         stage = job.stages.pop(0)
         stream = stage.stream or self._stream_of(stage.lane, flight)
         if stream is not flight.stream:
-            stream.wait_event(flight.done)  # it reads the last stage's result
+            stream.wait_event(flight.done)  # the stage reads the last one's result
             flight.held.append(job.tensor)
             flight.stream = stream
         with self.device.stream(stream):
             try:
                 stage.finish(job, stage.start(job))
-            finally:  # what it has put on the stream before it raised reads the result
+            finally:  # if it has raised, too: kernels that it has issued read the result
                 flight.done = stream.record_event()
 
     def _stream_of(self, lane: Lane, flight: _InFlight) -> Any:
@@ -484,13 +436,13 @@ class StreamComm:
         return flight.stream
 
     def _sum_over_tp(self, flight: _InFlight) -> None:
-        """The sum over tp, if it is still to be made, and what follows; all ranks call it at one place."""
+        """Issues the sum over tp, if that is still due, and the stages after it."""
         if flight in self.unsummed:
             self.unsummed.remove(flight)
             self._run(flight)
 
     def _complete_early(self, newest: _InFlight) -> None:
-        """Hands over gradients to be used within the backward, but the newest."""
+        """Completes the reductions of gradients that are used within the backward, but for the newest."""
         for flight in list(self.in_flight):
             if flight.job.bucket.on_reduced is not None and flight is not newest:
                 self.in_flight.remove(flight)
@@ -498,13 +450,15 @@ class StreamComm:
         self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def _complete(self, flight: _InFlight) -> None:
+        """Issues the remaining stages, and puts the result into ``.grad``."""
         self._sum_over_tp(flight)
         self._wait_for(flight)
         if flight.job.on_host:
-            flight.done.synchronize()  # .grad is in the CPU's memory, which knows no streams
+            flight.done.synchronize()  # whoever reads the CPU's memory waits for no stream
         flight.job.bucket.grads.finish(flight.job)
 
     def _wait_for(self, flight: _InFlight) -> None:
+        """Lets compute wait for the reduction, and frees what it has read."""
         compute = self.device.current_stream()
         compute.wait_event(flight.scattered)
         compute.wait_event(flight.done)
@@ -512,7 +466,7 @@ class StreamComm:
         flight.held.clear()
 
     def _free_oldest_input(self) -> None:
-        """The input may be freed once compute has waited for its reader."""
+        """Lets compute wait for the oldest reduce-scatter, and frees its inputs."""
         oldest = self.holding.popleft()
         self.device.current_stream().wait_event(oldest.scattered)
         oldest.source = None
@@ -525,7 +479,7 @@ class StreamComm:
         while self.holding:
             self._free_oldest_input()
 
-    def drain(self, bucket: GradientOwner) -> None:
+    def drain(self, bucket: Reduced) -> None:
         for flight in [flight for flight in self.in_flight if flight.job.bucket is bucket]:
             self.in_flight.remove(flight)
             self._complete(flight)
@@ -545,7 +499,7 @@ class StreamComm:
         compute = self.device.current_stream()
         for stream in (self.copy_in, self.gather, self.scatter, self.replicate, self.over_tp):
             if stream is not None:
-                compute.wait_stream(stream)  # also for what an exception has kept out of our lists
+                compute.wait_stream(stream)  # also for what the exception has kept out of the lists
         for flight in self.in_flight:
             self._wait_for(flight)
             flight.job.bucket.grads.in_flight = None

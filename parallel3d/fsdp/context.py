@@ -332,14 +332,14 @@ class DeferredPrefetch:
         self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
         self.context = weakref.ref(context)
-        self.awaited = sum(bucket.slot_sizes[: bucket.reduced_zero_copy]) / 2
+        self.awaited = sum(bucket.segment_sizes[: bucket.reduced_zero_copy]) / 2
         bucket.on_large_gradient = self.count
 
     def count(self, index: int) -> None:
         """Called when the gradient of the zero-copy parameter ``index`` has arrived."""
         bucket, context = self.bucket(), self.context()
         assert bucket is not None
-        self.awaited -= bucket.slot_sizes[index]
+        self.awaited -= bucket.segment_sizes[index]
         if self.awaited <= 0 and context is not None:
             context.comm.free_inputs()
             context.issue_deferred()

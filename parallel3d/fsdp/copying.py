@@ -105,8 +105,8 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
 def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     new = copy.copy(param)
     new.take(memo[id(param.sharded)])
-    new.slots = []
-    new.put_at((_copied_holder(holder, memo), name) for holder, name in param.slots)
+    new.module_infos = []
+    new.put_at((_copied_holder(holder, memo), name) for holder, name in param.module_infos)
     first = memo.get(id(param.module()))
     if first is not None:
         new.module = weakref.ref(first)

@@ -1,172 +1,153 @@
-"""GradientSlots: a bucket's gradients from their arrival in backward to the parameters' ``.grad``.
+"""BucketGradients: a bucket's gradients from their arrival in backward to the sharded parameters' ``.grad``.
 
-Gradients come one by one, and go into the inputs of one reduce-scatter: those of parameters in place as they
-are, the others packed; see ``ReduceInput``. What ``.grad`` of a sharded Parameter may hold at rest:
+Autograd brings the gradients of the unsharded parameters one by one. They become the inputs of one
+reduce-scatter: a zero-copy parameter's gradient is sent from where autograd has put it, the others are
+packed into one buffer (``ReduceInput``). At rest ``.grad`` of a sharded parameter is a DTensor:
 
-- reduced: a DTensor placed as the Parameter. The gradient.
-- partial: ``Partial()`` on replicate: reduce-scattered, waiting for the all-reduce that
-  ``set_requires_all_reduce(False)`` put off.
-- unsharded: ``Partial("avg")`` on replicate and shard: this rank's own sum, waiting for the reduction that
-  ``set_requires_gradient_sync(False)`` put off.
+- reduced: it is placed as the parameter. This is the gradient.
+- reduce-scattered: it is ``Partial("sum")`` over replicate, an accumulated sum that waits for the all-reduce
+  that ``set_requires_all_reduce(False)`` has put off.
+- unsharded: it is ``Partial("avg")`` over replicate and shard, the sum of this rank's own gradients, which
+  waits for the reduction that ``set_requires_gradient_sync(False)`` has put off.
 
-A gradient that is there already is folded into the waiting sum, so ``.grad`` is all there is:
-``zero_grad()``, scaling and setting to None do to a waiting sum what they do to any gradient.
+A gradient that ``.grad`` holds when an accumulation begins is added to the accumulated sum. So nothing is
+kept outside of ``.grad``: ``zero_grad()``, scaling and setting to None act on an accumulated sum as on any
+gradient.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import gradient_hooks, has_gradient_hooks, set_grad
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, new_dtensor
 from parallel3d._torch.kernels import chunk_cat
-from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.placement import DataAxes
-from parallel3d.fsdp.reduction import Reduced, Reduction, Stage, divisor_before_sum, stages_of
+from parallel3d.fsdp.reduction import Reduction, divisor_before_sum, stages_of
+
+Bucket = Any
+"""A ``bucket.Bucket``; ``bucket`` imports this file."""
 
 
-class GradientBucket(Reduced, Protocol):
-    """A bucket, as far as its gradients go; see ``Bucket``."""
-
-    params: list[ShardedParam]
-    compute_params: list[torch.nn.Parameter]
-    policy: MixedPrecisionPolicy
-    axes: DataAxes
-    num_shards: int
-    device: torch.device
-    storage_device: torch.device
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    sum_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    reduce_unused: bool
-    small_grads: list[bool]
-    tensor_classes: list[type[DTensor]]
-    packs_as_chunks: bool
-    replicate_groups: list[ProcessGroup]
-    over_replicate: list[Stage]
-    on_result: list[Stage]
-    to_rest: list[Stage]
-    on_large_gradient: Callable[[int], None] | None
-
-    @property
-    def divisor(self) -> float: ...
-
-    @property
-    def reduced_zero_copy(self) -> int: ...
-
-    def reduce_input(self, since: int) -> torch.Tensor: ...
-
-    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]: ...
-
-    def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]: ...
-
-
-class GradientSlots:
-    """See the module's docstring. Shapes: n = size of the shard axis, S = slots of all parameters.
+class BucketGradients:
+    """The gradients of one bucket; see the module's docstring.
 
     Attributes:
-        unsharded_accumulated: put off by ``set_requires_gradient_sync(False)``: this rank's own sums.
-        partial_reduce_output: put off by ``set_requires_all_reduce(False)``: sums over shard.
+        unsharded_accumulated: this rank's own gradients, accumulated, waiting for the reduction; or None.
+        partial_reduce_output: reduce-scattered gradients, accumulated, waiting for the all-reduce; or None.
+        arrived: indices of the parameters whose gradient has arrived in this backward.
+        tp_partial: those of them whose gradient is partial over tp.
+        input: the inputs of this backward's reduce-scatter; None before the first gradient.
+        in_flight: the comm that runs a reduction whose result is not in ``.grad`` yet; or None.
     """
 
-    def __init__(self, bucket: GradientBucket) -> None:
-        self._bucket = weakref.ref(bucket)  # it holds this: no cycle, freed without the collector
-        self.unsharded_accumulated: HeldSum | None = None
-        self.partial_reduce_output: HeldSum | None = None
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket: Any = weakref.ref(bucket)  # the bucket holds this: no cycle
+        self.unsharded_accumulated: AccumulatedGradients | None = None
+        self.partial_reduce_output: AccumulatedGradients | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the gradients that have arrived in the backward under way."""
         self.arrived: set[int] = set()
-        self.tp_partial: set[int] = set()  # of these, those whose sum is a part over tp
+        self.tp_partial: set[int] = set()
         self.input: ReduceInput | None = None
-        # Where a reduction is under way: its result must be in ``.grad`` before another one begins.
         self.in_flight: weakref.ref[Any] | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket whose gradients these are."""
+        return self._bucket()
+
+    @property
+    def sharded(self) -> list[torch.nn.Parameter]:
+        """The bucket's sharded parameters."""
+        return [p.sharded for p in self.bucket.params]
 
     # -- arrival -----------------------------------------------------------------------------------
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
-        """Takes parameter ``index``'s gradient, of its compute shape."""
+        """Takes the gradient of parameter ``index``, or a further summand of it.
+
+        Args:
+            grad: of the parameter's ``compute_shape``.
+            sync: whether the gradients of this backward are reduced. False: they are accumulated unsharded.
+        """
         bucket = self._bucket()
-        assert bucket is not None
         param = bucket.params[index]
         if not param.sharded.requires_grad:
-            return  # frozen since the forward
-        part = False
+            return  # it was frozen after the forward
+        tp_partial = False
         if isinstance(grad, DTensor):
-            grad, part = param.local_grad(grad, bucket.reduce_dtype)
+            grad, tp_partial = param.local_grad(grad, bucket.reduce_dtype)
         if not sync:
             self.settle()
-            self._hold_whole(index, param.grad_by_rank(grad), part)
+            self._accumulate_unsharded(index, param.grad_by_rank(grad), tp_partial)
         else:
             if self.input is None:
                 self.input = self._new_input()
             first = index not in self.arrived
-            if part or index in self.tp_partial:
-                grad = self._as_part(index, grad, part=part, first=first)
+            if tp_partial or index in self.tp_partial:
+                grad = self._as_tp_summand(index, grad, tp_partial=tp_partial, first=first)
             if first:
                 self.input.take(index, grad)
             else:
                 self.input.add(index, grad)
         self.arrived.add(index)
 
-    def _as_part(self, index: int, grad: torch.Tensor, *, part: bool, first: bool) -> torch.Tensor:
-        """``grad`` as a summand of parts over tp; see ``reduction.SumOverTp``."""
+    def _as_tp_summand(
+        self, index: int, grad: torch.Tensor, *, tp_partial: bool, first: bool
+    ) -> torch.Tensor:
+        """Returns ``grad`` as a summand of a gradient that is summed over tp; see ``reduction.SumOverTp``.
+
+        Args:
+            tp_partial: whether ``grad`` is partial over tp. If not, each tp rank contributes an equal share.
+            first: whether no gradient of the parameter has arrived before. What has arrived is divided
+                into equal shares when the first partial summand comes.
+        """
         n = self.bucket.params[index].tp_size
         if index not in self.tp_partial:
             self.tp_partial.add(index)
             if not first:
                 assert self.input is not None
                 self.input.view(index).div_(n)
-        return grad if part else grad / n
+        return grad if tp_partial else grad / n
 
     def _new_input(self) -> ReduceInput:
         bucket = self.bucket
-        if bucket.reduce_unused:  # others may have a part where this rank has nothing
+        if (
+            bucket.reduce_unused
+        ):  # another tp rank may have a partial gradient where this one has none
             self.tp_partial.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
         return ReduceInput(bucket)
-
-    def carry_over(self, old: GradientSlots) -> None:
-        """After the bucket was built anew: takes on what waited in ``old``, as a conversion has left it."""
-        self.in_flight = old.in_flight
-        if old.unsharded_accumulated is not None:
-            new = self._new_whole()
-            for index in old.unsharded_accumulated.tp_partial:
-                new.becomes_part(index, self.bucket.params[index])
-            self.unsharded_accumulated = self._continued(
-                old.unsharded_accumulated, new, over_shard=True
-            )
-        if old.partial_reduce_output is not None:
-            self.partial_reduce_output = self._continued(
-                old.partial_reduce_output, self._zero_partial(), over_shard=False
-            )
-
-    def forget(self) -> None:
-        """Drops what a backward has brought."""
-        self.arrived, self.tp_partial = set(), set()
-        self.input, self.in_flight = None, None
 
     # -- reduction ---------------------------------------------------------------------------------
 
     def has_work(self, *, sync: bool, all_reduce: bool) -> bool:
-        """Whether a reduction is due at the end of this backward."""
+        """Returns whether a reduction is due at the end of this backward.
+
+        Args:
+            sync: whether gradients are reduced in this backward.
+            all_reduce: whether they are reduced over replicate too.
+        """
         if not sync:
             return False
-        waiting = self.input is not None or self.unsharded_accumulated is not None
-        return waiting or (all_reduce and self.partial_reduce_output is not None)
+        unreduced = self.input is not None or self.unsharded_accumulated is not None
+        return unreduced or (all_reduce and self.partial_reduce_output is not None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything has come here, or waits."""
+        """Whether a gradient has arrived in this backward, or an accumulated sum waits."""
         sums = self.input, self.unsharded_accumulated, self.partial_reduce_output
-        return bool(self.arrived) or any(each is not None for each in sums)
+        return bool(self.arrived) or any(grads is not None for grads in sums)
 
     def settle(self) -> None:
         """Completes an earlier reduction of the same backward, before another one begins."""
@@ -177,61 +158,71 @@ class GradientSlots:
             self.in_flight = None
 
     def start(self, *, all_reduce: bool) -> Reduction:
-        """Hands over the reduce inputs, sums put off by earlier micro-batches folded in."""
+        """Returns the reduction of what has arrived and of what earlier micro-batches have accumulated.
+
+        Args:
+            all_reduce: whether it is reduced over replicate too. If not, the result is accumulated.
+        """
         bucket = self.bucket
         self.settle()
-        used = set(self.arrived)
-        if self.input is None:
-            used = set()
-            self.input = self._new_input()
+        used = set() if self.input is None else set(self.arrived)
+        inputs = self._new_input() if self.input is None else self.input
         if self.unsharded_accumulated is not None:
             used.update(self.unsharded_accumulated.take(self.sharded))
-            self._add_to_input(self.input, self.unsharded_accumulated)
-        earlier = None
+            self._add_to_input(inputs, self.unsharded_accumulated)
+            self.unsharded_accumulated = None
+        accumulated = None
         if self.partial_reduce_output is not None and all_reduce:
             used.update(self.partial_reduce_output.take(self.sharded))
-            earlier, self.partial_reduce_output = self._waiting(self.partial_reduce_output), None
+            accumulated = self._as_reduce_output(self.partial_reduce_output)
+            self.partial_reduce_output = None
         if bucket.reduce_unused:
             used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
-        before, scale, rest = self._divisors()
-        inputs = self.input.finish(before)
-        tp_partial = frozenset(self.tp_partial)
-        final = all_reduce or not bucket.over_replicate
-        job = Reduction(bucket, inputs, sorted(used), scale, final, earlier, tp_partial, rest)
+        before, scale, final_scale = self._factors()
+        job = Reduction(
+            bucket,
+            inputs.finish(before),
+            sorted(used),
+            scale,
+            all_reduce or not bucket.over_replicate,
+            accumulated,
+            frozenset(self.tp_partial),
+            final_scale,
+        )
         job.stages = stages_of(job, bucket.over_replicate, bucket.on_result, bucket.to_rest)
         self.forget()
-        self.unsharded_accumulated = None
         return job
 
-    def _divisors(self) -> tuple[float, float, float]:
-        """What the inputs are divided by, and what the sum over shard and that over replicate are multiplied
-        by."""
+    def _factors(self) -> tuple[float, float, float]:
+        """Returns (divisor of the inputs, factor of the sum over shard, factor of the sum over replicate)."""
         bucket = self.bucket
         if bucket.reducer.averages:
             return 1.0, 1.0, 1.0
         before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
         after = before / bucket.divisor
-        if before == 1:
-            return 1.0, after, 1.0
-        # What is left of it would come before the sum over replicate, and too small for it.
-        return (before, 1.0, after) if bucket.over_replicate else (before, after, 1.0)
+        # In float16 the second division comes after the sum over replicate, too: it makes gradients small.
+        divides_last = before != 1 and bucket.over_replicate
+        return (before, 1.0, after) if divides_last else (before, after, 1.0)
 
-    def _add_to_input(self, given: ReduceInput, whole: HeldSum) -> None:
+    def _add_to_input(self, inputs: ReduceInput, held: AccumulatedGradients) -> None:
+        """Adds the unsharded accumulated sum to the inputs of the reduce-scatter."""
         bucket = self.bucket
-        for index in self.tp_partial ^ whole.tp_partial:  # only one of the two is a part
-            total = given.view(index) if index in whole.tp_partial else whole.parts[index]
+        for index in self.tp_partial ^ held.tp_partial:  # only one of the two is partial over tp
+            total = inputs.view(index) if index in held.tp_partial else held.views[index]
             total.div_(bucket.params[index].tp_size)
-        self.tp_partial |= whole.tp_partial
-        for index, part in enumerate(whole.parts):
-            given.add_by_rank(index, part.to(bucket.device))
+        self.tp_partial |= held.tp_partial
+        for index, view in enumerate(held.views):
+            inputs.add_by_rank(index, view.to(bucket.device))
 
     def finish(self, job: Reduction) -> None:
-        """Puts the result of a reduction into ``.grad``, adding to what is there."""
+        """Adds the result of a reduction to ``.grad``, or accumulates it where the all-reduce is put off."""
         self.in_flight = None
         bucket = self.bucket
         if not job.final:
             flat = job.tensor.to(bucket.sum_dtype)
-            self._hold_partial(flat if job.rest == 1.0 else flat.mul_(job.rest), job.used)
+            self._accumulate_partial(
+                flat if job.final_scale == 1.0 else flat.mul_(job.final_scale), job.used
+            )
             return
         self._put(job.take(), job.used)
         self.run_hooks(job.used)
@@ -239,116 +230,173 @@ class GradientSlots:
             bucket.on_reduced(bucket, job.used)
 
     def run_hooks(self, used: list[int]) -> None:
-        """Calls the users' hooks on gradients that are complete."""
+        """Calls the user's post-accumulate-grad hooks on the sharded parameters of indices ``used``."""
         params = self.sharded
-        if not any(map(has_gradient_hooks, params)):
-            return
-        for index in used:
-            for hook in gradient_hooks(params[index]):
-                hook(params[index])
+        if any(map(has_gradient_hooks, params)):
+            for index in used:
+                for hook in gradient_hooks(params[index]):
+                    hook(params[index])
 
     def _put(self, result: torch.Tensor, used: list[int]) -> None:
-        """Puts ``result``, as it was reduced, into ``.grad``, or adds it to what is there."""
-        bucket = self.bucket
-        flat = result.to(bucket.grad_dtype)
-        present = [param.grad for param in self.sharded]
-        if self._add_whole(flat, present, used):
-            return
-        parts = bucket.local_parts(flat)
-        self._place(parts, make_gradients(bucket, flat, parts), present, used)
+        """Adds ``result``, (S,) in the dtype of the reduction, to ``.grad``."""
+        self.put_gradients(result.to(self.bucket.grad_dtype), None, None, used)
 
-    def put_piece(
+    def put_gradients(
         self,
         flat: torch.Tensor,
-        parts: list[torch.Tensor],
-        grads: list[torch.Tensor],
+        views: list[torch.Tensor] | None,
+        grads: list[torch.Tensor] | None,
         used: list[int],
     ) -> None:
-        """The same with a piece of a larger result, in ``grad_dtype``, whose gradients are made already."""
-        present = [param.grad for param in self.sharded]
-        if not self._add_whole(flat, present, used):
-            self._place(parts, grads, present, used)
+        """Adds reduced gradients to ``.grad`` of the parameters of indices ``used``.
 
-    def _add_whole(self, flat: torch.Tensor, present: list, used: list[int]) -> bool:
-        if len(used) < len(present):
-            return False
-        before = flat_gradient(present, self.bucket.slot_sizes)
-        if before is None:
-            return False
-        before.add_(flat)  # one kernel for the bucket
-        return True
-
-    def _place(self, parts: list, grads: list, present: list, used: list[int]) -> None:
+        Args:
+            flat: (S,), in ``grad_dtype``.
+            views, grads: the bucket's ``local_parts`` and ``make_gradients`` of ``flat``. None: they are made
+                here if they are needed.
+        """
         bucket, params = self.bucket, self.sharded
+        present = [param.grad for param in params]
+        if len(used) == len(params):
+            total = flat_gradient(present, bucket.segment_sizes)
+            if total is not None:
+                total.add_(flat)  # one kernel for the bucket
+                return
+        if views is None or grads is None:
+            views = bucket.local_parts(flat)
+            grads = make_gradients(bucket, flat, views)
         keep = bucket.policy.keep_low_precision_grads
         for index in used:
             param, grad = params[index], present[index]
             if grad is not None:
-                get_local_tensor(grad).add_(parts[index])
+                get_local_tensor(grad).add_(views[index])
             elif keep or bucket.sum_dtype is not bucket.grad_dtype:
-                # A sum of another dtype may have stood there.
+                # ``.grad`` may have been an accumulated sum of another dtype.
                 set_grad(param, grads[index], lasting=keep)
             else:
                 param.grad = grads[index]
 
-    # -- sums that wait, from one micro-batch to the one that reduces them -------------------------
+    # -- gradients accumulated unsharded -----------------------------------------------------------
 
-    @property
-    def bucket(self) -> GradientBucket:
-        """The bucket whose gradients these are."""
-        bucket = self._bucket()
-        assert bucket is not None
-        return bucket
+    def _accumulate_unsharded(self, index: int, by_rank: torch.Tensor, tp_partial: bool) -> None:
+        """Adds a gradient of parameter ``index`` to the unsharded accumulated sum in its ``.grad``.
 
-    @property
-    def sharded(self) -> list[torch.nn.Parameter]:
-        """The bucket's sharded Parameters."""
-        return [p.sharded for p in self.bucket.params]
-
-    def _hold_whole(self, index: int, by_rank: torch.Tensor, part: bool) -> None:
+        Args:
+            by_rank: (num_shards, ...), as ``ShardedParam.grad_by_rank`` returns it.
+            tp_partial: whether it is partial over tp.
+        """
         bucket = self.bucket
         if self.unsharded_accumulated is None:
-            self.unsharded_accumulated = self._new_whole()
-        whole, param = self.unsharded_accumulated, bucket.params[index]
-        before = whole.place(index, param.sharded)
-        if part != (index in whole.tp_partial):
-            if part:
-                whole.becomes_part(index, param)
-            else:
-                by_rank = by_rank / param.tp_size
+            self.unsharded_accumulated = self._new_unsharded()
+        held, param = self.unsharded_accumulated, bucket.params[index]
+        before = held.attach(index, param.sharded)
+        if tp_partial and index not in held.tp_partial:
+            held.make_tp_partial(index, param)
+        elif index in held.tp_partial and not tp_partial:
+            by_rank = by_rank / param.tp_size
         if before is not None:
-            self._fold_into_whole(index, before)
-        whole.parts[index].add_(by_rank.to(bucket.storage_device))
+            self._add_reduced(index, before)
+        held.views[index].add_(by_rank.to(bucket.storage_device))
 
-    def _new_whole(self) -> HeldSum:
+    def _new_unsharded(self) -> AccumulatedGradients:
         bucket = self.bucket
-        # At storage_device, as every gradient: a Parameter's ``.grad`` must be on its device.
-        dtype = bucket.sum_dtype
-        flat = torch.zeros(
-            bucket.num_shards * bucket.numel, dtype=dtype, device=bucket.storage_device
-        )
-        regions = flat.split([bucket.num_shards * size for size in bucket.slot_sizes])
-        pairs = list(zip(bucket.params, regions, strict=True))
-        marks = [
-            make_dtensor(p.compute_view(r), p.unreduced_spec(dtype, over_shard=True))
-            for p, r in pairs
-        ]
-        return HeldSum(flat, [p.by_rank(r) for p, r in pairs], marks)
+        n, dtype = bucket.num_shards, bucket.sum_dtype
+        # On ``storage_device``, as every gradient at rest: ``.grad`` must be on its parameter's device.
+        flat = torch.zeros(n * bucket.numel, dtype=dtype, device=bucket.storage_device)
+        regions = flat.split([n * size for size in bucket.segment_sizes])
+        views, grads = [], []
+        for param, region in zip(bucket.params, regions, strict=True):
+            views.append(param.by_rank(region))
+            spec = param.unreduced_spec(dtype, over_shard=True)
+            grads.append(make_dtensor(param.compute_view(region), spec))
+        return AccumulatedGradients(flat, views, grads)
 
-    def _new_partial(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> HeldSum:
-        marks = [
-            make_dtensor(part, p.unreduced_spec(flat.dtype, over_shard=False))
-            for p, part in zip(self.bucket.params, parts, strict=True)
-        ]
-        return HeldSum(flat, parts, marks)
+    def _add_reduced(self, index: int, grad: torch.Tensor) -> None:
+        """Adds ``grad``, which is reduced or reduce-scattered, to the unsharded accumulated sum.
 
-    def _zero_partial(self) -> HeldSum:
+        The reduction to come sums over the data ranks and divides by ``divisor``. Of the ranks of a shard
+        group only the one that has the shard adds it, but each copy does so that replicate makes. So a
+        reduced gradient is multiplied by the divisor and divided by the number of copies. A reduce-scattered
+        one is not divided: each copy has a summand of its own. A communication hook is taken to average over
+        shard and over replicate.
+        """
+        held, partial = self.unsharded_accumulated, self.partial_reduce_output
+        assert held is not None
+        bucket, param = self.bucket, self.bucket.params[index]
+        factor = bucket.divisor * bucket.num_shards / bucket.axes.data_size
+        local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
+        if partial is not None and grad is partial.grads[index]:
+            factor = bucket.num_shards if bucket.reducer.averages else bucket.divisor
+            partial.reset(index)
+        held.with_reduced.add(index)
+        if param.layout.tp_grad == "partial" or index in held.tp_partial:
+            factor /= param.tp_size  # it has been summed over tp, and will be again
+        segment = torch.zeros(param.padded_numel, dtype=local.dtype, device=local.device)
+        param.local_view(segment).copy_(local.mul_(factor))
+        shard_rank = bucket.axes.part_index if bucket.num_shards > 1 else 0
+        shard = param.segments_by_rank(segment.unsqueeze(0)).select(0, 0)
+        held.views[index].select(0, shard_rank).add_(shard)
+
+    # -- gradients accumulated after the reduce-scatter --------------------------------------------
+
+    def _accumulate_partial(self, flat: torch.Tensor, used: list[int]) -> None:
+        """Adds ``flat``, (S,) summed over shard, to the reduce-scattered accumulated sum in ``.grad``."""
+        bucket = self.bucket
+        params, views, held = bucket.params, bucket.local_parts(flat), self.partial_reduce_output
+        if held is None:
+            held = self.partial_reduce_output = self._new_partial(flat, views)
+        # Each rank of the all-reduce to come has a reduced gradient: it makes a sum of them, or an average.
+        copies = math.prod(group.size() for group in bucket.replicate_groups)
+        copies = 1 if bucket.reducer.averages else copies
+        for index in used:
+            before = held.attach(index, params[index].sharded)
+            if before is not None:
+                held.views[index].add_(get_local_tensor(before), alpha=1.0 / copies)
+        if held.flat is not flat:
+            held.flat.add_(flat)
+
+    def _new_partial(self, flat: torch.Tensor, views: list[torch.Tensor]) -> AccumulatedGradients:
+        grads = [
+            make_dtensor(view, p.unreduced_spec(flat.dtype, over_shard=False))
+            for p, view in zip(self.bucket.params, views, strict=True)
+        ]
+        return AccumulatedGradients(flat, views, grads)
+
+    def _zero_partial(self) -> AccumulatedGradients:
+        """Returns a reduce-scattered sum of zeros."""
         bucket = self.bucket
         flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
         return self._new_partial(flat, bucket.local_parts(flat))
 
-    def _continued(self, old: HeldSum, new: HeldSum, *, over_shard: bool) -> HeldSum:
-        """``new`` with the sums of ``old`` that are still in ``.grad``, by now maybe as other objects."""
+    def _as_reduce_output(self, held: AccumulatedGradients) -> torch.Tensor:
+        """Returns a reduce-scattered sum in the layout of the reduce-scatter's result."""
+        return held.flat
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def carry_over(self, old: BucketGradients) -> None:
+        """Takes the accumulated sums of ``old``, the gradients of the bucket before its buffers were rebuilt.
+
+        A conversion such as ``model.double()`` may have replaced the DTensors in ``.grad`` meanwhile.
+        """
+        self.in_flight = old.in_flight
+        if old.unsharded_accumulated is not None:
+            self.unsharded_accumulated = new = self._new_unsharded()
+            for index in old.unsharded_accumulated.tp_partial:
+                new.make_tp_partial(index, self.bucket.params[index])
+            self._copy_held(old.unsharded_accumulated, new, over_shard=True)
+        if old.partial_reduce_output is not None:
+            self.partial_reduce_output = new = self._zero_partial()
+            self._copy_held(old.partial_reduce_output, new, over_shard=False)
+
+    def _copy_held(
+        self, old: AccumulatedGradients, new: AccumulatedGradients, *, over_shard: bool
+    ) -> None:
+        """Copies to ``new`` the sums of ``old`` that are still in ``.grad``, and puts ``new`` there.
+
+        Args:
+            over_shard: whether these are sums that are not reduced over shard.
+        """
         bucket = self.bucket
         for index in old.placed:
             param = bucket.params[index]
@@ -359,46 +407,18 @@ class GradientSlots:
                 grad.dtype, over_shard=over_shard, tp_partial=index in old.tp_partial
             )
             if grad.placements == unreduced.placements:
-                get_local_tensor(new.marks[index]).copy_(get_local_tensor(grad))
-                set_grad(param.sharded, new.marks[index])
+                get_local_tensor(new.grads[index]).copy_(get_local_tensor(grad))
+                set_grad(param.sharded, new.grads[index])
                 new.placed.add(index)
-            elif grad is old.marks[index] or grad.placements != param.spec.placements:
-                # An operation that DTensor does not do on sums has summed it: it waits no longer.
+            elif grad is old.grads[index] or grad.placements != param.spec.placements:
+                # DTensor has reduced it, for an operation that it does not do on partial tensors.
                 scale = bucket.axes.data_size / bucket.divisor if over_shard else 1.0
                 reduced = grad.redistribute(placements=param.spec.placements)
                 param.sharded.grad = reduced.mul_(scale)
-        new.folded = old.folded & new.placed
-        return new
-
-    def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
-        """Adds a gradient that is reduced already (or reduce-scattered) to this rank's own sum.
-
-        What follows sums over the data axes and divides. A shard's owner alone adds it, in each of the
-        copies that replicate axes make, so it is multiplied by the divisor and divided by the number of
-        copies; unless it is partial there, so that each copy adds a part of its own. A hook is taken to
-        average over shard and over replicate, each by itself.
-        """
-        assert self.unsharded_accumulated is not None
-        bucket, param = self.bucket, self.bucket.params[index]
-        factor = bucket.divisor * bucket.num_shards / bucket.axes.data_size
-        local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
-        if (
-            self.partial_reduce_output is not None
-            and grad is self.partial_reduce_output.marks[index]
-        ):
-            factor = bucket.num_shards if bucket.reducer.averages else bucket.divisor
-            self.partial_reduce_output.drop(index)
-        self.unsharded_accumulated.folded.add(index)
-        if param.layout.tp_grad == "partial" or index in self.unsharded_accumulated.tp_partial:
-            factor /= param.tp_size  # it has been summed over tp, and will be again
-        slot = torch.zeros(param.slot_numel, dtype=local.dtype, device=local.device)
-        param.local_view(slot).copy_(local.mul_(factor))
-        index_of_part = bucket.axes.part_index if bucket.num_shards > 1 else 0
-        mine = param.slots_by_rank(slot.unsqueeze(0)).select(0, 0)
-        self.unsharded_accumulated.parts[index].select(0, index_of_part).add_(mine)
+        new.with_reduced = old.with_reduced & new.placed
 
     def drop_waiting(self) -> None:
-        """Drops the sums that wait for their reduction, and empties the ``.grad`` they stand in."""
+        """Drops the accumulated sums, and sets the ``.grad`` that hold them to None."""
         for held in (self.unsharded_accumulated, self.partial_reduce_output):
             if held is not None:
                 held.take(self.sharded)
@@ -406,152 +426,122 @@ class GradientSlots:
 
     @property
     def holds_reduced(self) -> bool:
-        """Whether a sum that waits holds a reduced gradient, multiplied so that today's divisor undoes it."""
-        if self.unsharded_accumulated is None:
-            return False
-        params, marks = self.bucket.params, self.unsharded_accumulated.marks
-        return any(params[i].sharded.grad is marks[i] for i in self.unsharded_accumulated.folded)
+        """Whether an unsharded accumulated sum has a reduced gradient in it, which was multiplied by today's
+        divisor."""
+        held = self.unsharded_accumulated
+        return held is not None and held.is_in_grad(held.with_reduced, self.sharded)
 
     @property
     def holds_scattered(self) -> bool:
-        """Whether a sum waits that has been reduce-scattered."""
-        if self.partial_reduce_output is None:
-            return False
-        params, marks = self.bucket.params, self.partial_reduce_output.marks
-        return any(params[i].sharded.grad is marks[i] for i in self.partial_reduce_output.placed)
-
-    def _waiting(self, held: HeldSum) -> torch.Tensor:
-        """A partial sum as the reduce-scatter's result lies."""
-        return held.flat
-
-    def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
-        """Adds ``flat``, summed over shard, to what waits for the all-reduce."""
-        bucket = self.bucket
-        params, parts, held = bucket.params, bucket.local_parts(flat), self.partial_reduce_output
-        if held is None:
-            held = self.partial_reduce_output = self._new_partial(flat, parts)
-        # What the all-reduce to come makes of a value that every rank has: a sum, or a mean.
-        copies = math.prod(group.size() for group in bucket.replicate_groups)
-        copies = 1 if bucket.reducer.averages else copies
-        for index in used:
-            before = held.place(index, params[index].sharded)
-            if before is not None:  # reduced: every rank of the all-reduce to come has it
-                held.parts[index].add_(get_local_tensor(before), alpha=1.0 / copies)
-        if held.flat is not flat:
-            held.flat.add_(flat)
-
-
-# HeldSum: gradients of a bucket that wait for their reduction, in the parameters' ``.grad``.
+        """Whether a reduce-scattered accumulated sum waits for its all-reduce."""
+        held = self.partial_reduce_output
+        return held is not None and held.is_in_grad(held.placed, self.sharded)
 
 
 def waits_for_reduction(grad: torch.Tensor | None) -> bool:
-    """Whether ``grad`` is a sum that is still to be reduced, and not the gradient."""
+    """Returns whether ``grad`` is an accumulated sum that is not reduced over all data axes yet."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
-class HeldSum:
-    """A sum that waits for its reduction: a flat buffer whose parts stand in the parameters' ``.grad``.
+class AccumulatedGradients:
+    """Gradients of a bucket, accumulated in the sharded parameters' ``.grad``, waiting for a reduction.
 
     Attributes:
-        parts: the buffer by parameter, in the shape gradients are added in.
-        marks: DTensors of the same memory, what ``.grad`` is.
-        placed: indices whose mark was put into ``.grad``.
-        folded: of these, those whose sum holds a reduced gradient, which was there before.
-        tp_partial: indices whose sum is a part that other tp ranks have the rest of, as autograd brought it.
+        flat: the buffer of the sums.
+        views: for each parameter a view of it: shaped as by ``ShardedParam.by_rank`` if it is unsharded, of
+            ``local_shape`` if it is reduce-scattered.
+        grads: for each parameter the DTensor on the same memory that ``.grad`` is set to.
+        placed: indices of the parameters whose ``.grad`` was set to it.
+        with_reduced: those of them whose sum includes a reduced gradient.
+        tp_partial: indices of the parameters whose sum is partial over tp, as autograd has brought it.
     """
 
-    def __init__(self, flat: torch.Tensor, parts: list[torch.Tensor], marks: list) -> None:
+    def __init__(self, flat: torch.Tensor, views: list[torch.Tensor], grads: list) -> None:
         self.flat = flat
-        self.parts = parts
-        self.marks = marks
+        self.views = views
+        self.grads = grads
         self.placed: set[int] = set()
-        self.folded: set[int] = set()
+        self.with_reduced: set[int] = set()
         self.tp_partial: set[int] = set()
 
-    def becomes_part(self, index: int, param: ShardedParam) -> None:
-        """From now on the sum of part ``index`` is partial over tp too; its mark says so."""
+    def make_tp_partial(self, index: int, param: ShardedParam) -> None:
+        """Makes the sum of parameter ``index`` partial over tp: each tp rank keeps an equal share."""
         self.tp_partial.add(index)
-        self.parts[index].div_(param.tp_size)
-        old = self.marks[index]
+        self.views[index].div_(param.tp_size)
+        old = self.grads[index]
         spec = param.unreduced_spec(old.dtype, over_shard=True, tp_partial=True)
-        self.marks[index] = make_dtensor(get_local_tensor(old), spec)
+        self.grads[index] = make_dtensor(get_local_tensor(old), spec)
         if param.sharded.grad is old:
-            set_grad(param.sharded, self.marks[index])
+            set_grad(param.sharded, self.grads[index])
 
-    def place(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """Puts part ``index`` into ``param.grad``; returns the gradient that was there, if any.
+    def attach(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """Sets ``param.grad`` to the sum of parameter ``index``; returns another gradient that was there.
 
-        A part that is no longer there was cleared by the user: its sum is dropped.
+        A sum that is no longer in ``.grad`` was cleared by the user. It begins anew.
         """
         before = param.grad
-        if before is self.marks[index]:
+        if before is self.grads[index]:
             return None
         if index in self.placed:
-            self.drop(index)
+            self.reset(index)
         self.placed.add(index)
-        set_grad(param, self.marks[index])
+        set_grad(param, self.grads[index])
         return before
 
-    def drop(self, index: int) -> None:
-        """Forgets the sum of part ``index``."""
-        self.parts[index].zero_()
+    def reset(self, index: int) -> None:
+        """Sets the sum of parameter ``index`` to zero."""
+        self.views[index].zero_()
         self.placed.discard(index)
-        self.folded.discard(index)
+        self.with_reduced.discard(index)
 
     def take(self, params: list[torch.nn.Parameter]) -> list[int]:
-        """Empties ``.grad``; returns the indices that still hold a sum. The others' parts become zero."""
-        held = []
+        """Sets ``.grad`` to None where it is the sum, and the sums that the user has cleared to zero.
+
+        Returns:
+            Indices of the parameters whose ``.grad`` was the sum.
+        """
+        indices = []
         for index in list(self.placed):
-            if params[index].grad is self.marks[index]:
+            if params[index].grad is self.grads[index]:
                 params[index].grad = None
-                held.append(index)
+                indices.append(index)
             else:
-                self.drop(index)
-        return held
+                self.reset(index)
+        return indices
 
-
-# ReduceInput: a bucket's gradients of one backward, from their arrival to the reduce-scatter.
-#
-# Gradients of parameters in place are sent from where they are, in the reduce dtype. The others
-# are packed, one row of slots per shard rank: small ones all by one kernel at the end, others at
-# once, so that they are freed. What a cast makes larger is cast at the end too, when the unsharded
-# parameters are freed.
+    def is_in_grad(self, indices: Iterable[int], params: list[torch.nn.Parameter]) -> bool:
+        """Returns whether ``.grad`` of one of the parameters ``indices`` is still the sum."""
+        return any(params[index].grad is self.grads[index] for index in indices)
 
 
 class ReduceInput:
-    """Of one bucket and one backward. n: size of the shard axis.
+    """The inputs of a bucket's reduce-scatter, while the gradients of one backward arrive.
+
+    Zero-copy gradients are sent from where they are, in the reduce dtype. The others are packed into a buffer
+    with one row per shard rank: small ones by one kernel at the end, others when they arrive, so that they
+    are freed. A cast that makes a gradient larger is left to the end too, when the unsharded parameters are
+    freed.
 
     Attributes:
-        zero_copy: how many gradients, the first ones, are reduced from where they are.
-        kept: by index, gradients that are kept as they are, of compute shape.
-        packed: one row of slots per shard rank, of the gradients behind the first ones; as soon as one is not
-            kept. ``views``: of it, by index less ``zero_copy``.
-        written: indices of those that ``packed`` holds.
+        bucket: returns the bucket.
+        zero_copy: how many gradients are sent from where they are. They are the bucket's first ones.
+        kept: by index, the gradients that are not copied yet, of ``compute_shape``.
+        packed: (num_shards * the sum of the other segments); None until a gradient is copied to it.
+        views: for each other parameter its part of ``packed``, shaped as by ``ShardedParam.by_rank``.
+        written: indices of the parameters whose gradient is in ``packed``.
     """
 
-    __slots__ = ("_bucket", "kept", "packed", "views", "written", "zero_copy")
-
-    def __init__(self, bucket: GradientBucket) -> None:
-        self._bucket = weakref.ref(bucket)  # whose gradients hold this: no cycle
-        self.zero_copy = bucket.reduced_zero_copy
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket: Any = weakref.ref(bucket)  # whose gradients hold this: no cycle
+        self.zero_copy: int = bucket.reduced_zero_copy
         self.kept: dict[int, torch.Tensor] = {}
         self.packed: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.written: set[int] = set()
 
-    @property
-    def bucket(self) -> GradientBucket:
-        """The bucket whose gradients these are."""
-        bucket = self._bucket()
-        assert bucket is not None
-        return bucket
-
-    # -- arrival -----------------------------------------------------------------------------------
-
     def take(self, index: int, grad: torch.Tensor) -> None:
-        """The first gradient of parameter ``index``."""
-        bucket = self._bucket()
-        assert bucket is not None
+        """Takes the first gradient of parameter ``index``."""
+        bucket = self.bucket()
         if index < self.zero_copy:
             if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
                 grad = grad.to(bucket.reduce_dtype)
@@ -561,43 +551,45 @@ class ReduceInput:
         elif bucket.small_grads[index]:
             self.kept[index] = grad
         else:
-            self._written(index, zero=False).copy_(bucket.params[index].grad_by_rank(grad))
+            self._view(index, zero=False).copy_(bucket.params[index].grad_by_rank(grad))
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """A later one: sums are made in the reduce dtype, and not in place, as others may read the first."""
+        """Adds a further gradient of parameter ``index``, in the reduce dtype."""
         if index < self.zero_copy:
             self.kept[index] = self._sum(self.kept[index], grad)
         else:
-            self.view(index).add_(self.bucket.params[index].grad_by_rank(grad))
+            self.view(index).add_(self.bucket().params[index].grad_by_rank(grad))
 
     def _sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        dtype = self.bucket.reduce_dtype
+        """Returns a + b in the reduce dtype. It is a new tensor, as others may read the first gradient."""
+        dtype = self.bucket().reduce_dtype
         return torch.add(a.to(dtype), b).to(dtype)
 
-    def add_by_rank(self, index: int, part: torch.Tensor) -> None:
-        """Adds a sum of earlier micro-batches, shaped as ``ShardedParam.by_rank`` does."""
+    def add_by_rank(self, index: int, by_rank: torch.Tensor) -> None:
+        """Adds the sum of earlier micro-batches, shaped as by ``ShardedParam.by_rank``."""
         if index >= self.zero_copy:
-            self.view(index).add_(part)
+            self.view(index).add_(by_rank)
             return
-        part = part.reshape(self.bucket.params[index].region_shape)
+        grad = by_rank.reshape(self.bucket().params[index].region_shape)
         before = self.kept.get(index)
-        if before is None:
-            self.kept[index] = part
-        else:
-            self.kept[index] = self._sum(before, part)
+        self.kept[index] = grad if before is None else self._sum(before, grad)
 
     def view(self, index: int) -> torch.Tensor:
-        """The sum of a packed gradient, shaped as ``ShardedParam.by_rank`` does; zeros if there is none."""
+        """Returns the packed gradient of parameter ``index``, shaped as by ``ShardedParam.by_rank``.
+
+        A gradient that was kept is copied there first. Where there is none, the result is zeros.
+        """
         grad = self.kept.pop(index, None)
-        view = self._written(index, zero=grad is None)
+        view = self._view(index, zero=grad is None)
         if grad is not None:
-            view.copy_(self.bucket.params[index].grad_by_rank(grad))
+            view.copy_(self.bucket().params[index].grad_by_rank(grad))
         return view
 
-    def _written(self, index: int, *, zero: bool) -> torch.Tensor:
+    def _view(self, index: int, *, zero: bool) -> torch.Tensor:
+        """Returns parameter ``index``'s part of ``packed``; ``zero``: it is zeroed if nothing was written."""
         if self.packed is None:
-            self.packed = self.bucket.reduce_input(self.zero_copy)
-            self.views = self.bucket.views_by_rank(self.packed, self.zero_copy)
+            self.packed = self.bucket().reduce_input(self.zero_copy)
+            self.views = self.bucket().views_by_rank(self.packed, self.zero_copy)
         view = self.views[index - self.zero_copy]
         if index not in self.written:
             self.written.add(index)
@@ -605,34 +597,34 @@ class ReduceInput:
                 view.zero_()
         return view
 
-    # -- reduction ---------------------------------------------------------------------------------
-
     def finish(self, divisor: float) -> list[torch.Tensor]:
-        """The inputs of the reduce-scatter, divided by ``divisor``; where there is no gradient, zeros."""
-        bucket, members = self.bucket, []
-        for index in range(self.zero_copy):
-            members.append(self._member(index, divisor))
-        if bucket.slot_sizes[self.zero_copy :] or not members:
-            packed = self._pack()
-            members.append(packed if divisor == 1 else packed.div_(divisor))
-        return members
+        """Returns the inputs of the reduce-scatter, divided by ``divisor``, with zeros where no gradient is.
 
-    def _member(self, index: int, divisor: float) -> torch.Tensor:
-        bucket = self.bucket
-        grad = self.kept.pop(index, None)
-        if grad is None:
-            size = bucket.num_shards * bucket.slot_sizes[index]
-            return torch.zeros(size, dtype=bucket.reduce_dtype, device=bucket.device)
-        grad = grad.to(bucket.reduce_dtype).view(-1)
-        return grad if divisor == 1 else grad / divisor
+        They are (num_shards * segment) for each zero-copy parameter, and ``packed`` if there are others.
+        """
+        bucket, inputs = self.bucket(), []
+        for index in range(self.zero_copy):
+            grad = self.kept.pop(index, None)
+            if grad is None:
+                size = bucket.num_shards * bucket.segment_sizes[index]
+                grad = torch.zeros(size, dtype=bucket.reduce_dtype, device=bucket.device)
+            grad = grad.to(bucket.reduce_dtype).view(-1)
+            inputs.append(grad if divisor == 1 else grad / divisor)
+        if len(bucket.params) > self.zero_copy or not inputs:
+            packed = self._pack()
+            inputs.append(packed if divisor == 1 else packed.div_(divisor))
+        return inputs
 
     def _pack(self) -> torch.Tensor:
-        bucket, first = self.bucket, self.zero_copy
+        """Returns ``packed`` with all gradients in it."""
+        bucket, first = self.bucket(), self.zero_copy
         indices = range(first, len(bucket.params))
         if self.packed is None and len(self.kept) == len(indices) and bucket.packs_as_chunks:
             packed = bucket.reduce_input(first)
             grads = [self.kept[i] for i in indices]
-            if len({grad.dtype for grad in grads}) > 1:  # one was summed on its way here
+            if (
+                len({grad.dtype for grad in grads}) > 1
+            ):  # a further gradient was added to one of them
                 grads = [grad.to(bucket.reduce_dtype) for grad in grads]
             n = bucket.num_shards
             chunk_cat(grads, dim=0, num_chunks=n, out=packed.view(n, -1))
@@ -644,61 +636,65 @@ class ReduceInput:
         return self.packed
 
 
-# On a gradient: the buffer (S,) that it and its bucket's others are views of, its parameter's index, and the
-# sizes of all slots of the buffer.
+# An attribute of each gradient: (the buffer (S,) that the bucket's gradients are views of, the index of its
+# parameter, the sizes of the buffer's segments).
 PLACE = "_parallel3d_place"
 
 _place_of = attrgetter(PLACE)
 
 
 def make_gradients(
-    bucket: GradientBucket, flat: torch.Tensor, parts: Sequence[torch.Tensor]
+    bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What ``.grad`` of the parameters is, of their ``parts`` of ``flat``.
+    """Returns the DTensors that ``.grad`` of the parameters is set to.
 
-    New tensors in each backward: the user may hold the last one's.
+    They are new in each backward, as the user may hold those of the last one.
+
+    Args:
+        flat: (S,).
+        views: for each parameter its part of ``flat``, of ``local_shape``.
     """
-    low = flat.dtype if flat.dtype != bucket.dtype else None
+    dtype = flat.dtype if flat.dtype != bucket.dtype else None
     grads: list[torch.Tensor] = []
-    for index, (param, part) in enumerate(zip(bucket.params, parts, strict=True)):
-        spec = param.spec if low is None else param.reduced_spec(low)
-        grad = new_dtensor(bucket.tensor_classes[index], part, spec, requires_grad=False)
-        setattr(grad, PLACE, (flat, index, bucket.slot_sizes))
+    for index, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
+        spec = param.spec if dtype is None else param.reduced_spec(dtype)
+        grad = new_dtensor(bucket.tensor_classes[index], view, spec, requires_grad=False)
+        setattr(grad, PLACE, (flat, index, bucket.segment_sizes))
         grads.append(grad)
     return grads
 
 
 def flat_gradient(
-    grads: Sequence[torch.Tensor | None], slot_sizes: list[int], first: int = 0
+    grads: Sequence[torch.Tensor | None], segment_sizes: list[int], first: int = 0
 ) -> torch.Tensor | None:
-    """The buffer (S,) that ``grads``, of neighbours in a bucket, are views of, each where it belongs.
+    """Returns the buffer (S,) that ``grads``, of neighbours in a bucket, are views of at their places.
 
-    None if they are not: the user has put others there, or these where they don't belong.
+    Returns None if they are not, because the user has set ``.grad`` to other tensors.
 
     Args:
-        grads: one at least.
-        slot_sizes: the bucket's, of all its parameters.
-        first: the index of the first one's parameter.
+        grads: at least one.
+        segment_sizes: the bucket's, for all its parameters.
+        first: the index of the first gradient's parameter.
     """
     try:
         buffers, places, sizes = zip(*map(_place_of, grads), strict=True)
-    except AttributeError:  # None, or of the user's
+    except AttributeError:  # None, or a tensor of the user's
         return None
-    # No Python code for each: norms and steps of small gradients take about as long as looking at them does.
-    belong = places == tuple(range(first, first + len(places)))
-    if belong and sizes[0] == slot_sizes and all(map(is_, buffers, repeat(buffers[0]))):
+    # No Python code per gradient: it would take about as long as a norm or a step of small gradients.
+    at_places = places == tuple(range(first, first + len(places)))
+    if at_places and sizes[0] == segment_sizes and all(map(is_, buffers, repeat(buffers[0]))):
         return buffers[0]
     return None
 
 
-def flat_gradients_of(grads: Sequence[torch.Tensor | None], slot_sizes: list[int]) -> list[Any]:
-    """What to compare for whether neighbours in a bucket have one ``flat_gradient``: equal is one.
+def flat_gradients_of(grads: Sequence[torch.Tensor | None], segment_sizes: list[int]) -> list[Any]:
+    """Returns a key for each gradient of a bucket. Neighbours of equal keys have one ``flat_gradient``.
 
-    Of parameters without a gradient it is None, and with one of the user's unlike any other.
+    The key of a parameter without a gradient is None. That of a gradient of the user's equals no other.
     """
-    kinds: list[Any] = []
+    keys: list[Any] = []
     for index, grad in enumerate(grads):
         buffer, place, sizes = getattr(grad, PLACE, (None, None, None))
-        belongs = place == index and sizes == slot_sizes
-        kinds.append(None if grad is None else id(buffer) if belongs else object())
-    return kinds
+        at_place = place == index and sizes == segment_sizes
+        keys.append(None if grad is None else id(buffer) if at_place else object())
+    return keys

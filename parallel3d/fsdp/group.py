@@ -6,12 +6,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from operator import call, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.dtensor import keep_partial_gradients
@@ -20,49 +19,50 @@ from parallel3d.errors import StateError
 from parallel3d.fsdp.bucket import Bucket, allocate
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.param import ShardedParam, check_replacement, gradient_for
+from parallel3d.fsdp.members import missing_values
 
-WATCHED_BY = "_parallel3d_watched_by"  # on an unsharded parameter: the unit its gradient hook calls
+# An attribute of unsharded parameters: a weak reference to the unit that the gradient hook calls.
+WATCHED_BY = "_parallel3d_watched_by"
 
 
 class ShardedState(Enum):
     """Where a group's values are."""
 
     SHARDED = auto()
-    GATHERING = auto()  # an all-gather is under way, or its result was not asked for yet
+    GATHERING = auto()  # its all-gathers are issued
     UNSHARDED = auto()
-    SHARDED_POST_FORWARD = (
-        auto()
-    )  # over fewer ranks, from the end of a forward until the next gather
+    SHARDED_POST_FORWARD = auto()  # sharded over fewer ranks from a forward until its backward
 
 
 class Registered(Enum):
-    """What the modules' attributes are."""
+    """Which parameters the modules' attributes are."""
 
-    SHARDED = auto()  # the sharded Parameters, which are there at rest
+    SHARDED = auto()  # as at rest
     UNSHARDED = auto()
-    OTHER = auto()  # what ``full_params`` shows, or ``state_dict`` while it is made
+    OTHER = auto()  # those of ``full_params``, or of a ``state_dict`` that is being made
 
 
 class Retain(Enum):
     """Why a group stays unsharded when a pass is over."""
 
     NO = auto()
-    NEXT_FORWARD = auto()  # the next forward, or evaluation, uses it
-    USER = auto()  # ``unshard()``: registered too, until ``reshard()`` or a pass that reshards
+    NEXT_FORWARD = auto()  # the next forward or evaluation uses it
+    USER = (
+        auto()
+    )  # by ``unshard()``: it stays registered too, until ``reshard()`` or a pass that reshards
 
 
 class Event(Enum):
     """What changes a group's state; see ``TRANSITIONS``."""
 
     ISSUE = auto()  # its all-gathers are issued
-    FINISH = auto()  # what they have brought is ready for use
-    FREE = auto()  # the unsharded parameters' memory is freed
-    FREE_PARTLY = auto()  # the same, but fewer ranks keep them between each other
-    DROP = auto()  # what those have kept is freed
-    REGISTER = auto()  # the unsharded parameters are put into the modules
-    UNREGISTER = auto()  # the sharded ones are put back
-    SHOW_OTHER = auto()  # others are put there, of neither kind
+    FINISH = auto()  # the unsharded parameters are ready for use
+    FREE = auto()  # the unsharded parameters are freed
+    FREE_PARTLY = auto()  # the unsharded parameters are freed, but each rank keeps a larger shard
+    DROP = auto()  # the larger shards are freed
+    REGISTER = auto()  # the unsharded parameters are registered in the modules
+    UNREGISTER = auto()  # the sharded ones are registered again
+    SHOW_OTHER = auto()  # parameters of neither kind are registered
     HIDE_OTHER = auto()
 
 
@@ -78,21 +78,17 @@ TRANSITIONS: dict[tuple[Any, Event], Any] = {
     (Registered.SHARDED, Event.SHOW_OTHER): Registered.OTHER,
     (Registered.OTHER, Event.HIDE_OTHER): Registered.SHARDED,
 }
-"""What each event makes of a state; a pair that is not here can't happen. See ``ParamGroup._enter``."""
+"""(state, event) -> next state. Other pairs raise KeyError; see ``ParamGroup._enter``."""
 
 _OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OTHER}
 _SHARDED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
 
 
-class Beside(Protocol):
-    """What an option puts into the modules together with the unsharded parameters."""
+Beside = Any
+"""What an option registers together with the unsharded parameters; see ``options/precision.BufferCasts``.
 
-    def register(self, group: ParamGroup) -> None:
-        """After these were put there."""
-
-    def unregister(self) -> None:
-        """After the sharded ones were put back."""
-
+Its ``register(group)`` is called after these were registered, ``unregister()`` after the sharded ones were.
+"""
 
 Rebuild = Callable[[list[Bucket]], "list[Bucket] | None"]
 
@@ -101,18 +97,19 @@ class ParamGroup:
     """The buckets of one unit.
 
     Attributes:
-        state, registered, retain: see the enums. The first two change by ``_enter`` alone.
-        module_infos: (holder, name, sharded parameter, unsharded parameter) of each place that holds one.
-        holders: the same by holder: (holder, the sharded parameters by name, the unsharded ones).
-        found: of each place how to look there, its name, and what was there; also where there was none.
+        state, registered, retain: see the enums. ``_enter`` alone changes the first two.
+        module_infos: (holder, name, sharded parameter, unsharded parameter) for each attribute of a module.
+            The holder is the module's ``_parameters``, or an ``OwnSetattr``.
+        holders: (holder, its sharded parameters by name, its unsharded parameters by name).
         trainable: number of parameters that get a gradient.
         gathers: what the all-gathers under way are of.
-        on_meta: whether parameters are still on the meta device.
-        renewed: the buckets that gather from a copy of their shards, renewed when weights may have changed.
-        direct: the buckets that no axis shards, whose unsharded parameters are the weights themselves.
+        on_meta: whether parameters are on the meta device.
+        renewed: the buckets that gather from a copy of their shards, which is renewed when weights change.
+        direct: the buckets whose unsharded parameters are the shards themselves, as no axis shards them.
         own_dtype: whether the buckets compute in the parameters' own dtype, and not in the policy's.
-        stands_in: whether forward sees ``stand_ins`` of the buckets.
-        beside: what is registered with the unsharded parameters.
+        stands_in: whether ``stand_ins`` of the buckets are registered as the unsharded parameters.
+        beside: what is registered together with the unsharded parameters.
+        computing: ids of the unsharded parameters.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
@@ -126,12 +123,12 @@ class ParamGroup:
         self.gathers: Sequence[Bucket | CoalescedGather] = []
         self.computing: set[int] = set()
         self.module_infos: list[tuple[dict, str, nn.Parameter, nn.Parameter]] = []
-        self.found: tuple[list, ...] = ()
+        self._expected: tuple[list, ...] = ()
         self._unit: weakref.ref | None = None
         self.refresh()
 
     def _enter(self, event: Event) -> None:
-        """The one place where ``state`` and ``registered`` change."""
+        """Changes ``state`` or ``registered`` as ``TRANSITIONS`` says."""
         if event in _OF_MODULES:
             self.registered = TRANSITIONS[self.registered, event]
         else:
@@ -139,26 +136,31 @@ class ParamGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nothing is gathered."""
+        """Whether the unsharded parameters are freed, and no all-gather is under way."""
         return self.state in _SHARDED
 
     @property
     def is_registered(self) -> bool:
-        """Whether the modules' attributes are the unsharded parameters."""
+        """Whether the unsharded parameters are registered."""
         return self.registered is Registered.UNSHARDED
 
     @property
     def is_in_other_form(self) -> bool:
-        """Whether other Parameters show: those of ``full_params``, or of a ``state_dict`` that is made."""
+        """Whether parameters of neither kind are registered; see ``Registered.OTHER``."""
         return self.registered is Registered.OTHER
 
-    # -- what it is made of ----------------------------------------------------------------------------
+    @property
+    def unit(self) -> Any:
+        """The unit, or None before ``watch_gradients``."""
+        return None if self._unit is None else self._unit()
+
+    # -- buckets and modules -------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """After the buckets were built: the swap list and the gradient hooks."""
+        """Updates what depends on the buckets' tensors, after buckets were built."""
         for bucket in self.buckets:
-            bucket.made = weakref.WeakMethod(self.refresh)
-        self.list_places()
+            bucket.on_rebuilt = weakref.WeakMethod(self.refresh)
+        self.list_module_infos()
         self.renewed = [bucket for bucket in self.buckets if bucket.gathers_copy]
         self.direct = [bucket for bucket in self.buckets if not bucket.has_own_unsharded]
         if self._unit is not None:
@@ -167,11 +169,7 @@ class ParamGroup:
         self.count_trainable()
 
     def rebuild(self, rebuild: Rebuild) -> None:
-        """Replaces the buckets by what ``rebuild`` makes of them, unless the group is in use.
-
-        Args:
-            rebuild: returns None where they stay.
-        """
+        """Replaces the buckets by ``rebuild(buckets)``, unless that is None or the group is in use."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             with torch.inference_mode(False), torch.no_grad():
                 buckets = rebuild(self.buckets)
@@ -180,30 +178,31 @@ class ParamGroup:
                 self.refresh()
 
     def renew_buffers(self) -> None:
-        """Makes the gather's buffers anew, for who has to see them made."""
+        """Makes the unsharded parameters and the all-gather's buffers anew, unless the group is in use."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             for bucket in self.buckets:
                 bucket.build_unsharded()
             self.refresh()
 
     def extend(self, other: ParamGroup) -> None:
-        """Takes the buckets of ``other`` too."""
+        """Adds the buckets of ``other``."""
         self.buckets += other.buckets
         self.beside += other.beside
         self.refresh()
 
-    def list_places(self) -> None:
-        """Notes where the parameters are put."""
+    def list_module_infos(self) -> None:
+        """Lists the modules' attributes that are parameters of the group."""
         self.module_infos = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
             for param, compute in zip(bucket.params, self._seen(bucket), strict=True)
-            for holder, name in param.slots
+            for holder, name in param.module_infos
             if holder.get(name) is not None  # the user may have removed one
         ]
         params = [param for bucket in self.buckets for param in bucket.params]
-        places = [(*slot, param.sharded) for param in params for slot in param.slots]
-        self.found = (
+        places = [(*slot, param.sharded) for param in params for slot in param.module_infos]
+        # For each attribute: how to get it, its name, and what it is at rest. None: the user has removed it.
+        self._expected = (
             [holder.get for holder, _, _ in places],
             [name for _, name, _ in places],
             [None if holder.get(name) is None else sharded for holder, name, sharded in places],
@@ -220,159 +219,127 @@ class ParamGroup:
         return bucket.compute_params if stand_ins is None else stand_ins
 
     def use_stand_ins(self, stand_ins: Sequence[Sequence[torch.Tensor]] | None) -> None:
-        """Lets forward see these, for each bucket one tensor a parameter; None: the unsharded parameters."""
+        """Registers these tensors instead of the unsharded parameters in forward, one per parameter.
+
+        Args:
+            stand_ins: the tensors by bucket. None: forward sees the unsharded parameters again.
+        """
         assert not self.is_registered
         self.stands_in = stand_ins is not None
         for number, bucket in enumerate(self.buckets):
             bucket.stand_ins = None if stand_ins is None else stand_ins[number]
-        self.list_places()
+        self.list_module_infos()
 
     def watch_gradients(self, unit: weakref.ref) -> None:
-        """Calls ``unit().take_gradient(bucket, index, gradient)`` whenever autograd has one."""
+        """Hooks the unsharded parameters: ``unit().take_gradient(bucket, index, grad)`` is called for each
+        gradient."""
         self._unit = unit
         for bucket in self.buckets:
             for index, compute in enumerate(bucket.compute_params):
                 if getattr(compute, WATCHED_BY, None) is unit:
-                    continue  # its bucket was not built anew
+                    continue  # its bucket was not rebuilt
                 if compute.dtype.is_floating_point or compute.dtype.is_complex:
                     setattr(compute, WATCHED_BY, unit)
-                    was = compute.requires_grad
-                    compute.requires_grad_(True)  # the hook can be set on no other parameter
+                    requires_grad = compute.requires_grad
+                    compute.requires_grad_(True)  # torch sets the hook on no other parameter
                     keep_partial_gradients(compute)
                     compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
-                    compute.requires_grad_(was)
+                    compute.requires_grad_(requires_grad)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first floating-point parameters at rest."""
+        """The dtype of the first floating-point parameter at rest; None: there is none."""
         dtypes = (bucket.dtype for bucket in self.buckets)
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of the unsharded parameters."""
+        """Returns whether ``tensor`` is one of the unsharded parameters."""
         return id(tensor) in self.computing
 
     def count_trainable(self) -> None:
-        """Lets the computing parameters follow ``requires_grad`` of the sharded ones."""
+        """Sets ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
         if self.stands_in and any(bucket.stand_ins is None for bucket in self.buckets):
-            self.use_stand_ins(None)  # they were of what was trained before, or was elsewhere
+            self.use_stand_ins(
+                None
+            )  # they were made of other parameters, or for other trainable ones
 
     def adopt(self, *, partly: bool = False) -> None:
-        """Takes back Parameters and values that ordinary calls have replaced or moved.
+        """Copies values to the buckets' buffers that ordinary calls have replaced or moved elsewhere.
 
         Args:
-            partly: one of the unit's several modules was converted or loaded: buckets of which it has only
-                some parameters wait for the other modules.
+            partly: whether only one of the unit's modules was converted or loaded: a bucket with parameters
+                of others waits for these.
         """
         self.adopt_replaced()
         buckets = self.buckets
         if partly:
             buckets = [bucket for bucket in buckets if len(bucket.kinds()) == 1]
         elif self.on_meta and any(len(bucket.kinds()) > 1 for bucket in buckets):
-            raise self._no_values()  # some were loaded, and some not
+            raise self._no_values()  # some parameters were loaded, others not
         moved = [bucket.adopt() for bucket in buckets]
         if any(moved):
             self.refresh()
 
     def adopt_replaced(self) -> None:
-        """Takes the values of Parameters that were put into the modules unnoticed; puts the units' own back.
+        """Registers the sharded parameters again where modules have others, with the values of these.
 
-        Assignment is noticed at once (``members.watch_assignments``); this finds what was written into
+        Assignment is seen at once (``members.watch_assignments``). This finds what was written to
         ``module._parameters`` directly.
         """
         assert not self.is_registered
-        getters, names, found = self.found
-        if all(map(is_, map(call, getters, names), found)):
+        getters, names, expected = self._expected
+        if all(map(is_, map(call, getters, names), expected)):
             return
         for bucket in self.buckets:
             for param in bucket.params:
-                for holder, name in param.slots:
+                for holder, name in param.module_infos:
                     current = holder.get(name)
                     if current is not param.sharded and current is not None:
-                        self.take(param, current)
+                        param.take_values(current)
                         holder[name] = param.sharded
-        self.list_places()  # one may have been removed, or be there again
-
-    def take(self, param: ShardedParam, given: nn.Parameter) -> None:
-        """Gives ``param`` the values of ``given``, which was put in its place, and its gradient.
-
-        Raises:
-            Parallel3dError: they can't be those of ``param``.
-        """
-        check_replacement(param, given)
-        with torch.no_grad():
-            if param.sharded.is_meta and not given.is_meta:
-                param.place(param.local_part(given))  # its bucket moves with it
-            elif isinstance(given, DTensor):
-                param.sharded.copy_(given)
-            else:
-                param.local.copy_(param.shard_of(given, tp_local=False))
-            param.sharded.grad = gradient_for(param, given)
-        param.sharded.requires_grad_(given.requires_grad)
+        self.list_module_infos()  # one may have been removed, or be there again
 
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def issue_unshard(self, comm: Comm) -> None:
-        """Starts the all-gathers if the group is sharded."""
+        """Issues the all-gathers if the group is sharded."""
         if self.registered is Registered.OTHER:
+            label = "" if self.unit is None else self.unit.label
             raise StateError(
-                f"unit {self._label} shows its parameters in another form, as in full_params or while a "
+                f"unit {label} shows its parameters in another form, as in full_params or while a "
                 "state_dict is made; leave that before forward, backward and unshard()"
             )
         if self.state not in _SHARDED or (self.stands_in and self.is_registered):
-            return  # the latter: there is nothing to gather
+            return  # stand-ins are never sharded
         if self.on_meta:
             self.check_has_values()
-        buckets = self.buckets
         self.note_weights(comm)
-        self.gathers = buckets if len(buckets) < 2 else plan_gathers(buckets)
+        self.gathers = self.buckets if len(self.buckets) < 2 else plan_gathers(self.buckets)
         for gather in self.gathers:
             comm.issue_gather(gather)
         self._enter(Event.ISSUE)
 
-    @property
-    def _label(self) -> str:
-        unit = self._unit() if self._unit is not None else None
-        return "" if unit is None else unit.label
-
     def note_weights(self, comm: Comm) -> None:
-        """Which values are used from now on."""
+        """Notes the version of the weights that the next all-gathers bring."""
         for bucket in self.buckets:
             bucket.note_weights(comm)
 
     def check_has_values(self) -> None:
-        """Raises StateError if parameters are on the meta device, and the forward's inputs aren't."""
-        if not self.on_meta:
-            return
-        unit = self._unit() if self._unit is not None else None
-        if unit is None or not unit.ready_context().inputs_on_meta:
+        """Raises StateError if parameters are on the meta device, and the forward's inputs are not."""
+        if self.on_meta and (self.unit is None or not self.unit.ready_context().inputs_on_meta):
             raise self._no_values()
 
     def _no_values(self) -> StateError:
-        """Names the parameters of the whole model that are on the meta device."""
-        unit = self._unit() if self._unit is not None else None
-        root = unit.ready_context().root if unit is not None else None
-        tops = root.modules if root is not None else []
-        names = [name for top in tops for name, param in top.named_parameters() if param.is_meta]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return StateError(
-            f"parameters are still on the meta device, without values: {shown}. Give them some before "
-            "the first forward: parallel3d.materialize(model, seed=...) initialises them, the same on every "
-            "mesh; model.load_state_dict(state, assign=True) or parallel3d.checkpoint load them"
-        )
+        return missing_values([] if self.unit is None else self.unit.ready_context().root.modules)
 
     def renew_copies(self, comm: Comm, *, if_changed: bool = False) -> None:
-        """Of the buckets that gather from a copy of their shards: it follows the weights.
-
-        Args:
-            if_changed: only those of weights that were seen to change.
-        """
+        """Renews the copies that buckets gather from; ``if_changed``: only if weights were seen to change."""
         for bucket in self.renewed:
             bucket.renew(comm, if_changed=if_changed)
 
     def unshard(self, comm: Comm) -> None:
-        """Makes the unsharded parameters ready for use on the current stream."""
+        """Issues the all-gathers if need be and finishes them: the current stream may use the parameters."""
         self.issue_unshard(comm)
         if self.state is ShardedState.GATHERING:
             for gather in self.gathers:
@@ -386,77 +353,78 @@ class ParamGroup:
         """Frees the unsharded parameters.
 
         Args:
-            ranks: so many ranks keep them between each other; None: all that they are sharded over.
+            ranks: number of ranks over which the parameters stay sharded until the next all-gather. None: all
+                shard ranks.
         """
         self.retain = Retain.NO
         if ranks is None:
-            self.drop_parts()
+            self.free_post_forward_shards()
         if self.state is ShardedState.GATHERING:
             self.unshard(comm)  # the collective is under way on the other ranks too
         if self.state is ShardedState.UNSHARDED:
             for bucket in self.buckets:
                 if ranks is not None:
-                    bucket.keep_part(ranks)
+                    bucket.to_sharded_post_forward(ranks)
                 bucket.free_unsharded()
                 if bucket.has_own_unsharded:
                     bucket.versions.set_free()
             self._enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
 
     def keep_storage(self, keep: bool) -> None:
-        """Whether the unsharded parameters keep their memory while the group is sharded."""
+        """Sets whether the unsharded parameters keep their memory while the group is sharded."""
         for bucket in self.buckets:
             bucket.keep_storage = keep
             if not keep and self.is_sharded:
                 bucket.free_unsharded()
                 bucket.free_other_precision()
 
-    def drop_parts(self) -> None:
-        """Forgets what a reshard to fewer ranks has kept."""
+    def free_post_forward_shards(self) -> None:
+        """Frees the larger shards that a reshard to fewer ranks has kept."""
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             for bucket in self.buckets:
-                bucket.drop_part()
+                bucket.free_post_forward_shard()
             self._enter(Event.DROP)
 
     def register_unsharded(self) -> None:
-        """Puts the unsharded parameters into the modules."""
+        """Registers the unsharded parameters in the modules."""
         if self.registered is not Registered.UNSHARDED:
             self._enter(
                 Event.REGISTER
-            )  # first: what undoes it then undoes what an interruption has left
+            )  # first, so that ``register_sharded`` undoes an interrupted call
             for holder, _, computing in self.holders:
                 holder.update(computing)
-            for each in self.beside:
-                each.register(self)
+            for beside in self.beside:
+                beside.register(self)
 
     def register_sharded(self) -> None:
-        """Puts the sharded Parameters back, where the unsharded ones are."""
+        """Registers the sharded parameters again, if the unsharded ones are registered."""
         if self.registered is Registered.UNSHARDED:
             for holder, at_rest, _ in self.holders:
                 holder.update(at_rest)
-            for each in self.beside:
-                each.unregister()
+            for beside in self.beside:
+                beside.unregister()
             self._enter(Event.UNREGISTER)
 
     def show_other(self) -> None:
-        """The modules' attributes are Parameters of neither kind from now on."""
+        """Notes that parameters of neither kind are registered from now on."""
         self._enter(Event.SHOW_OTHER)
 
     def hide_other(self) -> None:
-        """The sharded Parameters were put back there."""
+        """Notes that the sharded parameters are registered again."""
         self._enter(Event.HIDE_OTHER)
 
     # -- staying unsharded ---------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Leaves the group unsharded for the next forward; registered if the user wants it so."""
+        """Keeps the group unsharded for the next forward; it stays registered if the user retains it."""
         if self.retain is not Retain.USER:
             self.register_sharded()
             self.retain = Retain.NEXT_FORWARD
 
     def drop_stale(self, comm: Comm) -> None:
-        """Before a forward: frees what an earlier one left, unless the user has asked for it and it still
-        holds the weights, as far as counters tell."""
-        self.drop_parts()
+        """Frees unsharded parameters that an earlier forward has left, unless they are retained and no change
+        of the weights was seen since. Called before a forward."""
+        self.free_post_forward_shards()
         if self.state is not ShardedState.UNSHARDED:
             return
         if self.retain is Retain.NO or self.is_stale:
@@ -467,7 +435,7 @@ class ParamGroup:
                 self.retain = retain
 
     def gather_anew(self, comm: Comm) -> None:
-        """Within a forward: what is registered must hold what the shards hold."""
+        """Gathers and registers the present weights within a forward in which they have changed."""
         self.register_sharded()
         self.reshard(comm)
         self.adopt()
@@ -477,14 +445,18 @@ class ParamGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the weights were seen to change since the group was gathered."""
+        """Whether the group is unsharded, and the weights were seen to change since it was gathered."""
         return self.state is ShardedState.UNSHARDED and any(
             bucket.versions.weights_changed() for bucket in self.buckets
         )
 
     def note_changes(self) -> bool:
-        """Tells autograd, where the unsharded parameters are the weights themselves and these were seen to
-        change: what forward has computed with before is there no more. Whether that is so.
+        """Tells autograd of changes of weights that are unsharded parameters themselves; see ``direct``.
+
+        A backward of an earlier forward then raises.
+
+        Returns:
+            Whether there were changes.
         """
         changed = [bucket for bucket in self.direct if bucket.versions.note_weights()]
         for bucket in changed:
@@ -493,11 +465,11 @@ class ParamGroup:
 
     @property
     def weights(self) -> list[int]:
-        """The numbers of the values that were gathered last."""
+        """For each bucket the version of the weights that was gathered last."""
         return [bucket.versions.weights for bucket in self.buckets]
 
     def abandon(self, comm: Comm) -> None:
-        """After an exception: nothing in flight, nothing gathered."""
+        """Finishes the all-gathers in flight and reshards, after an exception."""
         self.register_sharded()
         for gather in self.gathers:
             if gather.gathering is not None:  # the collective is under way on the other ranks too
@@ -509,16 +481,15 @@ class ParamGroup:
         self.reshard(comm)
 
 
-# CoalescedGather: one all-gather for several buckets of a unit, such as a frozen one and its adapters'.
-#
-# Buckets are apart for the sake of their gradients; on the wire their shards go together.
-
-
 class CoalescedGather:
-    """Buckets that compute in one dtype and are sharded over one group.
+    """One all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+
+    The buckets compute in one dtype and are sharded over one group; they are apart for the sake of their
+    gradients. This has the methods of a ``Bucket`` that a ``Comm`` calls to gather it.
 
     Attributes:
-        unit: name of the unit, for the record.
+        packed: elements that a rank contributes of the parameters that are not zero-copy.
+        unit: name of the unit, for the recorder.
         gathering: the all-gather under way; see ``Bucket``.
     """
 
@@ -532,77 +503,72 @@ class CoalescedGather:
         self.gathering: Any = None
         self._output: torch.Tensor | None = None
 
-    def start_gather(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> Any:
-        """Issues the all-gather; returns what to wait for."""
+    def start_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        """Issues the all-gather; returns the work to wait for, or None."""
         assert self.shard_group is not None
-        return all_gather(outputs, parts, self.shard_group, unit=self.unit)
+        return all_gather(outputs, inputs, self.shard_group, unit=self.unit)
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs and inputs of the all-gather, in compute dtype: what travels in place, and of all buckets
-        together what is packed."""
+        """Returns the outputs and inputs of the all-gather, in compute dtype.
+
+        They are those of the buckets' zero-copy parameters, and one of each for all others together.
+        """
         first = self.buckets[0]
         outputs, inputs, packed = [], [], []
         for bucket in self.buckets:
             if bucket.zero_copy:
                 allocate(bucket.unsharded)
-            mine = bucket.members(bucket.flat.to(first.compute_dtype))
-            inputs += mine[: bucket.zero_copy]
-            packed += mine[bucket.zero_copy :]
+            shards = bucket.members(bucket.flat.to(first.compute_dtype))
+            inputs += shards[: bucket.zero_copy]
+            packed += shards[bucket.zero_copy :]
             outputs += bucket.gather_outputs[: bucket.zero_copy]
         if packed:
-            part = torch.cat(packed)
-            self._output = part.new_empty(first.num_shards * self.packed)
-            inputs.append(part)
+            inputs.append(torch.cat(packed))
+            self._output = inputs[-1].new_empty(first.num_shards * self.packed)
             outputs.append(self._output)
         return outputs, inputs
 
     def copy_out(self) -> None:
-        """The gathered rows into the parameters' places."""
+        """Copies what was gathered to the unsharded parameters, after the all-gather."""
         if self._output is None:
             return
-        with torch.inference_mode(False), torch.no_grad():  # whichever mode gathered, and this is
+        with torch.inference_mode(False), torch.no_grad():  # in whichever mode it was issued
             sizes = [bucket.packed for bucket in self.buckets]
             columns = self._output.view(-1, self.packed).split(sizes, dim=1)
-        for bucket, held in zip(self.buckets, columns, strict=True):
+        for bucket, rows in zip(self.buckets, columns, strict=True):
             if not bucket.zero_copy:
                 allocate(bucket.unsharded)
             if bucket.packed:
-                pairs = bucket.copy_pairs(held, since=bucket.zero_copy)
-                foreach_copy_([region for region, _ in pairs], [part for _, part in pairs])
+                foreach_copy_(*bucket.copy_pairs(rows, since=bucket.zero_copy))
 
     def free_gathered(self) -> None:
-        """After ``copy_out``."""
+        """Frees the output, after ``copy_out``."""
         self._output = None
 
-    def cast_whole(self) -> None:
-        """Nothing here is whole at rest: what isn't sharded is gathered by itself."""
-
     def free_unsharded(self) -> None:
-        """Frees what the unsharded parameters live in."""
+        """Frees the unsharded parameters."""
         for bucket in self.buckets:
             bucket.free_unsharded()
 
 
 def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
-    """What to gather by one call each: buckets joined where they can be, in order of their first."""
-    joined: dict[object, list[Bucket]] = {}
+    """Returns what is gathered by one call each: buckets that can be coalesced are, in order of the first."""
+    coalesced: dict[object, list[Bucket]] = {}
     for bucket in buckets:
         alone = (
-            not bucket.joinable
+            not bucket.can_coalesce
             or bucket.shard_group is None
             or bucket.gather_comm is not None
-            or bucket.part is not None
+            or bucket.post_forward_shard is not None
             or bucket.reads_host
         )
         key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
-        joined.setdefault(key, []).append(bucket)
-    return [each[0] if len(each) == 1 else CoalescedGather(each) for each in joined.values()]
+        coalesced.setdefault(key, []).append(bucket)
+    return [b[0] if len(b) == 1 else CoalescedGather(b) for b in coalesced.values()]
 
 
 class _GradHook:
-    """Hands a gradient over and frees it from the parameter. It keeps neither unit nor bucket alive."""
-
-    __slots__ = ("bucket", "index", "unit")
+    """Hands a gradient to the unit and sets ``.grad`` to None. It keeps neither unit nor bucket alive."""
 
     def __init__(self, unit: weakref.ref, bucket: Bucket, index: int) -> None:
         self.unit = unit

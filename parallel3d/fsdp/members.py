@@ -326,7 +326,7 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
             f"parameter {owner.name} of unit {unit.label} was assigned {_describe(other)}, which would tie "
             "the two; tie parameters before fully_shard, or copy the values by copy_() under no_grad()"
         )
-    unit.group.take(owner, given)
+    owner.take_values(given)
     mark_taken(given, owner)
     return owner.sharded
 
@@ -334,6 +334,18 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
 def _describe(param: ShardedParam) -> str:
     unit = param.unit() if param.unit is not None else None
     return f"parameter {param.name}" + ("" if unit is None else f" of unit {unit.label}")
+
+
+def missing_values(modules: Iterable[nn.Module]) -> StateError:
+    """Returns an error that names the parameters in ``modules`` that are on the meta device."""
+    named = (pair for module in modules for pair in module.named_parameters())
+    names = [name for name, param in named if param.is_meta]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return StateError(
+        f"parameters are still on the meta device, without values: {shown}. Give them some before "
+        "the first forward: parallel3d.materialize(model, seed=...) initialises them, the same on every "
+        "mesh; model.load_state_dict(state, assign=True) or parallel3d.checkpoint load them"
+    )
 
 
 # -- what is new in a root's modules ---------------------------------------------------------------------

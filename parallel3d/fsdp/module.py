@@ -32,7 +32,7 @@ from parallel3d.fsdp.options.finalization import (
     finalization_of,
     set_manual_finalization,
 )
-from parallel3d.fsdp.reduction import SUMS
+from parallel3d.fsdp.reduction import DEFAULT_REDUCER
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.fsdp.state_dict.full_params import check_not_swapped
 from parallel3d.fsdp.state_dict.model_state_dict import state_dict_as_set
@@ -432,7 +432,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
                 comm_hooks.check_removal(bucket)
             else:
                 comm_hooks.check_hook(bucket, state, hook)
-        reducer = SUMS if hook is None else comm_hooks.HookedReduce(state, hook)
+        reducer = DEFAULT_REDUCER if hook is None else comm_hooks.HookedReduce(state, hook)
         for bucket in buckets:
             if hook is not None or isinstance(bucket.reducer, comm_hooks.HookedReduce):
                 bucket.reducer = reducer

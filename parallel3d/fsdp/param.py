@@ -1,25 +1,28 @@
 """ShardedParam: how one parameter is sharded, and its views of the engine's buffers.
 
 The *global* shape is the plain model's; the *compute* shape is what forward sees: this rank's part after the
-parameter's own axes (tp) have sharded it. In a buffer every rank has a *segment* of ``slot_numel`` elements
+parameter's own axes (tp) have sharded it. In a buffer every rank has a *segment* of ``padded_numel`` elements
 for the parameter, enough for the largest chunk of any rank, so that collectives have equal sizes. A rank
 whose chunk is smaller leaves the end of its segment unused as padding. Padding exists in the engine's
 buffers only: a sharded Parameter's local tensor has its real rows.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from parallel3d._layout.packed import packing_of
 from parallel3d._layout.param_layout import ParamLayout, get_param_layout, local_chunk
-from parallel3d._torch.autograd import grad_dtype_of, set_grad_dtype
+from parallel3d._torch.autograd import grad_dtype_of, set_grad_dtype, untraced
 from parallel3d._torch.dtensor import (
     DTensorSpec,
     get_local_tensor,
@@ -87,7 +90,7 @@ def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
     return None if module is None else module._parameters
 
 
-Slots = list[tuple[Any, str]]
+ModuleInfos = list[tuple[Any, str]]
 """Places in modules: a ``module._parameters`` or an ``OwnSetattr``, and the name there."""
 
 _TAKEN = "_parallel3d_taken_by"  # attribute of a user's Parameter that a unit has replaced
@@ -127,7 +130,7 @@ def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
     owner = _places.get((id(module._parameters), name))
     if owner is None:
         return None
-    places = ((parameters_dict(holder), attribute) for holder, attribute in owner.slots)
+    places = ((parameters_dict(holder), attribute) for holder, attribute in owner.module_infos)
     return owner if any(d is module._parameters and a == name for d, a in places) else None
 
 
@@ -157,11 +160,11 @@ class ShardedParam:
         global_shape, compute_shape: see the module's docstring.
         local_shape: shape of the sharded Parameter's local tensor; chunk_shape: the same with padding.
         region_shape: shape of all ranks' chunks together, with padding.
-        slot_numel: elements of its segment in each rank's buffer.
+        padded_numel: elements of its segment in each rank's buffer.
         keeps_dtype: whether it is computed and reduced in its own dtype, by ``full_precision_modules`` or
             ``param_dtype_override_fn`` of the policy.
         grad_dtype: the user's setting, see ``grad_dtype_of``.
-        fills_slot: whether chunks are equal on all tp ranks.
+        fills_segment: whether chunks are equal on all tp ranks.
         even: whether no rank's segment has padding.
         padded_inside: whether padding would lie between the rows, and not behind them.
         dim: the dim that the engine shards; None if the parameter is replicated on the shard axis.
@@ -180,7 +183,7 @@ class ShardedParam:
         dim: int | None = None,
     ) -> None:
         self.name = name
-        self.slots: Slots = []
+        self.module_infos: ModuleInfos = []
         self.put_at((holder_of(module), attribute) for module, attribute in places)
         self.module = weakref.ref(places[0][0])
         self.unit: weakref.ref | None = None
@@ -215,9 +218,9 @@ class ShardedParam:
         self.keeps_dtype = False
         self.grad_dtype = grad_dtype_of(param)
 
-    def put_at(self, slots: Iterable[tuple[Any, str]]) -> None:
-        for holder, attribute in slots:
-            self.slots.append((holder, attribute))
+    def put_at(self, module_infos: Iterable[tuple[Any, str]]) -> None:
+        for holder, attribute in module_infos:
+            self.module_infos.append((holder, attribute))
             _places[id(parameters_dict(holder)), attribute] = self
 
     # -- shapes ------------------------------------------------------------------------------------
@@ -239,7 +242,7 @@ class ShardedParam:
         chunk = list(padded)
         if self.dim is not None:
             chunk[self.dim] //= self.num_shards
-        self.slot_numel = prod(chunk)
+        self.padded_numel = prod(chunk)
         # Sizes below may be SymInts under simulated ranks.
         compute = self.on.mine(self.global_shape)
         local, region, chunk_local = list(compute), list(compute), list(compute)
@@ -251,8 +254,8 @@ class ShardedParam:
         self.local_shape = tuple(local)
         self.region_shape = tuple(region)
         self.chunk_shape = tuple(chunk_local)
-        self.fills_slot = self.on.are_even(self.global_shape)
-        self.even = self.fills_slot and padded == largest
+        self.fills_segment = self.on.are_even(self.global_shape)
+        self.even = self.fills_segment and padded == largest
         self.padded_inside = (
             self.dim not in (None, 0)
             and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
@@ -291,7 +294,7 @@ class ShardedParam:
         the rows and not between them, as fused optimizers need a parameter in contiguous memory.
 
         Args:
-            segment: (slot_numel,).
+            segment: (padded_numel,).
 
         Returns:
             A view of ``local_shape``.
@@ -303,7 +306,7 @@ class ShardedParam:
         return self._trim(self.shaped(segment, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
-        """Returns ``region``, (num_shards * slot_numel,), as a view of ``compute_shape``."""
+        """Returns ``region``, (num_shards * padded_numel,), as a view of ``compute_shape``."""
         return self._trim(self.shaped(region, self.region_shape), self.compute_shape)
 
     def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:
@@ -318,11 +321,11 @@ class ShardedParam:
         """Returns (target, source) views of equal shapes that copy gathered segments to an unsharded region.
 
         Args:
-            region: (num_shards * slot_numel,), of the unsharded buffer.
-            columns: (rows, slot_numel), of a gathered buffer: the segments of shard rank ``first`` and the
+            region: (num_shards * padded_numel,), of the unsharded buffer.
+            columns: (rows, padded_numel), of a gathered buffer: the segments of shard rank ``first`` and the
                 following ones.
         """
-        rows, sources = columns.shape[0], self.slots_by_rank(columns)
+        rows, sources = columns.shape[0], self.segments_by_rank(columns)
         if not self.padded_inside:
             targets = self.by_rank(region)
             if rows != self.num_shards:
@@ -343,8 +346,8 @@ class ShardedParam:
         """Returns a view of ``region`` whose entry i is the chunk of shard rank i, (num_shards, ...)."""
         return self._split(self.shaped(region, self.region_shape))
 
-    def slots_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
-        """Returns ``columns``, (ranks, slot_numel) of a gathered buffer, shaped as by ``by_rank``."""
+    def segments_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
+        """Returns ``columns``, (ranks, padded_numel) of a gathered buffer, shaped as by ``by_rank``."""
         if self.even and self.dim in (None, 0):
             return columns
         if not self.even:
@@ -375,7 +378,7 @@ class ShardedParam:
 
     def _split(self, region: torch.Tensor) -> torch.Tensor:
         if self.even and self.dim in (None, 0):
-            return region.reshape(self.num_shards, self.slot_numel)
+            return region.reshape(self.num_shards, self.padded_numel)
         if self.dim is None:
             return region.unsqueeze(0)
         return region.unflatten(self.dim, (self.num_shards, -1)).movedim(self.dim, 0)
@@ -406,7 +409,7 @@ class ShardedParam:
             self.sharded = placed
             self.placed = True
             _owners[id(placed)] = self
-            for holder, attribute in self.slots:
+            for holder, attribute in self.module_infos:
                 holder[attribute] = placed
             return
         old = self.local
@@ -425,6 +428,24 @@ class ShardedParam:
         set_grad_dtype(new, self.grad_dtype)
         vars(new).update({k: v for k, v in vars(self.sharded).items() if k != _TAKEN})
         return new
+
+    def take_values(self, given: nn.Parameter) -> None:
+        """Copies the values, the gradient and ``requires_grad`` of ``given``, which has replaced the sharded
+        parameter in a module.
+
+        Raises:
+            Parallel3dError: ``given`` is no Parameter, or has another shape.
+        """
+        _check_replacement(self, given)
+        with torch.no_grad():
+            if self.sharded.is_meta and not given.is_meta:
+                self.place(self.local_part(given))  # its bucket is moved to that device later
+            elif isinstance(given, DTensor):
+                self.sharded.copy_(given)
+            else:
+                self.local.copy_(self.shard_of(given, tp_local=False))
+            self.sharded.grad = _gradient_for(self, given)
+        self.sharded.requires_grad_(given.requires_grad)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Makes ``parameter``, a copy of the sharded Parameter, its sharded Parameter."""
@@ -483,6 +504,59 @@ class ShardedParam:
         return cast.redistribute(placements=wanted).to_local(), False
 
 
+# Steps of optimizers: which parameters were changed by them. See ``bucket.Versions``.
+
+
+class OptimizerSteps:
+    """The steps of one optimizer.
+
+    Attributes:
+        total: number of steps of all optimizers so far.
+        of_alive, of_deleted: the records of all optimizers that have stepped; of deleted ones the last few.
+        last: number of its last step, as counted by ``total``.
+        params: ids of the parameters that it optimizes.
+        copies: whether some of them are DTensors of no unit: it may copy these to a unit's parameters.
+    """
+
+    total: ClassVar[int] = 0
+    of_alive: ClassVar[weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
+    # More than these are hardly deleted between a forward and its backward.
+    of_deleted: ClassVar[deque["OptimizerSteps"]] = deque(maxlen=8)
+
+    def __init__(self) -> None:
+        self.last = -1
+        self.params: set[int] = set()
+        self.copies = False
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Notes that ``optimizer`` has made a step, the last one of ``total``."""
+        self.last = OptimizerSteps.total
+        groups = optimizer.param_groups
+        if len(self.params) != sum(len(group["params"]) for group in groups):
+            params = [param for group in groups for param in group["params"]]
+            self.params = set(map(id, params))
+            self.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
+
+
+@untraced
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    """Hook after every optimizer's step."""
+    groups = optimizer.param_groups  # maybe of DTensors of no unit: master weights to copy from
+    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
+        OptimizerSteps.total += 1
+        steps = OptimizerSteps.of_alive.get(optimizer)
+        if steps is None:
+            steps = OptimizerSteps.of_alive[optimizer] = OptimizerSteps()
+            weakref.finalize(optimizer, OptimizerSteps.of_deleted.append, steps).atexit = False
+        steps.note(optimizer)
+
+
+@lru_cache(maxsize=1)
+def count_optimizer_steps() -> None:
+    """Counts the steps of all optimizers from the first call on."""
+    register_optimizer_step_post_hook(_count_step)
+
+
 # Which parameters are zero-copy.
 #
 # Each zero-copy parameter is one tensor more in the bucket's collective call, which costs time of
@@ -502,9 +576,9 @@ def segment_of(param: ShardedParam) -> Segment:
         ndim=len(param.compute_shape),
         dim=param.dim,
         num_shards=param.num_shards,
-        numel=param.slot_numel,
+        numel=param.padded_numel,
         even=param.even,
-        fills=param.fills_slot,
+        fills=param.fills_segment,
         partial=PartialGrad.ALWAYS if param.layout.tp_grad == "partial" else partial,
         is_cut=tuple(
             size > 1 and not isinstance(placement, Replicate)
@@ -530,11 +604,11 @@ def _zero_copy_bytes(device_type: str) -> int:
 
 
 def packs_as_chunks(param: ShardedParam) -> bool:
-    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its slots hold."""
+    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its segments hold."""
     return segment_of(param).packs_as_chunks
 
 
-def gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
+def _gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
     """What ``.grad`` becomes when ``given`` takes the Parameter's place: that of ``given``, or None."""
     grad, dtype = given.grad, param.sharded.dtype
     if grad is None or isinstance(grad, DTensor):
@@ -549,7 +623,7 @@ def _shares_memory(param: ShardedParam, given: torch.Tensor) -> bool:
     return get_local_tensor(given).is_set_to(param.local)
 
 
-def check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
+def _check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
     """Whether the values of ``given`` may become those of ``param``.
 
     Raises:

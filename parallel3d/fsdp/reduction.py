@@ -1,9 +1,9 @@
-"""Reduction: how a bucket's gradients become their sum over the ranks, stage by stage.
+"""Reduction: a bucket's gradients are summed over the ranks by a list of stages.
 
-A reduction is a list of stages: the reduce-scatter over shard, the sum of partial gradients over tp, adding
-what earlier micro-batches have accumulated, the all-reduce over replicate; options put others among them
-(HFSDP's second reduce-scatter, hooks, the copy to the CPU's memory). Each stage names the lane that it runs
-on. A comm (``comm.py``) runs lanes as streams, or as asynchronous works, and knows no stage by name.
+The stages are the reduce-scatter over shard, the sum over tp of gradients that are partial there, the sum
+with what earlier micro-batches have accumulated, and the all-reduce over replicate. Options add others:
+HFSDP's second reduce-scatter, hooks, the copy to the CPU's memory. Each stage names the lane that it runs
+on. A ``Comm`` runs lanes as streams or as asynchronous works, and knows no stage by name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -22,25 +23,21 @@ from parallel3d.fsdp.collectives import ScatterWork
 
 
 class Lane(Enum):
-    """What a stage runs on; stages on one lane run in the order in which they are issued."""
+    """What a stage runs on. Stages of one lane run in the order in which they are issued."""
 
-    SCATTER = "scatter"
-    """Reduce-scatters over shard."""
-    TP = "tp"
-    """Sums over tp, on the communicator that the layers use too: issued late, so as not to hold these up."""
-    REPLICATE = "replicate"
-    """What is summed over replicate, beside the next bucket's reduce-scatter."""
-    SAME = "same"
-    """That of the stage before."""
+    SCATTER = "scatter"  # reduce-scatters over shard
+    TP = "tp"  # sums over tp; issued late, as the layers' collectives are on the same communicator
+    REPLICATE = "replicate"  # sums over replicate, beside the next bucket's reduce-scatter
+    SAME = "same"  # the lane of the stage before
 
 
 class Reducer:
-    """The collectives on a bucket's gradients. An option may give the bucket others.
+    """The collectives on a bucket's gradients. An option may set another one.
 
     Attributes:
-        by_row: whether the reduce-scatter wants one buffer with a row for each shard rank, so that no
-            gradient is reduced from where autograd has put it.
-        averages: whether the collectives divide by themselves.
+        by_row: whether the reduce-scatter takes one buffer with a row per shard rank, so that no gradient is
+            zero-copy.
+        averages: whether the collectives divide, and the engine does not.
     """
 
     by_row = False
@@ -49,34 +46,29 @@ class Reducer:
     def reduce_scatter(
         self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
     ) -> ScatterWork:
-        """(n * S,) of every rank, in pieces -> (S,) of the sum."""
+        """Issues a reduce-scatter of ``inputs``, together (n * S,), of every rank; its result is (S,)."""
         return collectives.reduce_scatter(
             inputs, group, unit=unit, device_type=inputs[0].device.type
         )
 
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> Any:
-        """Sums ``tensor`` in place; returns what there is to wait for, if anything."""
+        """Issues an all-reduce of ``tensor`` in place. Returns the work to wait for, or None."""
         return collectives.all_reduce(tensor, group, unit=unit)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the input of a reduce-scatter."""
+        """Returns memory of ``size`` elements for the input of a reduce-scatter."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
-SUMS = Reducer()
+DEFAULT_REDUCER = Reducer()
 
 
 class Reduced(Protocol):
-    """What a reduction asks of the bucket whose gradients it sums; see ``Bucket``.
-
-    Attributes:
-        on_reduced: called with the bucket and the indices of its parameters that have got a gradient, as soon
-            as they have.
-    """
+    """What is reduced: a ``Bucket``, or several coalesced; see ``Bucket`` for the attributes."""
 
     unit: str
     numel: int
-    slot_sizes: list[int]
+    segment_sizes: list[int]
     partial_start: int
     tp_group: ProcessGroup | None
     scatter_group: ProcessGroup | None
@@ -93,19 +85,18 @@ class Reduction:
     """One reduction under way.
 
     Attributes:
-        inputs: of the reduce-scatter: of each parameter reduced in place its gradient (n * slots), and of the
-            others one row of slots per shard rank; in reduce dtype. Empty once they have been read.
-        tensor: the result of the stages so far: after the reduce-scatter (S,); before, and where nothing is
-            scattered, the input. With HFSDP (R * S,) in between.
+        inputs: the inputs of the reduce-scatter in the reduce dtype: (n * segment) for each zero-copy
+            gradient, and one buffer with a row per shard rank for the others. Empty when they have been read.
         used: indices of the parameters that got a gradient.
         scale: what the sum over shard is multiplied by.
-        final: whether the result is the gradient, and not a sum that waits for its all-reduce.
-        earlier: (S,) sums that earlier micro-batches have put off, to be all-reduced with this one.
-        tp_partial: indices of the parameters whose gradients have turned out to be partial over tp, beside
+        final: whether the result is the gradient. False: it is accumulated, its all-reduce is put off.
+        earlier: (S,), what earlier micro-batches have accumulated, to be all-reduced with this; or None.
+        tp_partial: indices of the parameters whose gradients are partial over tp in this backward, beside
             those that always are.
-        rest: what the sum over replicate is multiplied by; the sum over shard if that one is put off.
-        stages: what is still to be done.
-        on_host: whether the result is a copy in the CPU's memory, which an accelerator makes.
+        final_scale: what the result is multiplied by at the end.
+        stages: the stages that are still to run.
+        on_host: whether the result is being copied to the CPU's memory by an accelerator.
+        tensor: the result of the stages so far: the input, then (S,). With HFSDP (R * S,) in between.
     """
 
     bucket: Reduced
@@ -115,7 +106,7 @@ class Reduction:
     final: bool = True
     earlier: torch.Tensor | None = None
     tp_partial: Collection[int] = ()
-    rest: float = 1.0
+    final_scale: float = 1.0
     stages: list[Stage] = field(default_factory=list)
     on_host: bool = False
 
@@ -123,7 +114,7 @@ class Reduction:
         self.tensor = self.inputs[0]
 
     def take(self) -> torch.Tensor:
-        """The result, which this does not hold any longer."""
+        """Returns the result, and drops the reference to it."""
         tensor = self.tensor
         del self.tensor
         return tensor
@@ -134,8 +125,8 @@ class Stage:
 
     Attributes:
         lane: what it runs on.
-        stream: an accelerator's stream to use instead.
-        is_collective: whether ``start`` may return before it is done.
+        stream: an accelerator's stream to run on instead; None: the lane's.
+        is_collective: whether ``start`` issues a collective.
     """
 
     lane = Lane.SAME
@@ -143,15 +134,15 @@ class Stage:
     is_collective = False
 
     def start(self, job: Reduction) -> Any:
-        """Issues the stage's collective, if it has one; returns what to wait for."""
+        """Issues the stage's collective. Returns the work to wait for, or None."""
         return None
 
     def finish(self, job: Reduction, work: Any) -> None:
-        """Waits for ``work``, and does the rest."""
+        """Waits for ``work`` if it is not None, and computes what follows the collective."""
 
 
 class ReduceScatter(Stage):
-    """The sum over shard, scaled; where nothing is sharded the scaling alone."""
+    """The reduce-scatter over shard, if something is sharded, and the scaling of its result."""
 
     lane = Lane.SCATTER
     is_collective = True
@@ -163,7 +154,7 @@ class ReduceScatter(Stage):
         return bucket.reducer.reduce_scatter(job.inputs, bucket.scatter_group, unit=bucket.unit)
 
     def finish(self, job: Reduction, work: ScatterWork | None) -> None:
-        """No collective in here: when it is called depends on sizes, which differ over tp."""
+        """Issues no collective: when it is called depends on sizes, which may differ between tp ranks."""
         if work is not None:
             job.tensor = work.wait()
         job.inputs = []
@@ -172,12 +163,12 @@ class ReduceScatter(Stage):
 
 
 class SumOverTp(Stage):
-    """The sum of partial gradients over tp.
+    """The sum over tp of the gradients that are partial there.
 
-    Our own styles say beforehand which gradients are partial. With torch's styles a replicated parameter is a
-    DTensor in forward, and autograd decides: its gradient may come as ``Partial()`` from one use and as
-    ``Replicate()`` from another. As soon as one part comes, a parameter's sum is a sum of parts, to which a
-    whole gradient contributes the same on each of the n tp ranks: one n-th of itself.
+    parallel3d's styles declare which gradients are partial. With torch's styles a replicated parameter is a
+    DTensor in forward, and autograd decides: its gradient may be ``Partial()`` from one use and
+    ``Replicate()`` from another. If one is partial, the parameter's gradient is summed over the n tp ranks,
+    and each of them contributes one n-th of a replicated gradient.
     """
 
     lane = Lane.TP
@@ -187,16 +178,16 @@ class SumOverTp(Stage):
 
 
 class AddAccumulated(Stage):
-    """Adds what earlier micro-batches have put off: sums over shard."""
+    """Adds the reduce-scattered sum that earlier micro-batches have accumulated."""
 
     def finish(self, job: Reduction, work: Any) -> None:
         assert job.earlier is not None
         earlier = job.earlier.to(job.tensor.device, non_blocking=job.bucket.pin)
-        job.tensor.add_(earlier, alpha=1 / job.rest)  # it has been divided by all
+        job.tensor.add_(earlier, alpha=1 / job.final_scale)  # it is divided already
 
 
 class AllReduce(Stage):
-    """The sum over one replicate axis."""
+    """The all-reduce over one replicate axis."""
 
     lane = Lane.REPLICATE
     is_collective = True
@@ -213,11 +204,11 @@ class AllReduce(Stage):
             work.wait()
 
 
-class DivideTheRest(Stage):
-    """What was not divided before the sums; see ``divisor_before_sum``."""
+class ScaleResult(Stage):
+    """The second part of a division in two; see ``divisor_before_sum``."""
 
     def finish(self, job: Reduction, work: Any) -> None:
-        job.tensor.mul_(job.rest)
+        job.tensor.mul_(job.final_scale)
 
 
 def stages_of(
@@ -226,12 +217,12 @@ def stages_of(
     on_result: Sequence[Stage],
     to_rest: Sequence[Stage],
 ) -> list[Stage]:
-    """What is to be done for ``job``, in order.
+    """Returns the stages of ``job``.
 
     Args:
-        over_replicate: the sum over replicate; not made where it is put off.
-        on_result: what options do to gradients that are final.
-        to_rest: what options do to any result.
+        over_replicate: the sums over replicate, which a job that is not final leaves out.
+        on_result: stages of options for the result of a final job.
+        to_rest: stages of options for any result.
     """
     stages: list[Stage] = [ReduceScatter()]
     if job.bucket.tp_group is not None:
@@ -240,21 +231,21 @@ def stages_of(
         stages.append(AddAccumulated())
     if job.final:
         stages += over_replicate
-        if job.rest != 1.0:
-            stages.append(DivideTheRest())
+        if job.final_scale != 1.0:
+            stages.append(ScaleResult())
         stages += on_result
     return [*stages, *to_rest]
 
 
-def sum_over_tp(bucket: Reduced, tensor: torch.Tensor, found: Collection[int]) -> None:
-    """Sums partial gradients in a sharded buffer over tp, by one collective in the buffer's dtype.
+def sum_over_tp(bucket: Reduced, tensor: torch.Tensor, tp_partial: Collection[int]) -> None:
+    """Sums partial gradients in a sharded buffer over tp, by one all-reduce in the buffer's dtype.
 
     Args:
-        tensor: (S,), or rows of it: (R * S,).
-        found: indices of those that have turned out to be partial, beside those that always are.
+        tensor: (S,), or (R * S,): R rows.
+        tp_partial: indices of the parameters to sum beside those whose gradient is always partial.
     """
     assert bucket.tp_group is not None
-    runs = _runs(bucket, found)
+    runs = _runs(bucket, tp_partial)
     rows = tensor.view(-1, bucket.numel)
     pieces = [row.narrow(0, start, length) for row in rows.unbind() for start, length in runs]
     if not pieces:
@@ -267,32 +258,27 @@ def sum_over_tp(bucket: Reduced, tensor: torch.Tensor, found: Collection[int]) -
         foreach_copy_(pieces, list(packed.split([piece.numel() for piece in pieces])))
 
 
-def _runs(bucket: Reduced, found: Collection[int]) -> list[tuple[int, int]]:
-    """(start, length) of what is to be summed, neighbours joined."""
+def _runs(bucket: Reduced, tp_partial: Collection[int]) -> list[tuple[int, int]]:
+    """Returns (start, length) of what is summed over tp in a buffer (S,); neighbours are joined."""
+    starts = [0, *accumulate(bucket.segment_sizes)] if tp_partial else []
+    segments = [(starts[index], bucket.segment_sizes[index]) for index in sorted(tp_partial)]
+    if bucket.partial_start < bucket.numel:  # the bucket's last parameters are always partial
+        segments.append((bucket.partial_start, bucket.numel - bucket.partial_start))
     runs: list[tuple[int, int]] = []
-    start = 0
-    for index, size in enumerate(bucket.slot_sizes if found else ()):
-        if index in found:
-            if runs and sum(runs[-1]) == start:
-                runs[-1] = (runs[-1][0], runs[-1][1] + size)
-            else:
-                runs.append((start, size))
-        start += size
-    tail = bucket.numel - bucket.partial_start
-    if tail:  # always partial, and last
-        if runs and sum(runs[-1]) == bucket.partial_start:
-            runs[-1] = (runs[-1][0], runs[-1][1] + tail)
-        else:
-            runs.append((bucket.partial_start, tail))
+    for start, length in segments:
+        if runs and sum(runs[-1]) == start:
+            start, joined = runs.pop()
+            length += joined
+        runs.append((start, length))
     return runs
 
 
 def divisor_before_sum(divisor: float, dtype: torch.dtype) -> float:
-    """What gradients are divided by before they are summed; the rest of ``divisor`` comes after.
+    """Returns what gradients are divided by before the sum. The quotient of ``divisor`` by it follows after.
 
-    Float16 ends at 65504: a sum of many may overflow, and parts divided by all ranks may underflow. So each
-    division takes about the root of the number, a power of two, which rounds nothing, as torch's DDP and
-    FSDP do it. Other dtypes have the range.
+    The largest float16 is 65504: a sum over many ranks may overflow, and summands divided by their number may
+    underflow. So each division takes about the root, as in torch's DDP and FSDP; a power of two rounds
+    nothing. Other dtypes are divided after the sum only.
     """
     before = 1.0
     if dtype is torch.float16:

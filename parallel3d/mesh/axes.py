@@ -49,7 +49,10 @@ TABLE = (
 """Outermost first: neighbours on the last axis have consecutive ranks."""
 
 AXES = tuple(axis.name for axis in TABLE)
+"""Names of all axes, outermost first."""
+
 DATA_AXES = tuple(axis.name for axis in TABLE if axis.reads_other_samples)
+"""Names of the axes whose ranks read different samples."""
 
 _BY_NAME = {name: axis for axis in TABLE for name in (axis.name, *axis.other_names)}
 

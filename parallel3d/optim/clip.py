@@ -122,7 +122,7 @@ class _WholeBucket:
         indices = [index[id(param.sharded)] for param in bucket.params]
         first, *rest = indices
         self.members = itemgetter(*indices) if rest else itemgetter(slice(first, first + 1))
-        self._slot_sizes = bucket.slot_sizes
+        self._segment_sizes = bucket.segment_sizes
         self._padding = padding_of(bucket)
         # Name of a group -> (index of a tensor that it shards, the axis of that tensor's mesh).
         self._sources: dict[str, tuple[int, int]] = {}
@@ -136,7 +136,7 @@ class _WholeBucket:
         self._runs = [
             (axes, size)
             for axes, run in groupby(range(len(by_param)), key=by_param.__getitem__)
-            if (size := sum(bucket.slot_sizes[i] for i in run))
+            if (size := sum(bucket.segment_sizes[i] for i in run))
         ]
 
     def add_to(
@@ -146,7 +146,7 @@ class _WholeBucket:
         tensors: Sequence[torch.Tensor],
     ) -> bool:
         """Adds the flat gradient that ``grads`` are views of; returns False if there is none."""
-        flat = flat_gradient(grads, self._slot_sizes)
+        flat = flat_gradient(grads, self._segment_sizes)
         if flat is None:
             return False
         if not self._runs:  # no elements, on every rank

@@ -68,14 +68,14 @@ class Owners:
         self.shape = tuple(shape)
         ranks = [range(size if axis in axes else 1) for axis, size in enumerate(mesh.shape)]
         self.parts = [packed_boxes(shape, mesh.shape, at, placements) for at in product(*ranks)]
-        self.slot = max(math.prod(local) for local, _ in self.parts)
+        self.padded_numel = max(math.prod(local) for local, _ in self.parts)
 
     def deal(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Takes this rank's part of each of at most ``size`` tensors; returns one of these tensors, whole.
 
         Where there are fewer tensors than ranks, several ranks get the same one.
         """
-        send = parts[0].new_zeros(self.size, self.slot)
+        send = parts[0].new_zeros(self.size, self.padded_numel)
         for index in range(self.size):
             part = parts[index % len(parts)]
             send[index].narrow(0, 0, part.numel()).copy_(part.reshape(-1))
@@ -86,7 +86,7 @@ class Owners:
 
     def collect(self, whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
         """The inverse of ``deal``: returns this rank's parts of the ranks' tensors, shaped as ``like``."""
-        send = whole.new_zeros(self.size, self.slot)
+        send = whole.new_zeros(self.size, self.padded_numel)
         for box, rows in self._views(whole, send):
             rows.copy_(box)
         return [

@@ -148,12 +148,12 @@ def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[t
     Args:
         first, end: the range of parameter indices to look at.
     """
-    padding, slot_end = [], sum(bucket.slot_sizes[:first])
+    padding, segment_end = [], sum(bucket.segment_sizes[:first])
     for param in bucket.params[first:end]:
-        slot_end += param.slot_numel
-        rest = 0 if param.even else param.slot_numel - math.prod(param.local_shape)
+        segment_end += param.padded_numel
+        rest = 0 if param.even else param.padded_numel - math.prod(param.local_shape)
         if not isinstance(rest, int) or rest:  # a SymInt: some simulated ranks may have padding
-            padding.append((slot_end - rest, rest))
+            padding.append((segment_end - rest, rest))
     return padding
 
 
@@ -172,8 +172,8 @@ class RunPiece:
         self.bucket, self._first = bucket, first
         self._end = len(bucket.params) if end is None else end
         self._members = bucket.params[first : self._end]
-        self._sizes = bucket.slot_sizes[first : self._end]
-        self._start, self._numel = sum(bucket.slot_sizes[:first]), sum(self._sizes)
+        self._sizes = bucket.segment_sizes[first : self._end]
+        self._start, self._numel = sum(bucket.segment_sizes[:first]), sum(self._sizes)
         self._padding = padding_of(bucket, first, self._end)
         self._flat = bucket.flat
         self.params = [param.sharded for param in self._members]
@@ -183,8 +183,8 @@ class RunPiece:
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the view of each parameter in ``flat``, which is shaped as ``tensor``."""
-        slots = flat.split_with_sizes(self._sizes)
-        return [p.local_view(slot) for p, slot in zip(self._members, slots, strict=True)]
+        segments = flat.split_with_sizes(self._sizes)
+        return [p.local_view(segment) for p, segment in zip(self._members, segments, strict=True)]
 
     @property
     def is_current(self) -> bool:
@@ -199,7 +199,7 @@ class RunPiece:
             Apart: the gradients of the parameters are not parts of one tensor.
         """
         grads = list(map(_grad_of, self.params))
-        flat = flat_gradient(grads, self.bucket.slot_sizes, self._first)
+        flat = flat_gradient(grads, self.bucket.segment_sizes, self._first)
         if flat is None:
             if any(grad is not None for grad in grads):
                 raise Apart  # some are missing, or the user has set them
@@ -213,7 +213,7 @@ class RunPiece:
     def split(self, states: list[State] | None = None) -> list[Piece]:
         """Returns smaller pieces, in each of which the gradients, and ``states`` if given, fit together."""
         grads = [param.sharded.grad for param in self.bucket.params]
-        kinds = flat_gradients_of(grads, self.bucket.slot_sizes)[self._first : self._end]
+        kinds = flat_gradients_of(grads, self.bucket.segment_sizes)[self._first : self._end]
         starts = [
             i
             for i in range(len(kinds))

@@ -14,7 +14,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
 from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.fsdp.options import comm_hooks
-from parallel3d.fsdp.reduction import SUMS
+from parallel3d.fsdp.reduction import DEFAULT_REDUCER
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
@@ -102,7 +102,10 @@ def refused_on_gloo() -> list[str]:
         except Parallel3dError as error:
             messages.append(str(error))
     model.set_allocate_memory_from_process_group_for_comm(False)  # it is off already
-    assert all(b.gather_comm is None and b.reducer is SUMS for b in get_unit(model).group.buckets)
+    assert all(
+        b.gather_comm is None and b.reducer is DEFAULT_REDUCER
+        for b in get_unit(model).group.buckets
+    )
     return messages
 
 

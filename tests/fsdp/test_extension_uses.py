@@ -91,7 +91,7 @@ def test_reshard_to_fewer_ranks(kind) -> None:
             assert [name for name, _ in Wrapped.calls] == ["pre"] * 2 + ["post"] * 4
             check_gradients(world, model, kind, 7)
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))
-        assert bucket.part is None and at_rest(model)
+        assert bucket.post_forward_shard is None and at_rest(model)
 
 
 class CountingGather:
@@ -311,5 +311,5 @@ def test_kept_bytes() -> None:
         model(torch.ones(3, 6))
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))
         one_rank = 12 + 8 + 2 * 4 + 4  # two rows of 6 and one of 8, and a scale for each
-        assert held_bytes(bucket.part) == 2 * one_rank
+        assert held_bytes(bucket.post_forward_shard) == 2 * one_rank
         assert not any(held_bytes(rows) for rows in bucket.rows)

@@ -28,7 +28,7 @@ def gathers(dtype: torch.dtype) -> None:
     parts = [(base + rank + 10 * i).to(dtype) for i in range(3)]
     outputs = [torch.empty(n * size, dtype=dtype) for _ in parts]
     works = [all_gather(o, p, group, unit="u") for o, p in zip(outputs, parts, strict=True)]
-    assert all(isinstance(work, collectives.Messages) for work in works)
+    assert all(isinstance(work, collectives.Works) for work in works)
     for work in reversed(works):
         work.wait()
     for i, output in enumerate(outputs):

@@ -135,14 +135,14 @@ class TestStreams:
 
     def test_cpu_waits_for_every_copy_before_the_gradients_are_there(self, device, monkeypatch):
         places = []
-        finish = bucket_module.GradientSlots.finish
+        finish = bucket_module.BucketGradients.finish
 
-        def noted(slots, job):
-            device.cpu.put(f"grad {slots.bucket.unit}")
+        def noted(grads, job):
+            device.cpu.put(f"grad {grads.bucket.unit}")
             places.append(job.tensor.dtype)
-            finish(slots, job)
+            finish(grads, job)
 
-        monkeypatch.setattr(bucket_module.GradientSlots, "finish", noted)
+        monkeypatch.setattr(bucket_module.BucketGradients, "finish", noted)
         log, model = self.step(device)
         (optimizer,) = find(log, "optimizer")
         homes = [entry for entry in log if entry[0].startswith("copy_to_host")]
@@ -156,11 +156,11 @@ class TestStreams:
     def test_sums_that_wait_come_home_in_the_reduce_dtype(self, device, monkeypatch):
         """The parameters' own, which gradients have, would lose digits before the all-reduce."""
         seen = []
-        finish = bucket_module.GradientSlots.finish
+        finish = bucket_module.BucketGradients.finish
         monkeypatch.setattr(
-            bucket_module.GradientSlots,
+            bucket_module.BucketGradients,
             "finish",
-            lambda slots, job: (seen.append(job.tensor.dtype), finish(slots, job)),
+            lambda grads, job: (seen.append(job.tensor.dtype), finish(grads, job)),
         )
         with fake_world(0, 4):
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)

@@ -84,10 +84,12 @@ def test_memory_between_forward_and_backward_is_the_part():
         buckets = [b for b in buckets_of(trial.model) if b.shard_group is not None]
         for bucket in buckets:
             assert held_bytes(bucket.unsharded) == 0
-            assert held_bytes(bucket.part) == 4 * 2 * bucket.numel * 2  # ranks, rows, bf16
+            assert (
+                held_bytes(bucket.post_forward_shard) == 4 * 2 * bucket.numel * 2
+            )  # ranks, rows, bf16
         loss.backward()
         for bucket in buckets:
-            assert bucket.part is None and held_bytes(bucket.post_forward.buffer) == 0
+            assert bucket.post_forward_shard is None and held_bytes(bucket.post_forward.buffer) == 0
 
 
 def test_scalars_are_not_sharded_and_keep_nothing():
@@ -95,7 +97,7 @@ def test_scalars_are_not_sharded_and_keep_nothing():
         trial = Trial(world, MeshLayout(1, 4, 1), wrap_over(2))
         trial.forward(0)
         whole = [b for b in buckets_of(trial.model) if b.shard_group is None]
-        assert len(whole) == 2 and all(b.part is None for b in whole)
+        assert len(whole) == 2 and all(b.post_forward_shard is None for b in whole)
 
 
 def test_two_forwards_before_the_backward():

@@ -123,7 +123,7 @@ def test_one_collective_for_parts_that_are_no_neighbours():
         loss = model(torch.randn(6, 5), "pwpw")
         with record_collectives(mesh) as recorder:
             loss.backward()
-    # Of the first and third of four vectors of 5, three elements a slot on two shard ranks.
+    # Of the first and third of four vectors of 5, three elements a segment on two shard ranks.
     assert [call.bytes for call in recorder.select("all_reduce", "tp")] == [2 * 3 * 4]
 
 

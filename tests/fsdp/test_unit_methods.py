@@ -312,7 +312,7 @@ def test_reductions_are_waited_for_in_the_last_backward():
 @parity("argument: reshard_after_forward=int", "fault a: reshard to a smaller world with Shard(1)")
 @pytest.mark.parametrize("mesh_shape, parts", [((1, 4, 1), 2), ((2, 4, 1), 2), ((1, 6, 1), 3)])
 def test_reshard_to_fewer_ranks(mesh_shape, parts):
-    """torch: IndexError with Shard(1). Here the dim doesn't matter: what is kept are whole slots."""
+    """torch: IndexError with Shard(1). Here the dim doesn't matter: what is kept are whole segments."""
     size = mesh_shape[0] * mesh_shape[1]
     with local_world(size):
         model, mesh = build(mesh_shape, reshard_after_forward=parts)
@@ -321,12 +321,12 @@ def test_reshard_to_fewer_ranks(mesh_shape, parts):
             loss = lm_loss(model, tokens(0))
             assert all(isinstance(p, DTensor) for p in model.parameters())
             bucket = unit_of(model.layers[0]).group.buckets[0]
-            assert bucket.part is not None
+            assert bucket.post_forward_shard is not None
             with record_collectives(mesh) as recorder:
                 loss.backward()
             small = [event for event in gathers(recorder) if event.unit.startswith("layers")]
             assert len(small) == 2
-            assert at_rest(model) and bucket.part is None
+            assert at_rest(model) and bucket.post_forward_shard is None
             lm_loss(reference, tokens(0)).backward()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())

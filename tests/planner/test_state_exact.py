@@ -105,7 +105,7 @@ def test_the_first_rank_holds_what_is_predicted(seed, dtensors, monkeypatch):
 
 @pytest.mark.parametrize("seed", SEEDS[::10])
 def test_no_other_rank_holds_more(seed, monkeypatch):
-    """The last rank: as many bytes at rest of parameters and gradients, as slots are alike on all ranks, and
+    """The last rank: as many bytes at rest of parameters and gradients (segments are alike on all ranks), and
     no more moments, of which it has those of its own rows only."""
     case = random_case(seed)
     world = case.layout.world_size

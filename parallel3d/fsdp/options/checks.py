@@ -169,7 +169,7 @@ def _name(param: ShardedParam, names: dict[int, str]) -> str:
     """Returns all names of a parameter; a tied one has several."""
     return " = ".join(
         f"{prefix}.{attribute}" if (prefix := names.get(id(holder), "?")) else attribute
-        for holder, attribute in param.slots
+        for holder, attribute in param.module_infos
     )
 
 

@@ -33,7 +33,14 @@ from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.collectives import ScatterWork, all_reduce, reduce_scatter
 from parallel3d.fsdp.placement import kept_with
-from parallel3d.fsdp.reduction import SUMS, Lane, Reducer, Reduction, Stage, divisor_before_sum
+from parallel3d.fsdp.reduction import (
+    DEFAULT_REDUCER,
+    Lane,
+    Reducer,
+    Reduction,
+    Stage,
+    divisor_before_sum,
+)
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket
@@ -368,7 +375,7 @@ def custom_reduce_scatter(bucket: Bucket) -> Any:
 
 def set_reduce_scatter(bucket: Bucket, comm: Any) -> None:
     """Makes ``bucket`` reduce its gradients by ``comm``, or, with None, by the engine's collective."""
-    bucket.reducer = SUMS if comm is None else CustomReduce(comm)
+    bucket.reducer = DEFAULT_REDUCER if comm is None else CustomReduce(comm)
 
 
 class EngineCollective:

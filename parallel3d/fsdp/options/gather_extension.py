@@ -30,7 +30,7 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
-from parallel3d.fsdp.gradients import GradientSlots
+from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.param import ShardedParam, count_zero_copy, is_small
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 
@@ -264,7 +264,7 @@ class ExtensionBucket(Bucket):
         rows: for each gather input its output as bytes, (n, bytes).
     """
 
-    joinable = False  # it gathers bytes, not its shards
+    can_coalesce = False  # it gathers bytes, not its shards
     packs_all = True
     by_precision = (
         "policy",
@@ -401,7 +401,9 @@ class ExtensionBucket(Bucket):
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns (output, input) of the all-gather, both bytes, as lists of one."""
         with _without_autograd():
-            inputs = [self.part] if self.part is not None else self._inputs()
+            inputs = (
+                [self.post_forward_shard] if self.post_forward_shard is not None else self._inputs()
+            )
             if self.gather_comm is None or self.shard_group is None:
                 allocate(self.gathered)
                 return [self.gathered], [inputs[0] if len(inputs) == 1 else torch.cat(inputs)]
@@ -410,7 +412,7 @@ class ExtensionBucket(Bucket):
             )
             size = sum(tensor.numel() for tensor in inputs)
             rank = self.axes.coordinate(self.axes.shard)
-            rank = rank if self.part is None else self.post_forward_rank
+            rank = rank if self.post_forward_shard is None else self.post_forward_rank
             part = output.narrow(0, rank * size, size)
             torch.cat(inputs, out=part)
             return [output], [part]
@@ -479,11 +481,11 @@ class ExtensionBucket(Bucket):
             made = [extension.rebuild() for extension in self.extensions]
         if any(made):
             self.compute_params = [e.compute for e in self.extensions if e.compute is not None]
-            refresh = None if self.made is None else self.made()
+            refresh = None if self.on_rebuilt is None else self.on_rebuilt()
             if refresh is not None:
                 refresh()
 
-    def cast_whole(self) -> None:
+    def unshard_without_gather(self) -> None:
         """Unshards without a shard axis, as if gathered from this rank alone."""
         (output,), (part,) = self.gather_buffers()
         with _without_autograd():
@@ -494,7 +496,7 @@ class ExtensionBucket(Bucket):
     def free_gathered(self) -> None:
         if not self.zero_copy:
             release(self.gathered)
-        self.drop_part()
+        self.free_post_forward_shard()
 
     def free_unsharded(self) -> None:
         if not self.keep_storage:
@@ -506,7 +508,7 @@ class ExtensionBucket(Bucket):
             for extension in self.other_precision["extensions"]:
                 extension.release()
 
-    def keep_part(self, ranks: int) -> None:
+    def to_sharded_post_forward(self, ranks: int) -> None:
         """Keeps the gathered bytes of n / ``ranks`` ranks between forward and backward; see ``Bucket``."""
         if self.shard_group is None or ranks >= self.num_shards:
             return
@@ -515,14 +517,14 @@ class ExtensionBucket(Bucket):
         count = self.num_shards // ranks
         kept = [rows.narrow(0, self.post_forward_rank * count, count) for rows in self.rows]
         with _without_autograd():
-            self.part = torch.cat(kept, dim=1).view(-1)
+            self.post_forward_shard = torch.cat(kept, dim=1).view(-1)
 
-    def drop_part(self) -> None:
-        self.part = None
+    def free_post_forward_shard(self) -> None:
+        self.post_forward_shard = None
         self.gather_group = self.shard_group
 
 
-class _PlainGradients(GradientSlots):
+class _PlainGradients(BucketGradients):
     """Gradients may be of a subclass, as the unsharded parameters are."""
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:

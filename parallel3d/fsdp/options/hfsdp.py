@@ -23,17 +23,17 @@ from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.kernels import foreach_copy_
 from parallel3d.fsdp.bucket import Bucket, allocate
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.gradients import GradientSlots, HeldSum
+from parallel3d.fsdp.gradients import AccumulatedGradients, BucketGradients
 from parallel3d.fsdp.options.gather_extension import is_extended
 from parallel3d.fsdp.placement import ParamAxes
-from parallel3d.fsdp.reduction import SUMS, Lane, Reduction, Stage
+from parallel3d.fsdp.reduction import DEFAULT_REDUCER, Lane, Reduction, Stage
 from parallel3d.fsdp.spmd import RequestedPlacement
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm
 
 
-class HybridGradients(GradientSlots):
+class HybridGradients(BucketGradients):
     """The gradients of a ``HybridBucket``, whose parameters are all sharded evenly. R: the size of replicate.
 
     ``set_requires_all_reduce(False)`` defers the second reduce-scatter: a rank then accumulates what an HSDP
@@ -45,11 +45,11 @@ class HybridGradients(GradientSlots):
         super().__init__(bucket)
         self.replicas = bucket.replicate_scatter_group.size()
 
-    def _zero_partial(self) -> HeldSum:
+    def _zero_partial(self) -> AccumulatedGradients:
         """Parts are (R, *chunk) views of the memory of ``.grad``, which has an HSDP rank's shape."""
         bucket, r = self.bucket, self.replicas
         flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
-        regions = flat.split([r * size for size in bucket.slot_sizes])
+        regions = flat.split([r * size for size in bucket.segment_sizes])
         parts, marks = [], []
         for param, region in zip(bucket.params, regions, strict=True):
             assert param.dim is not None
@@ -58,22 +58,22 @@ class HybridGradients(GradientSlots):
             held = param.shaped(region, shape)
             parts.append(held.unflatten(param.dim, (r, -1)).movedim(param.dim, 0))
             marks.append(make_dtensor(held, param.unreduced_spec(flat.dtype, over_shard=False)))
-        return HeldSum(flat, parts, marks)
+        return AccumulatedGradients(flat, parts, marks)
 
     def _rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of ``flat``, (R * S,): for each parameter one of (R, *chunk)."""
-        columns = flat.view(self.replicas, -1).split(self.bucket.slot_sizes, dim=1)
+        columns = flat.view(self.replicas, -1).split(self.bucket.segment_sizes, dim=1)
         return [
-            p.slots_by_rank(c).reshape(self.replicas, *p.chunk_shape)
+            p.segments_by_rank(c).reshape(self.replicas, *p.chunk_shape)
             for p, c in zip(self.bucket.params, columns, strict=True)
         ]
 
-    def _waiting(self, held: HeldSum) -> torch.Tensor:
+    def _as_reduce_output(self, held: AccumulatedGradients) -> torch.Tensor:
         flat = torch.empty_like(held.flat)
-        foreach_copy_(self._rows(flat), held.parts)
+        foreach_copy_(self._rows(flat), held.views)
         return flat
 
-    def _hold_partial(self, flat: torch.Tensor, used: list[int]) -> None:
+    def _accumulate_partial(self, flat: torch.Tensor, used: list[int]) -> None:
         bucket = self.bucket
         if self.partial_reduce_output is None:
             self.partial_reduce_output = self._zero_partial()
@@ -82,27 +82,27 @@ class HybridGradients(GradientSlots):
         # Only this rank has it: the second reduce-scatter sums it with zeros, or a hook takes the mean.
         times = self.replicas if bucket.reducer.averages else 1.0
         for index in used:
-            before = held.place(index, bucket.params[index].sharded)
+            before = held.attach(index, bucket.params[index].sharded)
             if before is not None:
-                held.parts[index].select(0, row).add_(get_local_tensor(before), alpha=times)
-        for part, rows in zip(held.parts, self._rows(flat), strict=True):
+                held.views[index].select(0, row).add_(get_local_tensor(before), alpha=times)
+        for part, rows in zip(held.views, self._rows(flat), strict=True):
             part.add_(rows)
 
-    def _fold_into_whole(self, index: int, grad: torch.Tensor) -> None:
+    def _add_reduced(self, index: int, grad: torch.Tensor) -> None:
         reduced, accumulated = self.partial_reduce_output, self.unsharded_accumulated
-        if reduced is None or grad is not reduced.marks[index]:
-            super()._fold_into_whole(index, grad)
+        if reduced is None or grad is not reduced.grads[index]:
+            super()._add_reduced(index, grad)
             return
         assert accumulated is not None
         bucket, param, r = self.bucket, self.bucket.params[index], self.replicas
         factor = bucket.num_shards / r if bucket.reducer.averages else bucket.divisor
         if param.layout.tp_grad == "partial" or index in accumulated.tp_partial:
             factor /= param.tp_size
-        accumulated.folded.add(index)
+        accumulated.with_reduced.add(index)
         first = bucket.axes.coordinate(bucket.axes.shard) * r
-        target = accumulated.parts[index].narrow(0, first, r)
-        target.add_(reduced.parts[index].reshape(target.shape), alpha=factor)
-        reduced.drop(index)
+        target = accumulated.views[index].narrow(0, first, r)
+        target.add_(reduced.views[index].reshape(target.shape), alpha=factor)
+        reduced.reset(index)
 
 
 def cut_over_replicate(
@@ -132,7 +132,7 @@ class ReplicateScatter(Stage):
 
     def start(self, job: Reduction) -> Any:
         bucket = job.bucket
-        reducer = bucket.reducer if bucket.reducer.averages else SUMS
+        reducer = bucket.reducer if bucket.reducer.averages else DEFAULT_REDUCER
         return reducer.reduce_scatter([job.tensor], self.group, unit=bucket.unit)
 
     def finish(self, job: Reduction, work: Any) -> None:
@@ -149,7 +149,7 @@ class HybridBucket(Bucket):
         is_new: whether ``copy`` has no values yet.
     """
 
-    joinable = False
+    can_coalesce = False
     gathers_copy = True
     packs_all = True  # the R shards of a parameter are not consecutive in ``copy``
 
@@ -180,7 +180,7 @@ class HybridBucket(Bucket):
             allocate(self.unsharded)
             pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
             self.free_unsharded()
-            self._whole_pairs = [list(side) for side in zip(*pairs, strict=True)]
+            self._whole_pairs = pairs
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
         self.is_new = True
 
@@ -227,12 +227,12 @@ class HybridBucket(Bucket):
 
     def gather_input(self) -> torch.Tensor:
         """Returns this rank's input of the all-gather over shard."""
-        if self.part is not None:
-            return self.part
+        if self.post_forward_shard is not None:
+            return self.post_forward_shard
         self.finish_renewal()
         return self.copy
 
-    def cast_whole(self) -> None:
+    def unshard_without_gather(self) -> None:
         """Unshards without a shard axis, from the copy alone."""
         self.finish_renewal()
         allocate(self.unsharded)

@@ -39,7 +39,13 @@ from parallel3d.fsdp.gradients import make_gradients
 from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.layout import NODE_BYTES, coalesced
 from parallel3d.fsdp.param import OwnSetattr
-from parallel3d.fsdp.reduction import SUMS, AllReduce, Reduction, divisor_before_sum, stages_of
+from parallel3d.fsdp.reduction import (
+    DEFAULT_REDUCER,
+    AllReduce,
+    Reduction,
+    divisor_before_sum,
+    stages_of,
+)
 from parallel3d.fsdp.unit import Unit
 
 # GradientSink: where the gradients of a bucket's parameters arrive together, at one node of autograd's
@@ -197,7 +203,7 @@ class CoalescedAllReduce:
     """
 
     scatter_group = tp_group = on_reduced = None
-    reducer = SUMS
+    reducer = DEFAULT_REDUCER
     pin = False
     partial_start = 0
 
@@ -213,7 +219,7 @@ class CoalescedAllReduce:
             first.storage_device,
         )
         sizes = [bucket.numel for bucket in buckets]
-        self.sizes = self.slot_sizes = sizes
+        self.sizes = self.segment_sizes = sizes
         self.numel = sum(sizes)
         counts = [len(bucket.params) for bucket in buckets]
         self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
@@ -384,9 +390,9 @@ class CoalescedAllReduce:
             scale = 1.0
         elif before != 1:
             flat.div_(before)
-            if self.over_replicate:  # see ``GradientSlots``
+            if self.over_replicate:  # see ``BucketGradients``
                 scale, rest = rest, scale
-        job = Reduction(self, [flat], [], scale, rest=rest)  # type: ignore[arg-type]
+        job = Reduction(self, [flat], [], scale, final_scale=rest)  # type: ignore[arg-type]
         job.stages = stages_of(job, self.over_replicate, (), ())
         return job
 
@@ -447,10 +453,10 @@ class CoalescedAllReduce:
         for place, indices in enumerate(used):
             if indices is not None:
                 start, end = self._starts[place], self._ends[place]
-                slots, params = self.buckets[place].grads, self.buckets[place].params
+                gradients, params = self.buckets[place].grads, self.buckets[place].params
                 indices = [i for i in indices if params[i].sharded.requires_grad]
-                slots.put_piece(pieces[place], parts[start:end], grads[start:end], indices)
-                slots.run_hooks(indices)
+                gradients.put_gradients(pieces[place], parts[start:end], grads[start:end], indices)
+                gradients.run_hooks(indices)
 
     def _sharded(self) -> list[torch.nn.Parameter]:
         return [param.sharded for bucket in self.buckets for param in bucket.params]
@@ -500,7 +506,7 @@ def _can_have_sink(bucket: Bucket) -> bool:
         and all(
             param.even
             and (param.on.compute_mesh is None or param.layout.compute == "local")
-            and not any(isinstance(holder, OwnSetattr) for holder, _ in param.slots)
+            and not any(isinstance(holder, OwnSetattr) for holder, _ in param.module_infos)
             for param in bucket.params
         )
     )
@@ -625,7 +631,7 @@ class ReplicatedUnits(RootOption):
                 sources = [bucket.compute_params for bucket in node]
                 open_sinks([by_bucket[bucket] for bucket in node], sources, _arrive)
         for unit in units:
-            unit.group.list_places()
+            unit.group.list_module_infos()
             for bucket in unit.group.buckets:
                 bucket.versions.set_unsharded()
 

@@ -142,7 +142,7 @@ def full_tensors(
         for group in bucket.gather_groups:
             rows = all_gathered(rows, group, bucket.unit)
         rows = rows.view(bucket.num_shards, numel)
-        columns = rows.split([p.slot_numel for p in params], dim=1)
+        columns = rows.split([p.padded_numel for p in params], dim=1)
         parts = [_compute_part(p, c) for p, c in zip(params, columns, strict=True)]
         del rows, columns
         _gather_own_axes(bucket.unit, params, parts)
@@ -154,11 +154,11 @@ def _packed(
 ) -> torch.Tensor:
     """Returns ``locals_`` in the parameters' segments, one after another, with zeros as padding."""
     views = bucket.local_views
-    one_buffer = bucket.joinable  # False where each parameter has its own memory
+    one_buffer = bucket.can_coalesce  # False where each parameter has its own memory
     if one_buffer and len(locals_) == len(views) and all(map(operator.is_, locals_, views)):
         return bucket.flat
     dtype = next((x.dtype for x in locals_ if x is not None), bucket.dtype)
-    sizes = [p.slot_numel for p in params]
+    sizes = [p.padded_numel for p in params]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=bucket.storage_device)
     for param, segment, local in zip(params, flat.split(sizes), locals_, strict=True):
         if local is not None:
@@ -167,9 +167,9 @@ def _packed(
 
 
 def _compute_part(param: ShardedParam, column: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter in its compute shape from ``column``, (num_shards, slot_numel)."""
+    """Returns the parameter in its compute shape from ``column``, (num_shards, padded_numel)."""
     region = torch.empty(
-        param.num_shards * param.slot_numel, dtype=column.dtype, device=column.device
+        param.num_shards * param.padded_numel, dtype=column.dtype, device=column.device
     )
     for target, source in param.copy_pairs(region, column):
         target.copy_(source)
@@ -358,7 +358,7 @@ def swapped_params(
     try:
         for _, params in chosen:
             for param in params:
-                for holder, name in param.slots if param in others else ():
+                for holder, name in param.module_infos if param in others else ():
                     if holder.get(name) is not None:  # the user may have removed it
                         swapped.append((holder, name, param.sharded))
                         holder[name] = others[param]
@@ -384,7 +384,7 @@ def params_by_bucket(unit: Unit, module: nn.Module | None = None) -> ByBucket:
 
 def places_of(param: ShardedParam) -> set[int]:
     """Returns the ids of the ``_parameters`` dicts of the modules that hold ``param``."""
-    return {id(parameters_dict(holder)) for holder, _ in param.slots}
+    return {id(parameters_dict(holder)) for holder, _ in param.module_infos}
 
 
 @contextmanager
@@ -512,7 +512,7 @@ class _FullView:
         """Returns the Parameters that the modules have now, after checking their shapes."""
         result: dict[ShardedParam, nn.Parameter] = {}
         for param, full in self.full.items():
-            registered = [holder.get(name) for holder, name in param.slots]
+            registered = [holder.get(name) for holder, name in param.module_infos]
             replaced = [p for p in registered if p is not None and p is not full]
             for other in replaced:  # several, if the parameter is tied
                 if other.shape != param.global_shape:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.fsdp import comm, reduction
-from parallel3d.fsdp.gradients import GradientSlots
+from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.fsdp.options import replicated
 from parallel3d.fsdp.options.replicated import CoalescedAllReduce
@@ -51,8 +51,8 @@ class Held(TorchDispatchMode):
         self.into = "made"
         for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
             self._wrap(patch, comm.CpuComm, name)
-        self._wrap(patch, GradientSlots, "accept", takes=lambda args: [args[2]])
-        self._wrap(patch, GradientSlots, "_put", into="results")
+        self._wrap(patch, BucketGradients, "accept", takes=lambda args: [args[2]])
+        self._wrap(patch, BucketGradients, "_put", into="results")
         self._wrap(patch, CoalescedAllReduce, "_begin", into="results")
         self._wrap(patch, replicated, "_arrive", takes=lambda args: args[1])
         self._wrap(patch, reduction.Reducer, "reduce_scatter", into="results")

@@ -25,7 +25,7 @@ from parallel3d._torch import groups
 from parallel3d._torch.fake import loader_iterators
 from parallel3d._util.replaced_params import _before_step
 from parallel3d.errors import DryRunError, StateError
-from parallel3d.fsdp.bucket import _count
+from parallel3d.fsdp.param import _count_step
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import real, record
 from parallel3d.tools.dryrun.world import script
@@ -56,7 +56,7 @@ def state() -> dict[str, Any]:
         ],
         # But for those that are there from the first sharded model of the process on.
         "optimizer hooks": [
-            [hook for hook in of_step.values() if hook not in (_before_step, _count)]
+            [hook for hook in of_step.values() if hook not in (_before_step, _count_step)]
             for of_step in (
                 optimizers._global_optimizer_pre_hooks,
                 optimizers._global_optimizer_post_hooks,
