@@ -54,8 +54,8 @@ def load_dcp(
     optimizers.
 
     Each rank reads the chunks that contain a part of what it holds twice, one at a time: first all ranks
-    check that everything is there, fits and has its checksum; then values are copied. Nothing in the folder is
-    executed. State that the optimizer doesn't have yet is allocated, placed as its parameters are.
+    check that everything is there, fits and has its checksum; then values are copied. Nothing in the folder
+    is executed. State that the optimizer doesn't have yet is allocated, placed as its parameters are.
 
     Args:
         optimizer: an optimizer of ``model``'s parameters, also of ``parallel3d.optim``; None: load the model
