@@ -15,6 +15,10 @@ chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 """``chunk_cat(tensors, dim=0, num_chunks=n, out=out)`` cuts each tensor into n chunks along dim 0, the last
 padded with zeros; row i of ``out``, (n, elements), gets the i-th chunk of each, one after another, cast."""
 
+views_like: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._C._nn.unflatten_dense_tensors
+)
+"""``views_like(flat, templates)`` returns views of ``flat``, (S,), of the templates' shapes, in order."""
 
 _read_local = attrgetter("_local_tensor")
 

@@ -41,7 +41,7 @@ from parallel3d._torch.autograd import (
     torch_function_off,
 )
 from parallel3d._torch.dtensor import local_tensor_of, tensor_class
-from parallel3d._torch.kernels import foreach_copy_
+from parallel3d._torch.kernels import foreach_copy_, views_like
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.storage import with_own_storage
 from parallel3d.errors import Parallel3dError
@@ -78,7 +78,7 @@ class Bucket:
         small_grads: for each parameter, whether its gradient may wait to be packed with others.
         segment_sizes: elements of each parameter's segment. numel: S, their sum.
         member_sizes: elements of a rank's shard in each input of the all-gather call.
-        even_shapes: shapes of the chunks if no segment has padding, else None.
+        templates: tensors on meta of the chunks' shapes, if no segment has padding; else None.
         shard_group: process group of the all-gather and the reduce-scatter; None: nothing is sharded.
         gather_group: process group of the next all-gather: ``shard_group``, or one of fewer ranks.
         scatter_group: process group of the reduce-scatter: ``shard_group``, or one of its own.
@@ -226,7 +226,9 @@ class Bucket:
         self.set_dtypes()
         self.tensor_classes = [tensor_class(p.spec) for p in params]
         self.segment_sizes = [p.padded_numel for p in params]
-        self.even_shapes = [p.chunk_shape for p in params] if all(p.even for p in params) else None
+        self.templates = None
+        if all(p.even for p in params):
+            self.templates = [torch.empty(p.chunk_shape, device="meta") for p in params]
         self.numel = sum(self.segment_sizes)
         self.packed = sum(self.segment_sizes[self.zero_copy :])
         self.packs_as_chunks = all(map(packs_as_chunks, params[self.zero_copy :]))
@@ -320,9 +322,9 @@ class Bucket:
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns for each parameter its rows in a sharded buffer (S,), without padding: ``local_shape``."""
+        if self.templates is not None:  # in each backward: no Python call per parameter
+            return list(views_like(flat, self.templates))
         segments = flat.split(self.segment_sizes)
-        if self.even_shapes is not None:  # in each backward: the view is the one call per parameter
-            return [s.view(shape) for s, shape in zip(segments, self.even_shapes, strict=True)]
         return [p.local_view(s) for p, s in zip(self.params, segments, strict=True)]
 
     def kinds(self) -> set[tuple[torch.dtype, torch.device]]:
@@ -409,10 +411,8 @@ class Bucket:
         """
         unsharded: list[torch.Tensor] = []
         sharded: list[torch.Tensor] = []
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # views made in it could not be trained later
+        # Views made in it could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
             columns = rows.split(self.segment_sizes[since:until], dim=1)
             regions = self._regions()[since:until]
             for param, region, column in zip(

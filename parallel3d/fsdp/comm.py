@@ -163,9 +163,8 @@ class CpuComm(Comm):
     def issue_gather(self, bucket: Gather) -> None:
         if bucket.shard_group is None:
             return
-        if (
-            bucket.gathering is not None
-        ):  # of a forward that has raised; it writes to the same buffer
+        # Of a forward that has raised; it writes to the same buffer.
+        if bucket.gathering is not None:
             _wait_quietly(bucket.gathering[0])
         outputs, inputs = bucket.gather_buffers()
         bucket.gathering = (bucket.start_gather(outputs, inputs), inputs)  # gloo reads the inputs
@@ -225,9 +224,8 @@ class CpuComm(Comm):
         return bool(self.scattering)
 
     def free_inputs(self) -> None:
-        for (
-            running
-        ) in self.scattering:  # all-reduces follow later: they would delay the next all-gather
+        # All-reduces follow later: they would delay the next all-gather.
+        for running in self.scattering:
             running.end_stage()
 
     def drain(self, bucket: Reduced) -> None:
@@ -350,10 +348,8 @@ class StreamComm(Comm):
                 if work is not None:
                     work.wait()  # lets this stream wait for the backend's; does not block the CPU
             event = self.gather.record_event()
-        bucket.gathering = (
-            event,
-            inputs,
-        )  # held until compute has waited for the all-gather, which reads them
+        # Held until compute has waited for the all-gather, which reads them.
+        bucket.gathering = event, inputs
         if bucket.reads_host:
             self.host_read = event
 

@@ -525,9 +525,8 @@ class RunContext:
         if self.backward is None:
             for option in tuple(self.options):
                 option.before_backward()
-            if (
-                self.comm.left_by is not None
-            ):  # by this root, or by another one that shares the comm
+            # By this root, or by another one that shares the comm.
+            if self.comm.left_by is not None:
                 self.comm.finish()
             callback = self.finish_backward
             self._begin_backward(callback)

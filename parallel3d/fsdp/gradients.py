@@ -123,9 +123,8 @@ class BucketGradients:
 
     def _new_input(self) -> ReduceInput:
         bucket = self.bucket
-        if (
-            bucket.reduce_unused
-        ):  # another tp rank may have a partial gradient where this one has none
+        # Another tp rank may have a partial gradient where this one has none.
+        if bucket.reduce_unused:
             self.tp_partial.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
         return ReduceInput(bucket)
 
@@ -622,9 +621,8 @@ class ReduceInput:
         if self.packed is None and len(self.kept) == len(indices) and bucket.packs_as_chunks:
             packed = bucket.reduce_input(first)
             grads = [self.kept[i] for i in indices]
-            if (
-                len({grad.dtype for grad in grads}) > 1
-            ):  # a further gradient was added to one of them
+            # A further gradient was added to one of them.
+            if len({grad.dtype for grad in grads}) > 1:
                 grads = [grad.to(bucket.reduce_dtype) for grad in grads]
             n = bucket.num_shards
             chunk_cat(grads, dim=0, num_chunks=n, out=packed.view(n, -1))

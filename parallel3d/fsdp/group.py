@@ -47,9 +47,8 @@ class Retain(Enum):
 
     NO = auto()
     NEXT_FORWARD = auto()  # the next forward or evaluation uses it
-    USER = (
-        auto()
-    )  # by ``unshard()``: it stays registered too, until ``reshard()`` or a pass that reshards
+    # By ``unshard()``: it stays registered too, until ``reshard()`` or a pass that reshards.
+    USER = auto()
 
 
 class Event(Enum):
@@ -260,9 +259,8 @@ class ParamGroup:
         """Sets ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
         if self.stands_in and any(bucket.stand_ins is None for bucket in self.buckets):
-            self.use_stand_ins(
-                None
-            )  # they were made of other parameters, or for other trainable ones
+            # They were made of other parameters, or for other trainable ones.
+            self.use_stand_ins(None)
 
     def adopt(self, *, partly: bool = False) -> None:
         """Copies values to the buckets' buffers that ordinary calls have replaced or moved elsewhere.
@@ -388,9 +386,8 @@ class ParamGroup:
     def register_unsharded(self) -> None:
         """Registers the unsharded parameters in the modules."""
         if self.registered is not Registered.UNSHARDED:
-            self._enter(
-                Event.REGISTER
-            )  # first, so that ``register_sharded`` undoes an interrupted call
+            # First, so that ``register_sharded`` undoes an interrupted call.
+            self._enter(Event.REGISTER)
             for holder, _, computing in self.holders:
                 holder.update(computing)
             for beside in self.beside:

@@ -669,9 +669,8 @@ class ReplicatedUnits(RootOption):
         context = self.context
         if not torch.is_grad_enabled() or context.backward is not None:
             return
-        if (
-            functorch_is_active()
-        ):  # hooks are of one level of its transforms; gradients arrive alike
+        # Hooks are of one level of its transforms; gradients arrive alike.
+        if functorch_is_active():
             return
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             # A parameter that is passed on outlives the graph.
