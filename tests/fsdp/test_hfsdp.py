@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from _support.fsdp.accumulation_run import Run
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import held_bytes
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
-from test_accumulation import Run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp

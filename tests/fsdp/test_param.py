@@ -4,45 +4,19 @@ import itertools
 
 import pytest
 import torch
+from _support.fsdp.sharded_params import Holder, tp_param
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d._layout.param_layout import local_chunk
 from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world, local_world, shards_of
 
 MESHES = [(1, 4, 2), (1, 2, 3), (2, 2, 2)]
 SIZES = [1, 3, 8, 9, 12, 13, 17]
-
-
-class Holder(nn.Module):
-    """One parameter, tp-sharded or not."""
-
-    def __init__(self, param: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = param
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight.sum()
-
-
-def tp_param(whole: torch.Tensor, mesh, placement) -> nn.Parameter:
-    """``whole`` as a DTensor on the tp axis, as a style of ours leaves it."""
-    tp = mesh["tp"]
-    local = whole
-    if isinstance(placement, Shard):
-        local = local_chunk(whole, placement.dim, tp.size(), tp.get_local_rank())
-    else:
-        local = torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
-    made = DTensor.from_local(
-        local, tp, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    param = nn.Parameter(made.detach())
-    set_param_layout(param, ParamLayout("local"))
-    return param
 
 
 EVERYWHERE = list(itertools.product(MESHES, [None, Replicate(), Shard(0), Shard(1)]))

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
+from _support.fsdp.sharded_params import Holder, tp_param
 from _support.fsdp.wrapped import shard_blocks
 from _support.models import Block, Lm, lm_loss, tokens
-from test_param import Holder, tp_param
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo

@@ -1,7 +1,7 @@
 """What a rank says whose collective failed, from what all have posted."""
 
 import pytest
-from test_silence import NEVER, Freezing, monitor
+from _support.guards.monitors import NEVER, Freezing, monitor
 
 from parallel3d.checkpoint.ranks import as_checkpoint_error
 from parallel3d.guards.board import Board, Note

@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 import pytest
-from test_silence import NEVER, NOTE, Freezing, monitor
+from _support.guards.monitors import NEVER, NOTE, Freezing, monitor
 
 from parallel3d.guards.board import Board, Note
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from _support.optim.local_sides import Sides, everything
-from test_matrix import Normed
+from _support.optim.normed import Normed
 from torch import optim
 
 from parallel3d import MeshLayout

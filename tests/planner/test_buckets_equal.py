@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from _support.planner.specs import tp_plan
 from llama import Llama, LlamaConfig
-from test_plan_is_legal import tp_plan
 from torch import Tensor, nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from _support.planner.specs import spec_of, tp_plan
 from llama import Llama, LlamaConfig
-from test_plan_is_legal import spec_of, tp_plan
 
 from parallel3d.planner import Cluster, Workload, spec_from_module, spec_from_shapes
 from parallel3d.planner.kernels import (

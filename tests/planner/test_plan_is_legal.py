@@ -5,34 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
+from _support.planner.specs import spec_of, tp_plan
 from llama import Llama, LlamaConfig
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError
-from parallel3d.planner import Cluster, ModelSpec, Workload, plan, spec_from_shapes
+from parallel3d.planner import Cluster, Workload, plan
 from parallel3d.testing import fake_world
-from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 WORLDS = [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64]
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 32))]
 REASONS = ("fast links join", "global_batch", "would compute all attention")
-
-
-def tp_plan(sequence: bool) -> dict:
-    """Of examples/llama.py; all activations between layers divided under sequence parallelism."""
-    whole = "sequence" if sequence else "replicate"
-    found: dict = {
-        "tok_embeddings": VocabParallel(output=whole),
-        "layers.*.attention.{wq,wk,wv}": Colwise(input=whole),
-        "layers.*.attention.wo": Rowwise(output=whole),
-        "layers.*.feed_forward.w[13]": Colwise(input=whole),
-        "layers.*.feed_forward.w2": Rowwise(output=whole),
-        "output": Colwise(input=whole, output="replicate"),
-    }
-    if sequence:
-        found["layers.*.{attention_norm,ffn_norm}"] = SequenceParallel()
-        found["norm"] = SequenceParallel()
-    return found
 
 
 def random_config(seed: int) -> LlamaConfig:
@@ -48,17 +31,6 @@ def random_config(seed: int) -> LlamaConfig:
         hidden_dim=rng.choice([8, 27, 31, 64, 88]),
         vocab_size=rng.choice([11, 50, 67, 128]),
         max_seq_len=16,
-    )
-
-
-def spec_of(config: LlamaConfig) -> ModelSpec:
-    return spec_from_shapes(
-        layers=config.n_layers,
-        hidden=config.dim,
-        heads=config.n_heads,
-        kv_heads=config.n_kv_heads,
-        ffn=config.hidden_dim,
-        vocab=config.vocab_size,
     )
 
 

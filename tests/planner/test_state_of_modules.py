@@ -3,8 +3,8 @@
 import pytest
 import torch
 from _support.planner.held_by_engine import Held
+from _support.planner.specs import spec_of, tp_plan
 from llama import Llama, LlamaConfig
-from test_plan_is_legal import spec_of, tp_plan
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import param

@@ -1,10 +1,10 @@
 """Modules beside nn.Linear and nn.Embedding: transformers' Conv1D, subclasses that call super().forward."""
 
 import copy
-import math
 
 import pytest
 import torch
+from _support.tp.module_kinds import Conv1D, ScaledEmbedding
 from _support.tp.tp_models import DIM
 from _support.tp.tp_world import check_parity, tp_mesh
 from torch import Tensor, nn
@@ -30,24 +30,6 @@ def ids(*shape: int, below: int) -> Tensor:
 # ---- transformers' Conv1D ----
 
 
-class Conv1D(nn.Module):
-    """Written as GPT-2 needs it: the weight lies (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return y.view(x.size()[:-1] + (self.nf,))
-
-
-Conv1D.__module__ = (
-    "transformers.pytorch_utils"  # known by its name, without importing transformers
-)
-
-
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("hidden", [8, 13])
 def test_conv1d(tp, hidden):
@@ -69,17 +51,6 @@ def test_transformers_conv1d_is_the_one_known_by_name():
 
 
 # ---- subclasses that do something with what they look up or multiply ----
-
-
-class ScaledEmbedding(nn.Embedding):
-    """As Gemma scales what it looks up."""
-
-    def __init__(self, vocab: int, width: int, padding_idx: int | None = 0) -> None:
-        super().__init__(vocab, width, padding_idx)
-        self.register_buffer("scale", torch.tensor(math.sqrt(width)), persistent=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) * self.scale.to(self.weight.dtype)
 
 
 class NormedEmbedding(ScaledEmbedding):

@@ -5,12 +5,12 @@ import functools
 
 import pytest
 import torch
+from _support.tp.expert_models import ExpertWeights, Moe
+from _support.tp.fused_models import FusedAttention, FusedMlp
+from _support.tp.module_kinds import Conv1D, ScaledEmbedding
+from _support.tp.prepared_models import Latent, Sinks
 from _support.tp.tp_models import DIM
 from _support.tp.tp_world import check_parity, same, tp_mesh, use_local_tensors
-from test_expert_styles import ExpertWeights, Moe
-from test_module_kinds import Conv1D, ScaledEmbedding
-from test_packed_styles import FusedAttention, FusedMlp
-from test_prepare_styles import Latent, Sinks
 from torch import Tensor, nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from _support.tp.shared_input import use_local
 from _support.tp.tp_world import check_parity, tp_mesh
-from test_tp_shared_input import use_local
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
+from _support.tp.shared_input import LAYOUTS, Gated, plan, use_local
 from _support.tp.tp_world import check_parity, tp_mesh
-from test_tp_shared_input import LAYOUTS, Gated, plan, use_local
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -7,36 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _support.tp.shared_input import LAYOUTS, Gated, plan, use_local
 from _support.tp.tp_world import check_parity, tp_mesh, use_local_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.testing import Recorder, fake_world, local_world, record_collectives
-from parallel3d.tp import Colwise, PrepareInput, Rowwise, resolve_plan
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 12)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def plan(layout: str) -> dict:
-    output = "replicate" if layout == "replicate" else "sequence"
-    return {
-        "gate": Colwise(input=layout),
-        "up": Colwise(input=layout),
-        "down": Rowwise(output=output),
-    }
-
-
-LAYOUTS = ("replicate", "sequence")
+from parallel3d.tp import Colwise, PrepareInput, resolve_plan
 
 
 def count(
@@ -53,14 +31,6 @@ def count(
         with record_collectives(mesh) as recorder:
             use(model, x)
     return recorder
-
-
-def use_local(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                local = p.to_local() if hasattr(p, "to_local") else p
-                module._parameters[name] = nn.Parameter(local.detach().clone(), p.requires_grad)
 
 
 def backward(model: nn.Module, x: Tensor) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _support.tools.launch.odd_words import ODD
+from _support.tools.launch_jobs import COMMAND, ENV, job_for
 from torch.distributed.run import get_args_parser
 
 from parallel3d.mesh import MeshLayout
@@ -19,8 +19,6 @@ from parallel3d.tools.launch.job import LaunchError
 
 yaml = pytest.importorskip("yaml")
 
-COMMAND = ("train.py", *ODD)
-ENV = {f"ODD_{i}": word for i, word in enumerate(ODD)}
 FAKE = """\
 #!/usr/bin/env python3
 import json, os, string, sys
@@ -28,15 +26,6 @@ words = [string.Template(word).safe_substitute(local_rank="9") for word in sys.a
 names = [n for n in os.environ if n.startswith("ODD_")] + ["OMP_NUM_THREADS"]
 print(json.dumps([words, {n: os.environ[n] for n in names}]))
 """
-
-
-def job_for(target: str, **more: Any) -> LaunchJob:
-    """A job that ``target`` takes; ``more`` as it is."""
-    takes = TARGETS[target].takes
-    given = {"image": "registry/name:1.2", "gpu": "H100", "time": "12:00:00"}
-    slurm = {"partition": "main", "account": "lab"}
-    chosen = {k: v for k, v in (given | slurm).items() if k in takes}
-    return LaunchJob(**{"command": COMMAND, "nodes": 4, "env": ENV, **chosen, **more})
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_launch_files import job_for
+from _support.tools.launch_jobs import job_for
 
 from parallel3d.tools.launch import launch_file
 

@@ -1,12 +1,12 @@
-"""What a root's forward does to a unit inside it, other than to call it; see ``test_resident``."""
+"""What a root's forward does to a unit inside it, other than to call it; see ``test_replicated_units``."""
 
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from test_resident import WIDTH, Model, batch, check
-from test_resident_hooks import pair
+from _support.fsdp.replicated_models import WIDTH, Model, batch, check
+from _support.fsdp.replicated_pairs import pair
 
 from parallel3d.fsdp import FSDPModule
 from parallel3d.fsdp.inspect import get_unit

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_resident import WIDTH, Model, batch, check, plain, wrapped
+from _support.fsdp.replicated_models import WIDTH, Model, batch, check, plain, wrapped
 from torch import nn
 
 from parallel3d.fsdp.group import Retain

@@ -1,4 +1,4 @@
-"""What users do with a model whose units are replicated units; see ``test_resident``."""
+"""What users do with a model whose units are replicated units; see ``test_replicated_units``."""
 
 import copy
 import weakref
@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from _support.fsdp.lifetimes import collector_off
-from test_resident import WIDTH, batch, check, is_lean, plain, wrapped
+from _support.fsdp.replicated_models import WIDTH, batch, check, is_lean, plain, wrapped
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh

@@ -1,42 +1,11 @@
 """Units whose root registers their parameters, and forward hooks: nobody's are taken off."""
 
 import pytest
-import torch
-from test_resident import USES, WIDTH, Model, batch, check, wrapped
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from _support.fsdp.replicated_models import USES, Model, batch, check
+from _support.fsdp.replicated_pairs import pair
 
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world
-
-
-class Simple(nn.Module):
-    """Recomputes only if told to; ``first`` is called before all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.recomputes = False
-        self.first = lambda: None
-        self.seen = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.first()
-        y = self.norm(x)
-        up = checkpoint(self.up, y, use_reentrant=False) if self.recomputes else self.up(y)
-        self.seen = x + torch.tanh(up)
-        return self.seen
-
-
-def plain() -> Model:
-    torch.manual_seed(0)
-    model = Model()
-    model.blocks = nn.ModuleList(Simple() for _ in range(3))
-    return model.double()
-
-
-def pair() -> tuple[Model, Model]:
-    return plain(), wrapped(1, plain())
 
 
 def hooks_within(model: Model) -> list[int]:

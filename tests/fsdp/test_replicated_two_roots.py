@@ -1,12 +1,12 @@
-"""A unit inside two roots, which run in turns and together; see ``test_resident``."""
+"""A unit inside two roots, which run in turns and together; see ``test_replicated_units``."""
 
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from test_resident import WIDTH, Block, batch, check
-from test_resident_hooks import Simple
+from _support.fsdp.replicated_models import WIDTH, Block, batch, check
+from _support.fsdp.replicated_pairs import Simple
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_resident import Model, batch, check, plain, wrapped
-from test_resident_hooks import pair
+from _support.fsdp.replicated_models import Model, batch, check, plain, wrapped
+from _support.fsdp.replicated_pairs import pair
 from torch import nn
 
 from parallel3d.fsdp.inspect import get_unit

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from _support.fsdp.lifetimes import collector_off
-from test_resident import Model, batch, check
-from test_resident_hooks import pair
+from _support.fsdp.replicated_models import Model, batch, check
+from _support.fsdp.replicated_pairs import pair
 
 from parallel3d.fsdp import FSDPModule
 from parallel3d.testing import fake_world
