@@ -29,9 +29,9 @@ LAYERS: list[set[str]] = [
 """Of the package's entries: each imports its own layer and those before it."""
 
 FSDP_LAYERS: list[set[str]] = [
-    {"api", "layout", "schedule", "placement", "spmd", "param", "collectives"},
+    {"api", "layout", "schedule", "placement", "param", "collectives"},
     {"bucket", "gradients", "reduction", "comm"},
-    {"group", "members", "explain"},
+    {"group", "members", "explain", "gathers"},
     {"unit", "context"},
     {"options"},
     {"fully_shard", "state_dict", "module", "interop", "copying", "inspect"},

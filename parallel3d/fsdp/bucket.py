@@ -58,7 +58,7 @@ from parallel3d.fsdp.param import (
     packs_as_chunks,
     put_first,
 )
-from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
+from parallel3d.fsdp.placement import DataAxes
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, Stage
 
 Offload = Any
@@ -237,7 +237,7 @@ class Bucket:
             self.member_sizes = [*self.member_sizes, self.packed]
         self.partial_start = sum(p.padded_numel for p in params if p.layout.tp_grad != "partial")
         self.grads = BucketGradients(self)
-        self.post_forward: PostForwardGroup | None = None
+        self.post_forward: Any = None
         self.post_forward_shard: torch.Tensor | None = None
         self.gather_group: Any = self.shard_group
         self.custom_gathered: torch.Tensor | None = None
@@ -498,14 +498,18 @@ class Bucket:
         if self.has_own_unsharded and not self.keep_storage:
             release(self.unsharded)
 
-    def to_sharded_post_forward(self, ranks: int) -> None:
-        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``."""
+    def to_sharded_post_forward(self, ranks: int, make: Callable[..., Any]) -> None:
+        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``.
+
+        Args:
+            make: ``gathers.PostForwardGroup``.
+        """
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
         in_rows = self.gather_comm is not None
         kept = self.post_forward
         if kept is None or (kept.ranks, kept.in_rows) != (ranks, in_rows):
-            self.post_forward = kept = PostForwardGroup(self, ranks, in_rows=in_rows)
+            self.post_forward = kept = make(self, ranks, in_rows=in_rows)
         self.post_forward_shard = kept.keep()
         self.gather_group = kept.group
 
@@ -515,54 +519,6 @@ class Bucket:
             self.post_forward.drop()
             self.post_forward_shard = None
             self.gather_group = self.shard_group
-
-
-class PostForwardGroup:
-    """The shard of a bucket over fewer ranks that a rank keeps between forward and backward.
-
-    ``reshard_after_forward=k`` spends memory, n/k times a shard, to gather within k neighbouring ranks, which
-    are one machine's if k is the number of its devices. Rank j of them keeps the rows that the shard ranks
-    from j*n/k to (j+1)*n/k have in the gathered buffer: an all-gather over the k ranks fills that buffer as
-    one over all n does.
-
-    Attributes:
-        in_rows: whether the shard has rows of S, as custom all-gathers take it. If not, it has the n/k rows
-            of each zero-copy parameter, then the rows of the others.
-        group: the k ranks.
-        rank: this rank's place among them.
-        buffer: (n/k * S,), the shard, in compute dtype; it has storage while it is kept.
-    """
-
-    def __init__(self, bucket: Bucket, ranks: int, *, in_rows: bool = False) -> None:
-        mesh = post_forward_mesh(bucket.axes, ranks)
-        self.ranks = ranks
-        self.in_rows = in_rows
-        self.group = mesh.get_group("within")
-        self.rank = mesh.get_local_rank("within")
-        rows = bucket.num_shards // ranks
-        self.buffer = torch.empty(
-            rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
-        )
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        for since, shard in enumerate([self.buffer] if in_rows else bucket.members(self.buffer)):
-            until = since + 1 if since < bucket.zero_copy and not in_rows else None
-            unsharded, kept = bucket.copy_pairs(
-                shard.view(rows, -1), self.rank * rows, since=since, until=until
-            )
-            self._sources += unsharded
-            self._targets += kept
-        release(self.buffer)
-
-    def keep(self) -> torch.Tensor:
-        """Copies the shard out of the unsharded parameters, and returns it."""
-        allocate(self.buffer)
-        foreach_copy_(self._targets, self._sources)
-        return self.buffer
-
-    def drop(self) -> None:
-        """Frees the shard."""
-        release(self.buffer)
 
 
 # Version counters: they tell autograd which values the unsharded parameters hold.

@@ -53,8 +53,13 @@ from parallel3d.fsdp.options.hfsdp import HybridBucket, cut_over_replicate
 from parallel3d.fsdp.options.offload import CpuOffload
 from parallel3d.fsdp.options.precision import cast_around, kept_in_full, set_up_precision
 from parallel3d.fsdp.param import ShardedParam, holder_of, mark_taken
-from parallel3d.fsdp.placement import checked_mesh, data_axes
-from parallel3d.fsdp.spmd import ShardPlacementFn, requested_placements, spmd_axes
+from parallel3d.fsdp.placement import (
+    ShardPlacementFn,
+    checked_mesh,
+    data_axes,
+    requested_placements,
+    spmd_axes,
+)
 from parallel3d.fsdp.unit import Unit
 
 

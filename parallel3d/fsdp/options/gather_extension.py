@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -508,7 +508,7 @@ class ExtensionBucket(Bucket):
             for extension in self.other_precision["extensions"]:
                 extension.release()
 
-    def to_sharded_post_forward(self, ranks: int) -> None:
+    def to_sharded_post_forward(self, ranks: int, make: Callable[..., Any]) -> None:
         """Keeps the gathered bytes of n / ``ranks`` ranks between forward and backward; see ``Bucket``."""
         if self.shard_group is None or ranks >= self.num_shards:
             return
