@@ -105,9 +105,8 @@ def case(name: str, *, rounds: int) -> dict[str, Any]:
                 with no_gc():
                     seconds = [step() for _ in range(STEPS)]
                 taken.seconds[key].append(statistics.median(seconds))
-                if (
-                    key == "plain"
-                ):  # the machine's speed changes; compute = communication is to stay
+                # The machine's speed changes; compute = communication is to stay.
+                if key == "plain":
                     bandwidth = sent / taken.seconds[key][-1]
                     network.links = {name: Link(bandwidth=bandwidth) for name in network.links}
         gc.unfreeze()

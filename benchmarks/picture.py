@@ -48,9 +48,8 @@ class Step:
     """What one step did; seconds from its start."""
 
     seconds: float = 0.0
-    compute: list[tuple[str, int, float, float]] = field(
-        default_factory=list
-    )  # pass, block, from, to
+    # Pass, block, from, to.
+    compute: list[tuple[str, int, float, float]] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # when, bytes
 

@@ -148,9 +148,8 @@ class Killer:
         found = Record.read(folder / "log")
         logged = iter(found.starts[1:])
         for kill, following in zip(kills, [*kills[1:], None], strict=True):
-            silent = (
-                following is not None and following["moment"] == "start"
-            )  # before its first line
+            # Before its first line.
+            silent = following is not None and following["moment"] == "start"
             self._show(job, kill, None if silent else next(logged, None), found)
         killed = (folder / "output").read_text().count("failed (exitcode: -9)")
         self.starts += len(kills) + 1

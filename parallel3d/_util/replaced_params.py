@@ -88,9 +88,8 @@ def _check(optimizer: Optimizer) -> None:
                 "or fully_shard, of model.parameters()"
             )
     if not any(isinstance(mark, _Replaced) for _, mark in marks):
-        setattr(
-            optimizer, _CHECKED, state
-        )  # else another model may use them: look again in each step
+        # Else another model may use them: look again in each step.
+        setattr(optimizer, _CHECKED, state)
 
 
 @contextmanager

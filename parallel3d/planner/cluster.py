@@ -225,11 +225,8 @@ def _table(entry: dict[str, Any], where: str) -> Table:
 # Seconds that a collective takes on a mesh axis, from measured tables of NCCL.
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of a ring over the whole tensor
-_RAMP = (
-    (8e6, 0.68),
-    (16e6, 0.79),
-    (float("inf"), 0.87),
-)  # (most bytes a GPU, part of the bandwidth)
+# (most bytes a GPU, part of the bandwidth).
+_RAMP = (8e6, 0.68), (16e6, 0.79), (float("inf"), 0.87)
 
 
 @dataclass(frozen=True)

@@ -408,9 +408,8 @@ class _Timeline:
                 else:
                     self.end(unit)
             self.note(nodes.get(place, 0))
-        for place, unit in enumerate(
-            roots
-        ):  # what a root has alone is used first, and so comes last
+        # What a root has alone is used first, and so comes last.
+        for place, unit in enumerate(roots):
             if not unit.replicated:
                 self.arrive(unit)
             self.note(nodes.get(place, 0))

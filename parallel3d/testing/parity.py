@@ -51,9 +51,8 @@ def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Returns AdamW, fused if possible: DTensor then dispatches once a step, not per op and parameter."""
     params = list(params)
     fused = _may_be_fused(params)
-    groups: dict[
-        int, list[torch.Tensor]
-    ] = {}  # no kernel takes DTensors and other tensors together
+    # No kernel takes DTensors and other tensors together.
+    groups: dict[int, list[torch.Tensor]] = {}
     for param in params:
         mesh = id(param.device_mesh) if isinstance(param, DTensor) else 0
         groups.setdefault(mesh, []).append(param)
@@ -206,9 +205,8 @@ class Case:
         self.batch, self.loss, self.layout = setup.batch, setup.loss, setup.layout
         self.micro_batches, self.defer = setup.micro_batches, setup.defer
         self.name = str(run.dtype).removeprefix("torch.")
-        self.worst: dict[
-            str, float
-        ] = {}  # largest relative difference of "loss", "gradient", "weight"
+        # Largest relative difference of "loss", "gradient", "weight".
+        self.worst: dict[str, float] = {}
 
     def inputs(self, step: int, micro: int, data_rank: int) -> tuple[torch.Tensor, ...]:
         """Returns the inputs of one data rank."""

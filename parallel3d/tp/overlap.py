@@ -332,9 +332,8 @@ def _share(x: Tensor, axis: TpAxis, gather: tuple[Any, ...]) -> Tensor:
     entry = _Entry(x, _forget)
     entry.result, entry.result_version = y, y._version
     entry.state = (x.grad_fn, x.untyped_storage(), x._version, *how)
-    recent.append(
-        entry
-    )  # an entry of ``x`` that is out of date stays, others may still use its result
+    # An entry of ``x`` that is out of date stays, others may still use its result.
+    recent.append(entry)
     del recent[: -_GATHERED if gather else -_COPIES]
     return y
 

@@ -37,9 +37,8 @@ Written by `python tests/_support/parity_table.py` from the tests' marks; `tests
 fails where it is out of date.
 """
 
-MARKED: pytest.StashKey[dict[str, "MarkedTest"]] = (
-    pytest.StashKey()
-)  # of all tests, set by conftest.py
+# Of all tests, set by conftest.py.
+MARKED: pytest.StashKey[dict[str, "MarkedTest"]] = pytest.StashKey()
 
 
 @dataclass

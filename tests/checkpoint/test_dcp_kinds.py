@@ -109,9 +109,8 @@ def test_names_of_two_models_and_optimizers(tmp_path: Path) -> None:
     model, optimizer = small(2)
     with pytest.raises(CheckpointError, match=r"model_prefix='a\.model\.'"):
         load_dcp(tmp_path / "it", model, optimizer)
-    load_dcp(
-        tmp_path / "it", model, optimizer, model_prefix="b.model"
-    )  # its neighbour is preferred
+    # Its neighbour is preferred.
+    load_dcp(tmp_path / "it", model, optimizer, model_prefix="b.model")
     assert torch.equal(model.lin.weight, second.lin.weight)
     assert optimizer.param_groups[0]["lr"] == others.param_groups[0]["lr"]
     load_dcp(

@@ -136,10 +136,8 @@ def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
             check_equal(everything(other, opt), expected)
         if kind == "packed":
             continue
-        for sent in (
-            False,
-            True,
-        ):  # a flattened optimizer, whole, torch can't set: not its own either
+        # A flattened optimizer, whole, torch can't set: not its own either.
+        for sent in (False, True):
             other, opt = fresh(stepped)
             options = FULL(broadcast_from_rank0=sent)
             state = tuple(map(copied, got[0]))

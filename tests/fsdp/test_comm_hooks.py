@@ -155,9 +155,8 @@ def test_a_unit_and_those_below_it_only():
         with pytest.raises(StateError, match="has a hook already"):
             trial.model.register_comm_hook(CommHookState(), hook)
         buckets = [b for unit in units_of(trial.model, True) for b in unit.group.buckets]
-        assert (
-            sum(isinstance(b.reducer, HookedReduce) for b in buckets) == 2
-        )  # nothing half-applied
+        # Nothing half-applied.
+        assert sum(isinstance(b.reducer, HookedReduce) for b in buckets) == 2
 
 
 class Whole(nn.Module):

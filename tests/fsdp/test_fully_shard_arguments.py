@@ -110,9 +110,8 @@ class TestPolicies:
         policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         with fake_world(0, 2):
             model = fully_shard(Block(), mesh=data_mesh(), mp_policy=policy)
-            own = MixedPrecisionPolicy(
-                torch.bfloat16, full_precision_modules=()
-            )  # torch keeps none
+            # Torch keeps none.
+            own = MixedPrecisionPolicy(torch.bfloat16, full_precision_modules=())
             assert unit_of(model).policy == own
             assert model(torch.zeros(2, 12)).dtype == torch.bfloat16
             parallelize(Lm(), build_mesh(MeshLayout(shard=2), device_type="cpu"), mp_policy=policy)

@@ -67,9 +67,8 @@ class TestIterations:
             assert self.run(model, [0, 1, 2]) == []
             (said,) = self.run(model, [0, 2, 1])
             assert "unit layers.2 runs at place 3, where layers.1 was before" in said
-            assert (
-                self.run(model, [0, 2, 1]) == []
-            )  # compared with the one before, which did so too
+            # Compared with the one before, which did so too.
+            assert self.run(model, [0, 2, 1]) == []
             (said,) = self.run(model, [0, 1, 2], backward=False)  # in evaluation too
             assert "unit layers.1 runs at place 3" in said
             check_execution_order(model, enabled=False)

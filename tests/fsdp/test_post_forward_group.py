@@ -84,9 +84,8 @@ def test_memory_between_forward_and_backward_is_the_part():
         buckets = [b for b in buckets_of(trial.model) if b.shard_group is not None]
         for bucket in buckets:
             assert held_bytes(bucket.unsharded) == 0
-            assert (
-                held_bytes(bucket.post_forward_shard) == 4 * 2 * bucket.numel * 2
-            )  # ranks, rows, bf16
+            # Ranks, rows, bf16.
+            assert held_bytes(bucket.post_forward_shard) == 4 * 2 * bucket.numel * 2
         loss.backward()
         for bucket in buckets:
             assert bucket.post_forward_shard is None and held_bytes(bucket.post_forward.buffer) == 0

@@ -113,9 +113,8 @@ def buffers(world, layout):
     assert twins.difference(twin(inputs)) > 1e-3
     twin.load_state_dict(given)
     assert all(buffer is before[name] for name, buffer in twin.named_buffers())
-    assert (
-        twins.difference(twin(inputs)) > 1e-3
-    )  # as what was assigned, it has been written to since
+    # As what was assigned, it has been written to since.
+    assert twins.difference(twin(inputs)) > 1e-3
     twin.load_state_dict(state)
     assert twins.difference(twin(inputs)) < 1e-12
 

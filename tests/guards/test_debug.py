@@ -36,9 +36,8 @@ def trained(debug: bool, sizes: tuple[int, int, int], **options) -> list[torch.T
                 dist.send(numbers, 1) if dist.get_rank() == 0 else dist.recv(numbers, 0)
             counts = [1, 3, 1, 3]
             gathered = torch.empty(4 * counts[dist.get_rank()])
-            dist.all_to_all_single(
-                gathered, torch.ones(8), [counts[dist.get_rank()]] * 4, counts
-            )  # uneven
+            # Uneven.
+            dist.all_to_all_single(gathered, torch.ones(8), [counts[dist.get_rank()]] * 4, counts)
             dist.barrier()
 
     if debug:

@@ -165,9 +165,8 @@ def save(ranks: list[Rank], path: str) -> None:
         planner.set_up_planner(rank.state, None, index == 0)
     writer.set_up_storage_writer(True)
     plans = [writer.prepare_local_plan(planner.create_local_plan()) for planner in planners]
-    plans, metadata = planners[0].create_global_plan(
-        plans
-    )  # which checks that each row is there once
+    # Which checks that each row is there once.
+    plans, metadata = planners[0].create_global_plan(plans)
     plans = writer.prepare_global_plan(plans)
     results = []
     for planner, plan in zip(planners, plans, strict=True):

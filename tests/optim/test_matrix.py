@@ -92,10 +92,8 @@ def test_what_is_communicated() -> None:
         optimizer = local(optim.Muon, chosen)
         lm_loss(model, tokens(0)).backward()
         whole = 20 * 12 * 4
-        for transfers in (
-            4,
-            5,
-        ):  # weight and gradient there, both back with the momentum; then it goes there too
+        # Weight and gradient there, both back with the momentum; then it goes there too.
+        for transfers in (4, 5):
             with record_collectives(mesh) as recorder:
                 optimizer.step()
             assert {(c.op, c.axis) for c in recorder.calls} == {("all_to_all", "shard")}

@@ -65,11 +65,8 @@ def test_keys_and_values_of_fewer_heads_than_ranks_are_whole():
     assert head_share(8, 2, 4) == (2, 1, 1)
     assert head_share(6, 2, 4) == (2, 2, 2)
     assert head_share(5, 5, 3) == (2, 2, 2)
-    assert head_share(9, 3, 4) == (
-        3,
-        2,
-        3,
-    )  # three query heads on two heads of keys: one comes twice
+    # Three query heads on two heads of keys: one comes twice.
+    assert head_share(9, 3, 4) == (3, 2, 3)
 
 
 def test_uneven_heads_cost_what_the_fullest_rank_has():

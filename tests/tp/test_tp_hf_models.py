@@ -69,9 +69,8 @@ def test_tied_embeddings_stay_tied():
 
 
 def test_gemmas_scaled_embedding_is_split():
-    resolved = resolve_plan(
-        model("gemma3_text"), "auto", 2
-    )  # complaint 21, NeMo-Automodel #425: a crash
+    # Complaint 21, NeMo-Automodel #425: a crash.
+    resolved = resolve_plan(model("gemma3_text"), "auto", 2)
     assert resolved.modules[0].name == "model.embed_tokens"
     assert resolved.modules[0].style == VocabParallel()
 

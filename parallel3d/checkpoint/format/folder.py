@@ -105,9 +105,8 @@ def finish(
     if lock is not None:
         lock.check()
     old = final.with_name(f"{final.name}.old")
-    if os.path.lexists(
-        final
-    ):  # the same step again; the old checkpoint stays valid until the rename
+    # The same step again; the old checkpoint stays valid until the rename.
+    if os.path.lexists(final):
         discard(old)
         final.rename(old)
     folder.rename(final)

@@ -36,10 +36,8 @@ def read_strided(
     if not out.numel():
         return 0
     dims = sorted((d for d in range(out.dim()) if out.shape[d] > 1), key=lambda d: strides[d])
-    span, dense = (
-        1,
-        True,
-    )  # elements within the outermost dim, and whether they have only small gaps
+    # Elements within the outermost dim, and whether they have only small gaps.
+    span, dense = 1, True
     for dim in dims[:-1]:
         dense &= (strides[dim] - span) * itemsize <= _GAP
         span += (out.shape[dim] - 1) * strides[dim]

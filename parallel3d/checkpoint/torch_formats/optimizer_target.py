@@ -29,12 +29,8 @@ from parallel3d.optim.local import LocalMatrixSteps
 
 _SIZES = (2, 3, 4, 5, 6)  # of the trial's parameter; distinct, to be recognised in its state
 _NOT_TRIED = ("LBFGS", "SparseAdam")  # one state for all parameters; gradients of another layout
-_EXECUTION = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-)  # options that don't change results
+# Options that don't change results.
+_EXECUTION = "foreach", "fused", "capturable", "differentiable"
 _MAX_STEP = 1 << 62
 
 

@@ -129,9 +129,8 @@ def _compare(
     for unit in context.units:
         for param in _params(unit):
             by_ranks.setdefault(_ranks(param), []).append((unit, param))
-    for ranks, pairs in sorted(
-        by_ranks.items(), key=lambda item: item[0]
-    ):  # the same order on all ranks
+    # The same order on all ranks.
+    for ranks, pairs in sorted(by_ranks.items(), key=lambda item: item[0]):
         compare_digests(topic, ranks, lambda pairs=pairs: describe(pairs, names))  # type: ignore[misc]
 
 

@@ -392,9 +392,8 @@ class EngineCollective:
         self.symmetric = symmetric
         if symmetric:
             use_symmetric_memory("NCCL")
-            dist.barrier(
-                group=group
-            )  # the communicator must exist when memory is registered with it
+            # The communicator must exist when memory is registered with it.
+            dist.barrier(group=group)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -337,9 +337,8 @@ class DryMode(RecordingMode):
         self._results: dict[int, int] = {}  # id of a functional collective's output -> its index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            self.paused or in_fake_mode()
-        ):  # another's: this mode is off while its own fake mode is on
+        # Another's: this mode is off while its own fake mode is on.
+        if self.paused or in_fake_mode():
             return func(*args, **(kwargs or {}))
         with functions_unseen():
             if DTensor in types and _is_elementwise_list(func, args):

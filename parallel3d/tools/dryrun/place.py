@@ -47,9 +47,8 @@ class Place:
         """Path of the innermost module that runs; in backward the engine's unit."""
         if self._stack:
             return self._names.get(self._stack[-1], type(self._stack[-1]).__name__)
-        return (
-            issuing.unit if in_backward_pass() else ""
-        )  # after a forward it is still the last unit
+        # After a forward it is still the last unit.
+        return issuing.unit if in_backward_pass() else ""
 
     @property
     def phase(self) -> str:

@@ -223,9 +223,8 @@ def _not_sharded(run: DryRun) -> Warnings:
 
 
 def _is_sharded(parameter: ParameterPlacement, axis: str) -> bool:
-    return "S" in parameter.placements.get(
-        axis, ""
-    )  # S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0)
+    # S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0).
+    return "S" in parameter.placements.get(axis, "")
 
 
 # Overlap: communication that computation doesn't hide.

@@ -366,9 +366,8 @@ def _call(example: Example) -> Call:
     args, kwargs = map_tensors(lambda t: t.to("meta"), example)
 
     def call(twin: nn.Module) -> Any:
-        for (
-            module
-        ) in twin.modules():  # attention in torch's functions; other kernels don't run on meta
+        # Attention in torch's functions; other kernels don't run on meta.
+        for module in twin.modules():
             config = getattr(module, "config", None)
             if config is not None and hasattr(config, "_attn_implementation"):
                 config._attn_implementation = "eager"

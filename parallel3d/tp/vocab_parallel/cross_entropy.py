@@ -71,9 +71,8 @@ class CrossEntropy:
         if self.axis is not None:
             chunk = self.axis.chunk(vocab_size)
             start = self.axis.rank * chunk
-            if isinstance(
-                start, torch.SymInt
-            ):  # a factory call makes one tensor per simulated rank
+            # A factory call makes one tensor per simulated rank.
+            if isinstance(start, torch.SymInt):
                 own = torch.empty(target.shape, dtype=target.dtype, device=target.device)
                 target = own.copy_(target)
             at = target - start

@@ -84,9 +84,8 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(nodes: int = 2, cores: int = 4) -> Iterator[Cluster]:
     """One whose nodes are idle."""
-    folder = Path(
-        tempfile.mkdtemp(prefix="slurm")
-    )  # short: a socket's path has 107 letters at most
+    # Short: a socket's path has 107 letters at most.
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))
     command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
     command += ["bash", str(START), str(folder), str(nodes), str(cores)]
     with (folder / "start").open("w") as log:
