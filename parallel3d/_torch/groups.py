@@ -141,7 +141,7 @@ def _backends(group: ProcessGroup) -> list[Any]:
 def all_gather_members(
     outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
 ) -> dist.Work:
-    """Several all-gathers as one asynchronous call."""
+    """Issues all-gathers of each of ``parts``, (S,), into its output, (n * S,), as one call."""
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = True
     return group.allgather_into_tensor_coalesced(list(outputs), list(parts), options)
@@ -150,7 +150,8 @@ def all_gather_members(
 def reduce_scatter_members(
     outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group: ProcessGroup
 ) -> dist.Work:
-    """Several reduce-scatters, which sum, as one asynchronous call."""
+    """Issues reduce-scatters, which sum, of each of ``wholes``, (n * S,), into its output, (S,), as one
+    asynchronous call."""
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.asyncOp = True
     return group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), options)

@@ -54,10 +54,11 @@ def _no_mark() -> None:
 
 
 def mark_replaced(param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
-    """Marks ``param``, which is being replaced as ``module``'s ``attribute``.
+    """Marks ``param`` as replaced, so that an optimizer that still holds it raises in its next step.
 
     Args:
-        name: of the parameter, for the message.
+        module, attribute: where ``param`` was, and its successor is.
+        name: the parameter's name in that error.
     """
     global _marked
     if _marked == 0:

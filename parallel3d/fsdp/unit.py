@@ -722,8 +722,8 @@ class Call:
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
     def watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an alias of ``tensor``: a gradient that reaches it begins the backward, on any level of
-        ``torch.func``."""
+        """Returns an alias of ``tensor``. A gradient that reaches it calls ``begin_backward``, also within
+        transforms of ``torch.func``, which do not see hooks on tensors."""
         if tensor.is_floating_point() or tensor.is_complex():
             return _Watched.apply(self, tensor)
         return tensor

@@ -124,9 +124,10 @@ def check_elementwise(
 
 
 def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: Options) -> None:
-    """Checks that steps on all parameters in one call, and on one in each call, give the same, on the CPU.
+    """Checks on the CPU that stepping all parameters in one call gives what stepping each by itself gives.
 
-    A class that fails in the first trial is not judged: the user's parameters may have what it needs.
+    Where the class raises an error on the trial's own parameters, nothing is checked: the user's may have
+    what it needs.
 
     Raises:
         Parallel3dError: the class looks at all its parameters together.

@@ -24,10 +24,10 @@ from parallel3d.planner.workload import Workload
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of one of ``count`` equal units.
+    """How many seconds each phase of a unit takes, for ``count`` equal units.
 
     Attributes:
-        forward, backward: with tensor parallelism's communication.
+        forward, backward: computation and tensor parallelism's communication.
         gather, reduce, all_reduce: the engine's collectives.
         gather_again: the all-gather in backward; 0 if the unit is not resharded after forward.
         tp_forward, tp_backward: tensor parallelism's part of the first two, for the timeline.

@@ -155,7 +155,7 @@ class CpuLine:
         self.free = 0.0
 
     def values(self) -> AbstractContextManager[Any]:
-        """The context in which a collective's output is written."""
+        """Returns the context manager within which a collective writes its output; here it does nothing."""
         return nullcontext()
 
     def begin(self, transfer: Transfer, seconds: float) -> None:

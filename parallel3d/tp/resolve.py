@@ -206,7 +206,7 @@ class RuledModule:
 
 @dataclass(frozen=True)
 class _ParamStyle:
-    """The style that a rule gives a single parameter."""
+    """The style that a rule gives a single parameter, the rule's pattern, and why it applies."""
 
     pattern: str
     style: Style

@@ -53,10 +53,10 @@ class Kind:
 
 
 class ExpectedState:
-    """The state that classes of ``torch.optim`` keep for a parameter, found by a step on a tensor of few
-    elements.
+    """The state that an optimizer is expected to keep for a parameter.
 
-    Nothing is known of other classes: it would be found only by running their code.
+    For classes of ``torch.optim`` a step on a tensor of few elements tells. Of other classes nothing is
+    expected, as a load must not run code that it does not know.
     """
 
     def __init__(self, optimizer: Any) -> None:

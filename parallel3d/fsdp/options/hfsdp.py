@@ -45,7 +45,8 @@ class HybridGradients(BucketGradients):
         self.replicas = bucket.replicate_scatter_group.size()
 
     def _zero_partial(self) -> AccumulatedGradients:
-        """Parts are (R, *chunk) views of the memory of ``.grad``, which has an HSDP rank's shape."""
+        """Returns a reduce-scattered sum of zeros, whose views are (R, *chunk_shape), R the number of replicas.
+        The ``.grad`` on the same memory has the shape that the parameter has under HSDP."""
         bucket, r = self.bucket, self.replicas
         flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
         regions = flat.split([r * size for size in bucket.segment_sizes])

@@ -119,7 +119,8 @@ AXIS_COLUMNS = (
 
 
 def axis_rows(times: Timeline, calls: Iterable[Call]) -> list[tuple[tuple[str, ...], float]]:
-    """The calls of the shown step by axis and operation: cells of ``AXIS_COLUMNS``, part waited for."""
+    """Returns a row for each axis and operation of the shown step: the cells of ``AXIS_COLUMNS``, and the
+    fraction of the step, from 0 to 1, in which computation waits for these calls."""
     rows: list[tuple[tuple[str, ...], float]] = []
     shown = (call for call in calls if call.step == times.step)
     groups = grouped(shown, lambda c: (c.axis or "none", c.op, str(c.group_size)))

@@ -227,8 +227,8 @@ class HeadArguments(Style):
 
     Attributes:
         heads: of the plain module. Ranks hold them in order, the first ones one more where they don't divide.
-        arguments: (name, dim) of arguments of the forward; the size of ``dim`` is the number of heads, or a
-            multiple of it: the heads of one sample after those of the other.
+        arguments: (name, dim) of arguments of the forward; the size of ``dim`` is the number of heads, or
+            batch size x heads, sample by sample.
     """
 
     heads: int
