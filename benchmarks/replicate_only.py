@@ -65,7 +65,9 @@ def _mesh(ranks: int) -> DeviceMesh:
     return p3d.build_mesh(p3d.MeshLayout(replicate=ranks, shard=1), device_type="cpu")
 
 
-def _claim(what: str, unit: str, rounds: Rounds, scale: float, name: str = "ours") -> Claim:
+def _claim(
+    what: str, unit: str, rounds: Rounds, scale: float, name: str = "ours", bar: float = 1.0
+) -> Claim:
     peer = min(PEERS, key=rounds.median)
     ratios = rounds.ratios(name, peer)
     return Claim(
@@ -74,7 +76,7 @@ def _claim(what: str, unit: str, rounds: Rounds, scale: float, name: str = "ours
         rounds.median(peer) * scale,
         unit,
         peer,
-        1.0,
+        bar,
         0.9,
         statistics.median(ratios),
         range_of(ratios),
@@ -94,7 +96,8 @@ def run_host(quick: bool) -> tuple[list[Claim], dict[str, float]]:
         taken = alternate(steps, rounds=80 if quick else 400, steps_per_round=2, warmup=4)
     # A difference of small numbers: medians of many rounds before anything is subtracted.
     above = taken.chunks(8).above("plain")
-    claim = _claim("host time", "us/unit", above, 1e6 / UNITS)
+    # DDP writes the gradients of the step before again; ours are the user's, and new in each backward.
+    claim = _claim("host time", "us/unit", above, 1e6 / UNITS, bar=1.3)
     return [claim], {name: above.median(name) / UNITS * 1e6 for name in above.seconds}
 
 

@@ -45,7 +45,7 @@ class HybridGradients(BucketGradients):
         self.replicas = bucket.replicate_scatter_group.size()
 
     def _zero_partial(self) -> AccumulatedGradients:
-        """Returns a reduce-scattered sum of zeros, whose views are (R, *chunk_shape), R the number of replicas.
+        """Returns a reduce-scattered sum of zeros, whose views are (R, *chunk_shape) for R replicas.
         The ``.grad`` on the same memory has the shape that the parameter has under HSDP."""
         bucket, r = self.bucket, self.replicas
         flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
