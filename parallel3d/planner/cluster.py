@@ -317,7 +317,7 @@ def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float
 
 def describe_collective(
     kind: str, nbytes: float, link: AxisLink, cluster: Cluster
-) -> tuple[str, tuple[tuple[str, Constant], ...]]:
+) -> tuple[str, dict[str, Constant]]:
     """The formula that ``collective_time`` uses, and its constants."""
     source = cluster.gpu.source
     if link.nodes == 1:
@@ -345,4 +345,4 @@ def describe_collective(
             formula = (
                 "min(2 (latency + bytes / rate), 17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate))"
             )
-    return formula, tuple((each.name, each) for each in constants)
+    return formula, {each.name: each for each in constants}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 
 from parallel3d.fsdp.layout import ACCELERATOR_BYTES
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.constants import Inputs, Term, constant
+from parallel3d.planner.constants import Term, constant
 from parallel3d.planner.engine import Backward, UnitLayout, Widths, run_backward, unit_layout
 from parallel3d.planner.kernels import Activations, activations_of, logit_bytes
 from parallel3d.planner.model_spec import ModelSpec, Unit
-from parallel3d.planner.workload import Workload
+from parallel3d.planner.workload import Step, Workload
 
 # Bytes of parameters, gradients, optimizer state, unsharded parameters and buffers, as the engine allocates
 # them.
@@ -200,38 +200,30 @@ class Memory:
         return self.needed <= self.capacity
 
 
-def memory_of(
-    model: ModelSpec,
-    layout: MeshLayout,
-    cluster: Cluster,
-    work: Workload,
-    micro_batch: int,
-    accumulation: int,
-) -> Memory:
+def memory_of(step: Step) -> Memory:
     """The memory at the peak of a step, from the second on, when the optimizer has its state."""
-    state = state_memory(model, layout, work)
-    kept = activations_of(model, cluster.gpu, work, layout.tp, micro_batch)
-    moments = _moments(state, kept, accumulation)
+    model, work, gpu = step.model, step.workload, step.cluster.gpu
+    state = state_memory(model, step.layout, work)
+    kept = activations_of(model, gpu, work, step.layout.tp, step.micro_batch)
+    moments = _moments(state, kept, step.accumulation)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    inputs: dict[str, Inputs] = {
-        "activations": (
-            ("kept", kept.kept),
-            ("computed again", kept.block),
-            ("gathered", kept.gathered),
-            ("checkpointing", work.checkpointing),
-        ),
-        "logits and loss": (
-            ("micro_batch", micro_batch),
-            ("seq_len", work.seq_len),
-            ("vocab", model.vocab),
-            ("bytes a logit", logit_bytes(work)),
-            ("loss_parallel", str(work.loss_parallel)),
-        ),
+    inputs: dict[str, Mapping[str, float | str]] = {
+        "activations": {
+            "kept": kept.kept,
+            "computed again": kept.block,
+            "gathered": kept.gathered,
+            "checkpointing": work.checkpointing,
+        },
+        "logits and loss": {
+            "micro_batch": step.micro_batch,
+            "seq_len": work.seq_len,
+            "vocab": model.vocab,
+            "bytes a logit": logit_bytes(work),
+            "loss_parallel": str(work.loss_parallel),
+        },
     }
     terms = {
-        name: Term(
-            name, float(value), "B", _FORMULAS[name], inputs.get(name, tuple(state.inputs.items()))
-        )
+        name: Term(name, float(value), _FORMULAS[name], inputs.get(name, state.inputs), "B")
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
@@ -241,16 +233,16 @@ def memory_of(
     return Memory(
         terms=terms,
         beyond=(
-            Term("gaps", lost, "B", "gaps * allocated", (("gaps", gaps), ("allocated", allocated))),
-            Term("workspace", workspace.value, "B", "workspace", (("workspace", workspace),)),
-            Term("context", context.value, "B", "context", (("context", context),)),
+            Term("gaps", lost, "gaps * allocated", {"gaps": gaps, "allocated": allocated}, "B"),
+            Term("workspace", workspace.value, "workspace", {"workspace": workspace}, "B"),
+            Term("context", context.value, "context", {"context": context}, "B"),
         ),
         moment=moment,
         allocated=allocated,
         reserved=reserved,
         upper=reserved + allocated * (constant("gaps_upper").value - gaps.value),
         needed=reserved + context.value,
-        capacity=cluster.gpu.capacity_gib * 2**30,
+        capacity=gpu.capacity_gib * 2**30,
     )
 
 
