@@ -28,15 +28,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")
 _LOOKUPS = ("embedding", "embedding_dense_backward", "index", "index_select", "gather")
 # These read and write nothing.
-_FREE = (
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "alias",
-)
+_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_FREE = (*_EMPTY, "detach", "alias")
 
 
 @dataclass
@@ -69,6 +62,11 @@ class Op:
     way: str | None = None
     input_gradient: bool = True
     read_by: list[int] = field(default_factory=list)
+
+    def fuses_with(self, reader: Op) -> bool:
+        """Whether one kernel could do this and ``reader``, which reads what it writes."""
+        alike = (self.label, self.split, self.depth) == (reader.label, reader.split, reader.depth)
+        return alike and self.kind != "norm"
 
     @property
     def moved(self) -> int:
@@ -141,8 +139,10 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not inputs[0].is_meta and func._schema.is_mutable and args[0] is inputs[0]:
             return args[0]  # a mask, changed by values that aren't known
-        if any(storage_of(t) in self.scores for t in inputs):
-            self._look_at_mask(inputs)
+        if any(storage_of(t) in self.scores for t in inputs):  # real ones may be their mask
+            square = (self.seq_len, self.seq_len)
+            masks = [t for t in inputs if t.shape[-2:] == square and not t.is_meta]
+            self.masked = self.masked or any(map(hides_future, masks))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         args, kwargs = map_tensors(_as_meta, (tuple(args), kwargs))
@@ -150,12 +150,6 @@ class OpRecorder(TorchDispatchMode):
         if not self._quiet:
             self._note_call(func, args, kwargs, out)
         return out
-
-    def _look_at_mask(self, inputs: list[Tensor]) -> None:
-        """Looks whether real values that are applied to scores hide the future."""
-        for t in inputs:
-            if t.ndim >= 2 and t.shape[-1] == self.seq_len == t.shape[-2] and not t.is_meta:
-                self.masked = self.masked or hides_future(t)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -174,13 +168,13 @@ class OpRecorder(TorchDispatchMode):
         known = {storage_of(t) for t in reads}
         if name in _FREE or (not mutable and all(storage_of(t) in known for t in writes)):
             return
+        tensors = [a for a in args if isinstance(a, Tensor)]
         if name in _PRODUCTS:
-            self._note_product(name, [a for a in args if isinstance(a, Tensor)], writes[0])
+            self._note_product(name, tensors, writes[0])
         elif name == "convolution":
             weight, rows = args[1], writes[0].numel() // args[1].shape[0]
             title = self.params.get(storage_of(weight), ("convolution",))[0]
             sizes = (rows, weight.shape[0], prod(weight.shape[1:]))
-            tensors = [t for t in args if isinstance(t, Tensor)]
             self.note(name, "matmul", tensors, writes[:1], sizes=sizes, weight=title)
         elif name == "convolution_backward":
             self.note("convolution", "matmul", reads, writes)
@@ -545,7 +539,10 @@ def record_root(
             if name in calls:
                 calls[name].times += 1
             else:
-                calls[name] = Call(*map_tensors(_leaf, (args, kwargs)))
+                leaves = map_tensors(
+                    lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs)
+                )
+                calls[name] = Call(*leaves)
             key = kind_of(module), tuple(t.shape for t in tensors_in((args, kwargs)))
             if key not in outputs:
                 with recorder.quiet(), torch.no_grad():
@@ -669,10 +666,6 @@ def _backward(recording: Recording, outputs: list[Tensor]) -> None:
         if op.label == "" and op.name == "add":
             writers = {ops[w].label if w is not None else "" for _, w, _ in op.reads}
             op.label = writers.pop() if len(writers) == 1 else ""
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fresh(tensor: Tensor, trained: bool) -> Tensor:

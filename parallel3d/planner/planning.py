@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import Any
 
 from parallel3d.errors import PlanningError
@@ -64,10 +66,8 @@ class MeshPlan:
         if self.candidates:
             return self.candidates[0]
         first = self.refused[0]
-        closest = min(
-            (r for r in self.refused if r.prediction), key=lambda r: r.needed, default=None
-        )
-        if closest is None or closest.prediction is None:
+        closest = min(self.refused, key=lambda r: r.needed or float("inf"))
+        if closest.prediction is None:
             raise PlanningError(f"no layout is legal: {first.layout}: {first.reason}")
         full = closest.prediction.workload.checkpointing == "full"
         other = "" if full else ", or checkpointing='full'"
@@ -129,28 +129,24 @@ class MeshPlan:
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
-        tried: dict[str, list[tuple[str, float, bool]]] = {}
+        names = ("micro_batch", "seq_len", "nic", "memory bandwidth")
+        tried: dict[str, list[tuple[str, float, bool]]] = {name: [] for name in names}
 
         def add(name: str, value: str, on: Cluster, what: Workload) -> None:
             result = predict(self.model, base.layout, on, what)
-            speed = result.tokens_per_second_per_gpu
-            tried.setdefault(name, []).append((value, speed, result.fits))
+            tried[name].append((value, result.tokens_per_second_per_gpu, result.fits))
 
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
-            if size == base.micro_batch and factor != 1:
-                continue  # it can't be halved
-            whole = size * base.accumulation * base.layout.data_size
-            batch = replace(work, micro_batch=size, global_batch=whole)
-            add("micro_batch", str(size), cluster, batch)
-        for factor in (0.5, 1, 2):
+            if size != base.micro_batch or factor == 1:  # 1 can't be halved
+                whole = size * base.accumulation * base.layout.data_size
+                batch = replace(work, micro_batch=size, global_batch=whole)
+                add("micro_batch", str(size), cluster, batch)
             length = max(int(work.seq_len * factor), base.layout.tp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
             add("seq_len", str(length), cluster, longer)
-        for factor in (0.5, 1, 2):
             nic = cluster.nic * factor
             add("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work)
-        for factor in (0.5, 1, 2):
             wider = replace(gpu, bandwidth=gpu.bandwidth * factor)
             text = f"{wider.bandwidth:g} TB/s"
             add("memory bandwidth", text, replace(cluster, gpu=wider), work)
@@ -159,10 +155,8 @@ class MeshPlan:
     def pareto(self) -> tuple[Prediction, ...]:
         """The candidates for which none is faster with as little memory, by memory."""
         front: list[Prediction] = []
-        by_memory = sorted(
-            self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)
-        )
-        for each in by_memory:
+        # ``candidates`` are sorted by speed, and sorting is stable.
+        for each in sorted(self.candidates, key=lambda p: p.memory.needed):
             if not front or each.tokens_per_second_per_gpu > front[-1].tokens_per_second_per_gpu:
                 front.append(each)
         return tuple(front)
@@ -288,29 +282,20 @@ def plan(
     refused: list[Refused] = []
     for layout in layouts:
         why = refusal(model, layout, cluster, workload)
-        micro = [] if why else list(_micro_batches(layout, workload))
+        micro = list(_micro_batches(layout, workload))
         if why is None and not micro:
             by = f" * micro_batch {workload.micro_batch}" if workload.micro_batch else ""
-            why = (
-                f"global_batch {workload.global_batch} is no multiple of {layout.data_size} data ranks"
-                + by
-            )
+            ranks = f"{layout.data_size} data ranks{by}"
+            why = f"global_batch {workload.global_batch} is no multiple of {ranks}"
         if why is not None:
             refused.append(Refused(layout, why))
             continue
-        tried = [
-            predict(
-                model,
-                layout,
-                cluster,
-                replace(
-                    workload, micro_batch=size, checkpointing=kind, reshard_after_forward=reshard
-                ),
-            )
-            for size in micro
-            for kind in kinds
-            for reshard in (reshards if layout.shard > 1 else reshards[:1])
+        combined = product(micro, kinds, reshards if layout.shard > 1 else reshards[:1])
+        works = [
+            replace(workload, micro_batch=size, checkpointing=kind, reshard_after_forward=reshard)
+            for size, kind, reshard in combined
         ]
+        tried = [predict(model, layout, cluster, work) for work in works]
         fitting = [p for p in tried if p.memory.needed <= limit]
         candidates += fitting
         if not fitting:
@@ -341,13 +326,11 @@ def _layouts(
 ) -> Iterator[MeshLayout]:
     """All layouts of ``world`` ranks with allowed sizes; None: any."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    for t in divisors:
-        for n in divisors:
-            if (world // t) % n == 0:
-                sizes = (world // t // n, n, t)
-                allowed = zip(sizes, (replicate, shard, tp), strict=True)
-                if all(known is None or size in known for size, known in allowed):
-                    yield MeshLayout(*sizes)
+    for t, n in product(divisors, divisors):
+        sizes = (world // t // n, n, t)
+        allowed = zip(sizes, (replicate, shard, tp), strict=True)
+        if prod(sizes) == world and all(known is None or n in known for n, known in allowed):
+            yield MeshLayout(*sizes)
 
 
 def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
