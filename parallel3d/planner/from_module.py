@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -435,7 +436,9 @@ def _run(
 ) -> _Run:
     blocks = [name for name, _ in found.blocks]
     problem: Exception | None = None
-    with _training(model):
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(patch.object(module, "training", True))
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
                 root, calls, out = record_root(
@@ -454,18 +457,6 @@ def _run(
         f"{type(model).__name__} doesn't run on the meta device: {problem}. Give example=(args, kwargs) "
         "of its forward; code that depends on values of activations can't be run so"
     ) from problem
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _inputs(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -116,16 +117,12 @@ class OpRecorder(TorchDispatchMode):
         self.masked = False
         self.written: dict[int, tuple[list[Op], int]] = {}
         self._depth: dict[int, int] = {}
-        self._quiet = 0
+        self.is_quiet = False
         self.kept: dict[int, Any] = {}  # a freed storage's id would be another's
 
     @property
     def in_forward(self) -> bool:
         return self.ops is self.forward_ops
-
-    @property
-    def records_forward(self) -> bool:
-        return self.in_forward and not self._quiet
 
     def start_backward(self) -> None:
         self.ops, self.label = self.backward_ops, ""
@@ -147,18 +144,18 @@ class OpRecorder(TorchDispatchMode):
             kwargs["device"] = torch.device("meta")
         args, kwargs = map_tensors(_as_meta, (tuple(args), kwargs))
         out = func(*args, **kwargs)
-        if not self._quiet:
+        if not self.is_quiet:
             self._note_call(func, args, kwargs, out)
         return out
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Operations in here are not recorded."""
-        self._quiet += 1
+        was_quiet, self.is_quiet = self.is_quiet, True
         try:
             yield
         finally:
-            self._quiet -= 1
+            self.is_quiet = was_quiet
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -187,7 +184,7 @@ class OpRecorder(TorchDispatchMode):
         self, name: str, kind: str, reads: list[Tensor], writes: list[Tensor], **more: Any
     ) -> Op:
         """Records one op; ``split`` is that of its inputs unless given."""
-        if self._quiet:
+        if self.is_quiet:
             return Op(name, kind, "", [], [])
         index = len(self.ops)
         split = more.pop("split", any(storage_of(t) in self.split for t in reads))
@@ -225,7 +222,7 @@ class OpRecorder(TorchDispatchMode):
                 if done:
                     self.softmaxed.add(key)
             return
-        if not self.records_forward and name == "add" and writes[0].shape in self._tables:
+        if not self.in_forward and name == "add" and writes[0].shape in self._tables:
             return  # the sum of a tied weight's gradients, which is not per token
         op = self.note(name, "elementwise", reads, writes)
         if name in _LOOKUPS:
@@ -353,7 +350,7 @@ class KernelMode(TorchFunctionMode):
     ) -> Any:
         causal = is_causal or (attn_mask is not None and hides_future(attn_mask))
         heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
-        if self.recorder.records_forward:
+        if self.recorder.in_forward and not self.recorder.is_quiet:
             self.recorder.attentions.append((heads, kv_heads, query.shape[-1], causal))
         return _Attention.apply(self.recorder, query, key, value)
 
@@ -554,25 +551,12 @@ def record_root(
 
     with ExitStack() as stack:
         for name, module in members:
-            stack.enter_context(_replaced_forward(module, replaced(name, module)))
+            stack.enter_context(patch.object(module, "forward", replaced(name, module)))
         stack.enter_context(_watching(recording))
         out = functional_call(model, params.of(model), args, kwargs)
         ends = [t for t in [*tensors_in(out), *passed] if t.grad_fn is not None]
         _backward(recording, ends)
     return recording, calls, out
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own
 
 
 @contextmanager
@@ -631,9 +615,7 @@ def _backward(recording: Recording, outputs: list[Tensor]) -> None:
     """Runs backward from ``outputs`` to all leaves, and labels every operation as its node."""
     recorder = recording.recorder
     recording.outputs = {storage_of(t) for t in outputs}
-    recording.origin = {
-        key: at for key, (ops, at) in recorder.written.items() if ops is recorder.forward_ops
-    }
+    recording.origin = {key: at for key, (_, at) in recorder.written.items()}
     recording.split = set(recorder.split)
     ends = [t for t in outputs if t.grad_fn is not None]
     recorder.start_backward()
