@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
@@ -90,7 +90,7 @@ class MeshPlan:
         Raises:
             PlanningError: it was refused for another reason.
         """
-        for prediction in self.layouts:
+        for prediction in self.candidates:
             if prediction.layout == layout:
                 return prediction
         for refused in self.refused:
@@ -113,11 +113,8 @@ class MeshPlan:
         ]
         lines += _differences(_per_token(first), _per_token(second), lambda v: f"{v * 1e6:+.3f} us")
         lines.append("memory, first - second:")
-        lines += _differences(
-            {k: t.value for k, t in first.memory.terms.items()},
-            {k: t.value for k, t in second.memory.terms.items()},
-            lambda v: ("+" if v >= 0 else "-") + shown(abs(v), "B"),
-        )
+        bytes_of = [{k: t.value for k, t in p.memory.terms.items()} for p in (first, second)]
+        lines += _differences(*bytes_of, lambda v: f"{'+' if v >= 0 else '-'}{shown(abs(v), 'B')}")
         return "\n".join(lines)
 
     def sensitivity(
@@ -176,8 +173,8 @@ class MeshPlan:
 
 
 def _named(prediction: Prediction) -> str:
-    sizes = ", ".join(map(str, prediction.layout.sizes))
-    return f"({sizes}) micro-batch {prediction.micro_batch}, {prediction.workload.checkpointing}"
+    sizes, checkpointing = prediction.layout.sizes, prediction.workload.checkpointing
+    return f"{sizes} micro-batch {prediction.micro_batch}, {checkpointing}"
 
 
 def _per_token(prediction: Prediction) -> dict[str, float]:
@@ -208,16 +205,13 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
         return f"{work.sharding} shards nothing over shard, which is {layout.shard}; it must be 1"
     if tp == 1:
         return None
+    joined = f"the {cluster.domain} GPUs that fast links join"
     if tp > cluster.domain:
         return (
-            f"tp {tp} is more than the {cluster.domain} GPUs that fast links join: every layer would wait "
-            "for the network between nodes"
+            f"tp {tp} is more than {joined}: every layer would wait for the network between nodes"
         )
     if cluster.domain % tp:
-        return (
-            f"tp {tp} doesn't divide the {cluster.domain} GPUs that fast links join: groups would cross "
-            "nodes"
-        )
+        return f"tp {tp} doesn't divide {joined}: groups would cross nodes"
     if not model.tp_ready:
         return f"tp {tp} needs a plan, and none could be derived for {model.name}"
     if model.heads and model.heads < tp:
@@ -318,18 +312,13 @@ def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | Non
     return allowed
 
 
-def _layouts(
-    world: int,
-    replicate: frozenset[int] | None,
-    shard: frozenset[int] | None,
-    tp: frozenset[int] | None,
-) -> Iterator[MeshLayout]:
-    """All layouts of ``world`` ranks with allowed sizes; None: any."""
+def _layouts(world: int, *allowed: frozenset[int] | None) -> Iterator[MeshLayout]:
+    """All layouts of ``world`` ranks; ``allowed``: sizes of replicate, shard and tp; None: any."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    for t, n in product(divisors, divisors):
-        sizes = (world // t // n, n, t)
-        allowed = zip(sizes, (replicate, shard, tp), strict=True)
-        if prod(sizes) == world and all(known is None or n in known for n, known in allowed):
+    for tp, shard in product(divisors, divisors):
+        sizes = (world // tp // shard, shard, tp)
+        known = zip(sizes, allowed, strict=True)
+        if prod(sizes) == world and all(own is None or size in own for size, own in known):
             yield MeshLayout(*sizes)
 
 
@@ -355,8 +344,6 @@ MEMORY = {
     "logits, loss": ("logits",),
     "framework": ("gaps", "workspace", "context"),
 }
-
-
 TIME = {
     "matmul": ("matmul",),
     "attention": ("attention",),
@@ -404,8 +391,7 @@ def setting(prediction: Prediction) -> str:
     return f"{kind}, keep" if keeps else kind
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Refusals that differ in numbers only.
 
     Attributes:
