@@ -257,12 +257,9 @@ class Backward:
     at_loss: int
 
 
+@lru_cache(maxsize=4096)
 def run_backward(
-    layouts: Sequence[UnitLayout],
-    widths: Widths,
-    *,
-    reshard_after_forward: bool,
-    streams: bool = True,
+    layouts: tuple[UnitLayout, ...], widths: Widths, reshard_after_forward: bool, streams: bool
 ) -> Backward:
     """Runs one backward.
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -193,7 +194,7 @@ class _Work:
 
     def _head_splits(self) -> dict[int, str]:
         splits: dict[int, str] = {}
-        for op in [*self.ways[0], *self.ways[1]]:
+        for op in chain(*self.ways):
             read = {splits[key] for key, *_ in op.reads if key in splits}
             if op.weight:
                 way = "kv" if op.weight in self.plan.kv else "heads"
@@ -290,25 +291,21 @@ class _Work:
                 if made_inside:
                     again[self.inside[key]] += size
         total = float(sum(reads.values()))
-        for source, size in again.items():
-            total += min(size, self._unsaved_inputs(source))
+        total += sum(min(size, self._unsaved_inputs(source)) for source, size in again.items())
         for i in group:
             readers = ops[i].read_by
             outside = not readers or any(r not in members and r >= 0 for r in readers)
-            for key, size in ops[i].writes:
-                if outside or key in self.recording.outputs:
-                    total += size
+            written = ops[i].writes
+            total += sum(n for key, n in written if outside or key in self.recording.outputs)
         return total
 
     def _find_inside(self) -> dict[int, tuple[int, ...]]:
-        ops, recording, inside = self.ways[0], self.recording, {}
+        kept, inside = self.recording.saved.keys() - self.recording.outputs, {}
         for group in self.groups[0]:
-            for op in (ops[i] for i in group):
+            for op in (self.ways[0][i] for i in group):
                 readers = {r for r in op.read_by if r >= 0}
                 if op.kind != "norm" and readers and readers <= set(group):
-                    for key, _ in op.writes:
-                        if key in recording.saved and key not in recording.outputs:
-                            inside[key] = group
+                    inside.update((key, group) for key, _ in op.writes if key in kept)
         return inside
 
     def _unsaved_inputs(self, group: tuple[int, ...]) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import ceil
 
 from parallel3d.fsdp.layout import ACCELERATOR_BYTES
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.constants import Term, constant
-from parallel3d.planner.engine import Backward, UnitLayout, Widths, run_backward, unit_layout
+from parallel3d.planner.engine import UnitLayout, Widths, run_backward, unit_layout
 from parallel3d.planner.kernels import Activations, activations_of, logit_bytes
-from parallel3d.planner.model_spec import ModelSpec, Unit
+from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.workload import Step, Workload
 
 # Bytes of parameters, gradients, optimizer state, unsharded parameters and buffers, as the engine allocates
@@ -68,16 +67,11 @@ def state_memory(
     if work.sharding != "fsdp":
         return _unsharded_state(model, layout, work)
     widths = Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize)
-    layouts, backward = _backward(
-        model.units,
-        layout.shard,
-        layout.tp,
-        widths,
-        work.sequence_parallel,
-        work.reshard_after_forward,
-        zero_copy_bytes,
-        streams,
+    sizes = layout.shard, layout.tp, widths.rest
+    layouts = tuple(
+        unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
     )
+    backward = run_backward(layouts, widths, work.reshard_after_forward, streams)
     buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
     numel = sum(count * bucket.numel for count, bucket in buckets)
     trained = sum(count * bucket.numel for count, bucket in buckets if bucket.trainable)
@@ -107,25 +101,7 @@ def state_memory(
     )
 
 
-@lru_cache(maxsize=4096)
-def _backward(
-    units: tuple[Unit, ...],
-    shard: int,
-    tp: int,
-    widths: Widths,
-    sequence_parallel: bool,
-    reshard: bool,
-    zero_copy_bytes: int,
-    streams: bool,
-) -> tuple[list[UnitLayout], Backward]:
-    layouts = [
-        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, zero_copy_bytes)
-        for unit in units
-    ]
-    return layouts, run_backward(layouts, widths, reshard_after_forward=reshard, streams=streams)
-
-
-def _results(layouts: list[UnitLayout], widths: Widths, *, again: bool = False) -> int:
+def _results(layouts: Sequence[UnitLayout], widths: Widths, *, again: bool = False) -> int:
     """Bytes of results of reductions beyond the gradients.
 
     All results wait for the end of the backward. Then each becomes a gradient, of another dtype, and only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from parallel3d.mesh.axes import AXES
@@ -78,23 +78,20 @@ def fsdp_exposed(units: Sequence[UnitTimes], *, all_reduce: bool) -> Exposed:
     exposed = Exposed()
     if not units:
         return exposed
+    if not all_reduce:
+        units = [replace(unit, all_reduce=0.0) for unit in units]
     exposed.gather += units[0].gather  # nothing runs before it
-    for i, unit in enumerate(units):
-        after = units[i + 1].gather if i + 1 < len(units) else 0.0
+    nothing = UnitTimes(0, 0.0, 0.0)
+    around = list(zip([nothing, *units], units, [*units[1:], nothing], strict=False))
+    for _, unit, after in around:
         exposed.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0)
-        exposed.wait(1, unit.forward, after, 0.0, 0.0)
-    for i in range(len(units) - 1, -1, -1):
-        unit = units[i]
-        before = units[i - 1].gather_again if i else 0.0
-        later = units[i + 1] if i + 1 < len(units) else None
-        extra = unit.all_reduce if all_reduce else 0.0
-        exposed.wait(unit.count - 1, unit.backward, unit.gather_again, unit.reduce, extra)
-        reduce = later.reduce if later else 0.0
-        late = later.all_reduce if later and all_reduce else 0.0
-        exposed.wait(1, unit.backward, before, reduce, late)
+        exposed.wait(1, unit.forward, after.gather, 0.0, 0.0)
+    for before, unit, after in reversed(around):
+        beside = unit.gather_again, unit.reduce, unit.all_reduce
+        exposed.wait(unit.count - 1, unit.backward, *beside)
+        exposed.wait(1, unit.backward, before.gather_again, after.reduce, after.all_reduce)
     exposed.reduce += units[0].reduce  # after the last backward
-    if all_reduce:
-        exposed.all_reduce += units[0].all_reduce
+    exposed.all_reduce += units[0].all_reduce
     return exposed
 
 
@@ -252,17 +249,14 @@ class _Timing:
 
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
         """(of every micro-batch but the last, of the last one)."""
-        work = self.work
+        work, numel = self.work, self.numel()
         if work.sharding == "fsdp":
             return fsdp_exposed(times, all_reduce=False), fsdp_exposed(times, all_reduce=True)
-        reduced = self.numel() * work.reduce_itemsize
-        gather = 0.0
-        if work.sharding == "ddp":
-            reduce = self.collective("all_reduce", reduced, "replicate")
-        else:
-            reduce = self.collective("reduce_scatter", reduced, "replicate")
-            gathered = self.numel() * work.compute_itemsize
-            gather = self.collective("all_gather", gathered, "replicate")
+        kind, gathered = "all_reduce", 0
+        if work.sharding == "zero1":
+            kind, gathered = "reduce_scatter", numel * work.compute_itemsize
+        reduce = self.collective(kind, numel * work.reduce_itemsize, "replicate")
+        gather = self.collective("all_gather", gathered, "replicate")
         return Exposed(), unsharded_exposed(times, reduce=reduce, gather=gather)
 
     def compute_terms(self, kernels: list[Kernels]) -> Iterator[Term]:
@@ -291,17 +285,12 @@ class _Timing:
         gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
+        copies = {"gather_copy": gather, "reduce_copy": reduce, "memory rate": rate}
         yield Term(
             "copies",
             copied / rate * n,
             "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
-            {
-                "accumulation": n,
-                "parameters": numel,
-                "gather_copy": gather,
-                "reduce_copy": reduce,
-                "memory rate": rate,
-            },
+            {"accumulation": n, "parameters": numel, **copies},
         )
         slowdown = constant("overlap_slowdown")
         for name, what in _EXPOSED.items():
