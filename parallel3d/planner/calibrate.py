@@ -18,6 +18,7 @@ from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -93,16 +94,14 @@ def _describe(kind: str) -> tuple[str, str, float]:
 def _timed(function: Callable[[], object], kind: str) -> float:
     """Median seconds of a call, after two to warm up."""
     taken = []
-    for number in range(_ROUNDS + 2):
-        if kind == "cuda":
-            torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if kind == "cuda" else torch.cpu.synchronize
+    for _ in range(_ROUNDS + 2):
+        wait()
         begin = time.perf_counter()
         function()
-        if kind == "cuda":
-            torch.cuda.synchronize()
-        if number >= 2:
-            taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+        wait()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[2:])
 
 
 def _matmul_times(kind: str, largest: int, seconds: float) -> list[tuple[float, float]]:
@@ -130,14 +129,11 @@ def _copy_rate(kind: str) -> float:
 
 def _fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """(start, rate) of y = start + x / rate with the least squared relative error."""
-    weights = [1 / value**2 for value in y]
-    total = sum(weights)
-    mean_x = sum(w * v for w, v in zip(weights, x, strict=True)) / total
-    mean_y = sum(w * v for w, v in zip(weights, y, strict=True)) / total
-    spread = sum(w * (v - mean_x) ** 2 for w, v in zip(weights, x, strict=True))
-    both = sum(w * (a - mean_x) * (b - mean_y) for w, a, b in zip(weights, x, y, strict=True))
+    weights = np.array(y) ** -2.0
+    mean_x, mean_y = np.average([x, y], axis=1, weights=weights)
+    (spread, both), _ = np.cov([x, y], aweights=weights, ddof=0)
     slope = both / spread if spread and both > 0 else mean_y / mean_x
-    return max(mean_y - slope * mean_x, 0.0), 1 / slope
+    return float(max(mean_y - slope * mean_x, 0.0)), float(1 / slope)
 
 
 def _collectives(kind: str) -> dict[str, dict[int, tuple[float, float, float]]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
-from math import exp, gcd, log2
+from math import exp, gcd, inf, log2
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -126,11 +125,9 @@ def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
     if not isinstance(name, str):
         raise PlanningError(f"the GPU is {name!r}; it must be a name, such as 'h100-80gb-sxm'")
     known = gpus(profile)
-    if name.lower() not in known:
-        raise PlanningError(
-            f"there is no GPU {name!r}; the nearest: {nearest(name.lower(), known)}"
-        )
-    return known[name.lower()]
+    if (lower := name.lower()) not in known:
+        raise PlanningError(f"there is no GPU {name!r}; the nearest: {nearest(lower, known)}")
+    return known[lower]
 
 
 def gpus(profile: str | PathLike[str] | None = None) -> dict[str, Gpu]:
@@ -168,11 +165,7 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
 
 
 def _gpu(
-    name: str,
-    entry: dict[str, Any],
-    tables: Mapping[str, Table],
-    where: str,
-    sources: Mapping[str, str],
+    name: str, entry: dict[str, Any], tables: dict[str, Table], where: str, sources: dict[str, str]
 ) -> Gpu:
     """One entry; ``sources``: the abbreviations in its source written out."""
     allowed = {each.name for each in fields(Gpu)} - {"name"}
@@ -225,8 +218,7 @@ def _table(entry: dict[str, Any], where: str) -> Table:
 # Seconds that a collective takes on a mesh axis, from measured tables of NCCL.
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of a ring over the whole tensor
-# (most bytes a GPU, part of the bandwidth).
-_RAMP = (8e6, 0.68), (16e6, 0.79), (float("inf"), 0.87)
+_RAMP = ((8e6, 0.68), (16e6, 0.79), (inf, 0.87))  # (most bytes a GPU, part of the bandwidth)
 
 
 @dataclass(frozen=True)
@@ -306,15 +298,13 @@ def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float
     rate = link.per_node * cluster.nic * 0.96e9 * n / (n - 1)
     if link.per_node > 1:
         rate = min(rate, _constants("all_gather", link.per_node, cluster)[1])
-    per_gpu = nbytes / n * link.nodes
-    return link.nodes * (11e-6 + 3.3e-6 * link.per_node), rate * next(
-        part for most, part in _RAMP if per_gpu <= most
-    )
+    part = next(part for most, part in _RAMP if nbytes / n * link.nodes <= most)
+    return link.nodes * (11e-6 + 3.3e-6 * link.per_node), rate * part
 
 
 def describe_collective(
     kind: str, nbytes: float, link: AxisLink, cluster: Cluster
-) -> tuple[str, tuple[tuple[str, Constant], ...]]:
+) -> tuple[str, dict[str, Constant]]:
     """The formula that ``collective_time`` uses, and its constants."""
     source = cluster.gpu.source
     if link.nodes == 1:
@@ -337,9 +327,7 @@ def describe_collective(
             Constant("rate", rate / 1e9, "GB/s", how),
             Constant("nic", cluster.nic, "GB/s", nic),
         ]
-        formula = "latency + bytes / rate"
-        if kind == "all_reduce":
-            formula = (
-                "min(2 (latency + bytes / rate), 17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate))"
-            )
-    return formula, tuple((each.name, each) for each in constants)
+        ring = "latency + bytes / rate"
+        tree = "17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate)"
+        formula = f"min(2 ({ring}), {tree})" if kind == "all_reduce" else ring
+    return formula, {each.name: each for each in constants}

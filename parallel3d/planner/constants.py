@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-# Term: a predicted number that can say what it was made of.
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,33 +22,24 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number, the formula that gives it, and what was put into that.
+    """A number, the formula that gives it, and what was put into that, by the formula's names.
 
     Attributes:
         value: in ``unit``: "B", "s" or what it says.
-        formula: in the inputs' names.
-        inputs: by name: numbers, constants, other terms.
     """
 
     name: str
     value: float
-    unit: str
     formula: str
-    inputs: Inputs = ()
+    inputs: Mapping[str, float | str | Constant] = field(default_factory=dict)
+    unit: str = "s"
 
 
-Input = tuple[str, float | int | str | Constant | Term]
-Inputs = tuple[Input, ...]
-
-
-def explained(term: Term, depth: int = 0) -> Iterator[str]:
-    """Lines of text: the term, its formula, what was put in; then each of those that is a term itself."""
-    margin = "  " * depth
+def explained(term: Term, margin: str = "") -> Iterator[str]:
+    """Lines of text: the term, its formula, what was put in."""
     yield f"{margin}{term.name} = {shown(term.value, term.unit)} = {term.formula}"
-    for name, given in term.inputs:
-        if isinstance(given, Term):
-            yield from explained(given, depth + 1)
-        elif isinstance(given, Constant):
+    for name, given in term.inputs.items():
+        if isinstance(given, Constant):
             yield f"{margin}  {name} = {given.value:g} {given.unit}  [{given.source}]"
         elif isinstance(given, str):
             yield f"{margin}  {name} = {given}"
@@ -69,90 +58,56 @@ def shown(value: float, unit: str) -> str:
 
 _FLASH2 = "FlashAttention-2, arXiv:2307.08691, figures 4 to 7: A100, forward and backward"
 _FLASH3 = "FlashAttention-3, arXiv:2407.08608, figure 5: H100, head dim 128"
+_SUSTAINED = (
+    "matmuls of a training step run one after another at the power limit, those of the tables alone; "
+    "weight gradients have a slower layout"
+)
+_GROWTH = (
+    "larger matmuls are more efficient: medians of NVIDIA's H200 table rise from 0.63 (16 to 64 GFLOP) "
+    "over 0.70 (1 to 4 TFLOP) to 0.78 (above 10)"
+)
+_STRAGGLER = (
+    "each collective waits for the slowest: from 8 to 128 GPUs Llama-3-8B loses 2.3 to 2.7 % (torchtitan's "
+    "performance page)"
+)
+_EDGES = "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum"
+_SCORES = "scale, mask, softmax and dropout, each a kernel that reads and writes the scores"
+_GAPS = "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"
+_GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
 
-CONSTANTS = {
-    name: Constant(name, value, unit, source)
-    for name, value, unit, source in [
-        (
-            "gemm_sustained",
-            0.92,
-            "",
-            "matmuls of a training step run one after another at the power limit, those of the tables alone; "
-            "weight gradients have a slower layout",
-        ),
-        (
-            "gemm_growth",
-            0.035,
-            "",
-            "larger matmuls are more efficient: medians of NVIDIA's H200 table rise from 0.63 (16 to 64 "
-            "GFLOP) over 0.70 (1 to 4 TFLOP) to 0.78 (above 10)",
-        ),
-        (
-            "memory_efficiency",
-            0.80,
-            "",
-            "stream kernels reach about 80 % of a datasheet's HBM bandwidth",
-        ),
-        (
-            "roofline_power",
-            2.0,
-            "",
-            "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum",
-        ),
-        (
-            "overlap_slowdown",
-            0.19,
-            "",
-            "compute under NCCL's kernels: mean 18.9 %, arXiv:2507.03114",
-        ),
-        (
-            "attention_flash1",
-            0.20,
-            "of peak",
-            "half of flash2's and less; unfused layouts around it",
-        ),
-        ("attention_triton", 0.33, "of peak", _FLASH2),
-        ("attention_flash2", 0.60, "of peak", _FLASH2),
-        ("flash2_after_ampere", 0.62, "", f"370 of 989 TFLOP/s; {_FLASH3}"),
-        ("attention_flash3", 0.62, "of peak", f"610 to 650 of 989 TFLOP/s; {_FLASH3}"),
-        ("attention_cudnn", 0.60, "of peak", f"600 of 989 TFLOP/s; {_FLASH3}"),
-        ("attention_backward", 2.5, "", "five products of a flash backward for the forward's two"),
-        ("attention_ramp", 256.0, "tokens", "tiles at the diagonal: efficiency is s / (s + ramp)"),
-        ("head_dim_64", 0.80, "", f"beside head dim 128; {_FLASH2}"),
-        (
-            "naive_forward",
-            29.0,
-            "B/score",
-            "scale, mask, softmax and dropout, each a kernel that reads and writes the scores",
-        ),
-        ("naive_backward", 28.0, "B/score", "their backward"),
-        ("launch", 6e-6, "s", "host time to start one eager op (5 to 7 us)"),
-        (
-            "straggler",
-            0.00625,
-            "per doubling of nodes",
-            "each collective waits for the slowest: from 8 to 128 GPUs Llama-3-8B loses 2.3 to 2.7 % "
-            "(torchtitan's performance page)",
-        ),
-        (
-            "gather_copy",
-            4.0,
-            "B/param",
-            "bf16 parameters copied out of the gathered buffer: read and written",
-        ),
-        ("reduce_copy", 6.0, "B/param", "bf16 gradients copied into an fp32 reduce buffer"),
-        ("accumulate", 10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
-        ("workspace", 0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),
-        (
-            "gaps",
-            0.04,
-            "",
-            "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %",
-        ),
-        ("gaps_upper", 0.10, "", "the upper bound of the same, with what isn't modelled"),
-        ("context", 1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
-    ]
+# name -> value, unit, source
+_TABLE = {
+    "gemm_sustained": (0.92, "", _SUSTAINED),
+    "gemm_growth": (0.035, "", _GROWTH),
+    "memory_efficiency": (
+        0.80,
+        "",
+        "stream kernels reach about 80 % of a datasheet's HBM bandwidth",
+    ),
+    "roofline_power": (2.0, "", _EDGES),
+    "overlap_slowdown": (0.19, "", "compute under NCCL's kernels: mean 18.9 %, arXiv:2507.03114"),
+    "attention_flash1": (0.20, "of peak", "half of flash2's and less; unfused layouts around it"),
+    "attention_triton": (0.33, "of peak", _FLASH2),
+    "attention_flash2": (0.60, "of peak", _FLASH2),
+    "flash2_after_ampere": (0.62, "", f"370 of 989 TFLOP/s; {_FLASH3}"),
+    "attention_flash3": (0.62, "of peak", f"610 to 650 of 989 TFLOP/s; {_FLASH3}"),
+    "attention_cudnn": (0.60, "of peak", f"600 of 989 TFLOP/s; {_FLASH3}"),
+    "attention_backward": (2.5, "", "five products of a flash backward for the forward's two"),
+    "attention_ramp": (256.0, "tokens", "tiles at the diagonal: efficiency is s / (s + ramp)"),
+    "head_dim_64": (0.80, "", f"beside head dim 128; {_FLASH2}"),
+    "naive_forward": (29.0, "B/score", _SCORES),
+    "naive_backward": (28.0, "B/score", "their backward"),
+    "launch": (6e-6, "s", "host time to start one eager op (5 to 7 us)"),
+    "straggler": (0.00625, "per doubling of nodes", _STRAGGLER),
+    "gather_copy": (4.0, "B/param", _GATHERED),
+    "reduce_copy": (6.0, "B/param", "bf16 gradients copied into an fp32 reduce buffer"),
+    "accumulate": (10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
+    "workspace": (0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),
+    "gaps": (0.04, "", _GAPS),
+    "gaps_upper": (0.10, "", "the upper bound of the same, with what isn't modelled"),
+    "context": (1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
 }
+CONSTANTS = {name: Constant(name, *given) for name, given in _TABLE.items()}
 
 
 def constant(name: str) -> Constant:

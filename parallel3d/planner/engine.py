@@ -86,11 +86,6 @@ class UnitLayout:
     arrivals: tuple[tuple[int, int], ...]
 
     @property
-    def trainable(self) -> bool:
-        """Whether any of its parameters is trained."""
-        return any(bucket.trainable for bucket in self.buckets)
-
-    @property
     def unsharded_numel(self) -> int:
         """Elements of the unsharded parameters of one unit, padding included."""
         return sum(bucket.num_shards * bucket.numel for bucket in self.buckets)
@@ -155,25 +150,16 @@ def _segment(
     largest = list(shape)
     if cut is not None:
         largest[cut] = rank_rows(parameter, tp)
-    dim = next(
-        (
-            d
-            for d, size in enumerate(shape)
-            if d != cut or (not packing and is_exact(size, (), (tp,), shard))
-        ),
-        None,
-    )
+    can_be_cut = [
+        d != cut or (not packing and is_exact(size, (), (tp,), shard))
+        for d, size in enumerate(shape)
+    ]
+    dim = can_be_cut.index(True) if True in can_be_cut else None
     num_shards = 1 if dim is None else shard
     padded = padded_shape(largest, dim, num_shards)
     fills = cut is None or not (packing or shape[cut] % tp)
-    partial = (
-        cut is None
-        and {
-            "never": False,
-            "always": tp > 1,
-            "sequence": tp > 1 and sequence_parallel,
-        }[parameter.tp_partial]
-    )
+    kinds = {"never": False, "always": True, "sequence": sequence_parallel}
+    partial = cut is None and tp > 1 and kinds[parameter.tp_partial]
     segment = Segment(
         ndim=len(shape),
         dim=dim,
@@ -271,12 +257,9 @@ class Backward:
     at_loss: int
 
 
+@lru_cache(maxsize=4096)
 def run_backward(
-    layouts: Sequence[UnitLayout],
-    widths: Widths,
-    *,
-    reshard_after_forward: bool,
-    streams: bool = True,
+    layouts: tuple[UnitLayout, ...], widths: Widths, reshard_after_forward: bool, streams: bool
 ) -> Backward:
     """Runs one backward.
 
@@ -286,8 +269,8 @@ def run_backward(
     """
     timeline = _Timeline(widths, streams)
     every = [layout for layout in layouts if layout.buckets for _ in range(layout.count)]
-    trained = [index for index, layout in enumerate(every) if layout.trainable]
-    first_trained = trained[0] if trained else len(every)
+    trained = (index for index, layout in enumerate(every) if layout.arrivals)
+    first_trained = next(trained, len(every))
     units = [
         _Unit(
             layout,
@@ -300,9 +283,9 @@ def run_backward(
         for index, layout in enumerate(every)
     ]
     order = sorted(units, key=lambda unit: unit.layout.kind != "root")
+    kept = ("tail", "root") if reshard_after_forward else ("tail", "root", "block")
     for unit in order:
-        kind = unit.layout.kind
-        if kind in ("tail", "root") or (kind == "block" and not reshard_after_forward):
+        if unit.layout.kind in kept:
             unit.gathered = True
             timeline.unsharded += timeline.unsharded_bytes(unit)
     at_loss = timeline.unsharded
@@ -364,6 +347,7 @@ class _Timeline:
 
     def __init__(self, widths: Widths, streams: bool) -> None:
         self.widths, self.streams = widths, streams
+        self.cast = widths.compute != widths.rest
         self.unsharded = self.buffers = self.inputs = 0
         self.most = (0, 0, 0)
         self.holds_inputs = False
@@ -379,12 +363,8 @@ class _Timeline:
 
     def unsharded_bytes(self, unit: _Unit) -> int:
         """Bytes of the unsharded parameters of ``unit``, but for those that are the shards themselves."""
-        cast = self.widths.compute != self.widths.rest
-        return sum(
-            bucket.num_shards * bucket.numel * self.widths.compute
-            for bucket in unit.layout.buckets
-            if bucket.num_shards > 1 or cast
-        )
+        buckets = [b for b in unit.layout.buckets if b.num_shards > 1 or self.cast]
+        return sum(b.num_shards * b.numel for b in buckets) * self.widths.compute
 
     def run(self, order: list[_Unit]) -> None:
         """Runs the backward of ``order``, the order of the forward, roots first."""
@@ -449,18 +429,16 @@ class _Timeline:
         if unit.gathered or unit.gathering is not None:
             return
         unit.gathering = []
-        compute, cast = self.widths.compute, self.widths.compute != self.widths.rest
         sharded = [bucket for bucket in unit.layout.buckets if bucket.num_shards > 1]
         for bucket in unit.layout.buckets:
             if bucket.num_shards == 1:  # the cast copy is made when it is used
-                unit.gathering.append((0, bucket.numel * compute if cast else 0))
+                unit.gathering.append((0, bucket.numel * self.widths.compute * self.cast))
             elif bucket is sharded[0]:
                 unit.gathering.append(self.issue_together(sharded))
 
     def issue_together(self, buckets: list[BucketLayout]) -> tuple[int, int]:
         """Issues one all-gather; returns an entry of ``gathering``."""
-        compute, cast = self.widths.compute, self.widths.compute != self.widths.rest
-        alone = len(buckets) == 1
+        compute, cast, alone = self.widths.compute, self.cast, len(buckets) == 1
         later = held = copied = 0
         for bucket in buckets:
             has_zero_copy = bucket.packed < bucket.numel
@@ -534,8 +512,7 @@ class _Timeline:
         self.awaited -= elements
         if self.awaited <= 0:
             self.free_inputs()
-            if self.streams:
-                self.holds_inputs = False
+            self.holds_inputs = self.holds_inputs and not self.streams
             self.issue_deferred()
 
     # -- reductions --------------------------------------------------------------------------------

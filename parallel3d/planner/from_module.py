@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +41,13 @@ from parallel3d.tp.auto.heads import find_attention
 from parallel3d.tp.resolve import RuledModule, numberless
 from parallel3d.tp.styles import Colwise, LocalSizes, Rowwise, SequenceParallel, VocabParallel
 
-# What the tensor-parallel plan says of a model's parameters.
-
 _TP_SIZES = (2, 3, 5, 7)
 _OF_SEQUENCE = (SequenceParallel, Colwise, Rowwise, VocabParallel)
 
 
 @dataclass
 class ModulePlan:
-    """A plan, by the names of the model's parameters.
+    """A tensor-parallel plan, by the names of the model's parameters.
 
     Attributes:
         dims: the dim that is sharded over tp.
@@ -70,12 +70,10 @@ def _plan_of(model: nn.Module, tp_plan: Any) -> ModulePlan:
     """``tp_plan``, as ``parallelize`` takes it, for the smallest tensor parallelism that it allows."""
     if tp_plan is None:
         return ModulePlan(problem="tp_plan is None")
-    problem = ""
+    problem, strict = "", tp_plan != "auto"
     for size in _TP_SIZES:
         try:
-            rules, strict = tp_plan, tp_plan != "auto"
-            if not strict:
-                rules = auto_plan(model, size)
+            rules = tp_plan if strict else auto_plan(model, size)
             resolved = resolve_plan(model, rules, size, strict=strict)
             # As the plan says it, before attention is fitted to so many ranks.
             return _read_plan(model, resolve_plan(model, rules, 1, strict=False), resolved)
@@ -105,8 +103,8 @@ def _read_plan(model: nn.Module, plain: ResolvedPlan, fitted: ResolvedPlan) -> M
         fused = any(projection.role == "fused" for projection in layer.projections)
         heads = (layer.kv_heads if fused else layer.heads, layer.kv_heads)
         for projection in layer.projections:
-            for parameter in projection.ruled.module._parameters.values():
-                name = names[id(parameter)] if parameter is not None else ""
+            for parameter in projection.ruled.module.parameters(recurse=False):
+                name = names[id(parameter)]
                 if name in plan.dims:
                     plan.heads[name] = heads
                     if projection.role in ("key", "value"):
@@ -128,7 +126,7 @@ class _Work:
     """The operations of a recording as the fields of a ``Unit``, for one token.
 
     Args:
-        tokens: tokens of the recorded run.
+        tokens: of the recorded run.
         label: operations with this label only, of the root's recording; None: all.
 
     Attributes:
@@ -196,7 +194,7 @@ class _Work:
 
     def _head_splits(self) -> dict[int, str]:
         splits: dict[int, str] = {}
-        for op in [*self.ways[0], *self.ways[1]]:
+        for op in chain(*self.ways):
             read = {splits[key] for key, *_ in op.reads if key in splits}
             if op.weight:
                 way = "kv" if op.weight in self.plan.kv else "heads"
@@ -293,25 +291,21 @@ class _Work:
                 if made_inside:
                     again[self.inside[key]] += size
         total = float(sum(reads.values()))
-        for source, size in again.items():
-            total += min(size, self._unsaved_inputs(source))
+        total += sum(min(size, self._unsaved_inputs(source)) for source, size in again.items())
         for i in group:
             readers = ops[i].read_by
             outside = not readers or any(r not in members and r >= 0 for r in readers)
-            for key, size in ops[i].writes:
-                if outside or key in self.recording.outputs:
-                    total += size
+            written = ops[i].writes
+            total += sum(n for key, n in written if outside or key in self.recording.outputs)
         return total
 
     def _find_inside(self) -> dict[int, tuple[int, ...]]:
-        ops, recording, inside = self.ways[0], self.recording, {}
+        kept, inside = self.recording.saved.keys() - self.recording.outputs, {}
         for group in self.groups[0]:
-            for op in (ops[i] for i in group):
+            for op in (self.ways[0][i] for i in group):
                 readers = {r for r in op.read_by if r >= 0}
                 if op.kind != "norm" and readers and readers <= set(group):
-                    for key, _ in op.writes:
-                        if key in recording.saved and key not in recording.outputs:
-                            inside[key] = group
+                    inside.update((key, group) for key, _ in op.writes if key in kept)
         return inside
 
     def _unsaved_inputs(self, group: tuple[int, ...]) -> int:
@@ -328,26 +322,15 @@ class _Work:
 
 def _groups(ops: list[Op]) -> list[tuple[int, ...]]:
     """Elementwise operations that one kernel could do: connected, with no matmul between, divided alike."""
-    parent: dict[int, int] = {}
-
-    def top(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
+    groups: dict[int | None, set[int]] = {}
     for i, op in enumerate(ops):
-        if op.kind not in ("elementwise", "norm"):
-            continue
-        parent[i] = i
+        if op.kind in ("elementwise", "norm"):
+            groups[i] = {i}
         for _, writer, _ in op.reads if op.kind == "elementwise" else ():
-            if writer in parent and ops[writer].kind != "norm":
-                other = ops[writer]
-                if (other.label, other.split, other.depth) == (op.label, op.split, op.depth):
-                    parent[top(i)] = top(writer)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for i in parent:
-        groups[top(i)].append(i)
-    return [tuple(group) for group in groups.values()]
+            if writer is not None and writer in groups and ops[writer].fuses_with(op):
+                groups[i] |= groups[writer]
+                groups.update(dict.fromkeys(groups[i], groups[i]))
+    return sorted({tuple(sorted(group)) for group in groups.values()})
 
 
 # The run: inputs, recordings, units.
@@ -450,7 +433,9 @@ def _run(
 ) -> _Run:
     blocks = [name for name, _ in found.blocks]
     problem: Exception | None = None
-    with _training(model):
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(patch.object(module, "training", True))
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
                 root, calls, out = record_root(
@@ -471,18 +456,6 @@ def _run(
     ) from problem
 
 
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _inputs(
     model: nn.Module, example: Any, seq_len: int | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], int, int]]:
@@ -499,9 +472,8 @@ def _inputs(
     first = next(m for m in model.modules() if any(True for _ in m.parameters(recurse=False)))
     if isinstance(first, nn.Linear):
         length = seq_len or _LENGTHS[0]
-        for sequences in ((1, length), (length,)):
-            example = torch.empty(*sequences, first.in_features, device="meta")
-            yield (example,), {}, 1, length
+        for shape in ((1, length, first.in_features), (length, first.in_features)):
+            yield (torch.empty(shape, device="meta"),), {}, 1, length
         return
     hugging_face = hasattr(model, "config") and hasattr(model, "dummy_inputs")
     if not hugging_face and not any(isinstance(m, nn.Embedding) for m in model.modules()):
@@ -577,11 +549,8 @@ class _Builder:
         for members in counted.values():
             name, module = members[0]
             units.append(self._unit(name, "block", module, len(members)))
-        called = list(run.calls)
-        last = sorted(
-            found.final_norm_and_head,
-            key=lambda member: called.index(member[0]) if member[0] in called else -1,
-        )
+        called = {name: at for at, name in enumerate(run.calls)}
+        last = sorted(found.final_norm_and_head, key=lambda member: called.get(member[0], -1))
         tail = [self._unit(name, "tail", module) for name, module in last]
         tail.append(Unit("root", "tail", (), **self._work(run.root, "")))
         if run.vocab:
@@ -610,21 +579,21 @@ class _Builder:
         self, params: list[nn.Parameter], recording: Recording | None, prefix: str = ""
     ) -> tuple[Parameter, ...]:
         """In the order of their use; those without a gradient first."""
-        plan, parameters = self.plan, []
-        for param in params:
-            name = self.names[id(param)]
-            parameters.append(
-                Parameter(
-                    name.removeprefix(prefix),
-                    tuple(param.shape),
-                    plan.dims.get(name),
-                    param.requires_grad,
-                    param.element_size(),
-                    plan.heads.get(name),
-                    name in plan.kv,
-                    plan.partial.get(name, plan.unplanned),
-                )
+        plan = self.plan
+        parameters = [
+            Parameter(
+                name.removeprefix(prefix),
+                tuple(param.shape),
+                plan.dims.get(name),
+                param.requires_grad,
+                param.element_size(),
+                plan.heads.get(name),
+                name in plan.kv,
+                plan.partial.get(name, plan.unplanned),
             )
+            for param in params
+            for name in [self.names[id(param)]]
+        ]
         arrived = recording.arrived if recording is not None else []
         used = {name: at for at, name in enumerate(reversed(arrived))}
         return tuple(sorted(parameters, key=lambda each: used.get(each.name, -1)))

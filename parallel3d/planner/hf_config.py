@@ -54,14 +54,13 @@ def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
     """
     if isinstance(config, (str, PathLike)):
         return _from_text(config, name)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
     if not isinstance(config, Mapping):
-        as_dict = getattr(config, "to_dict", None)
-        if as_dict is None:
-            raise PlanningError(
-                f"config is a {type(config).__name__}; it must be a PretrainedConfig, a dict, a path of a "
-                "config.json or a model's name"
-            )
-        config = as_dict()
+        raise PlanningError(
+            f"config is a {type(config).__name__}; it must be a PretrainedConfig, a dict, a path of a "
+            "config.json or a model's name"
+        )
     called = name or config.get("_name_or_path") or config.get("model_type") or "model"
     return _from_dict(config, str(called), "Hugging Face config")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -206,7 +207,7 @@ def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int) -> float:
 
 def attention_kernel(gpu: Gpu, work: Workload) -> str:
     """The kernel that the workload names, or the best that there is for this GPU."""
-    return best_attention(gpu) if work.attention is None else work.attention
+    return work.attention or best_attention(gpu)
 
 
 def best_attention(gpu: Gpu) -> str:
@@ -260,15 +261,13 @@ def share(
     if split in ("heads", "kv") and attention:
         each, mine = attention[0], local_heads(attention[0], tp)
         return each.heads / mine.query if split == "heads" else each.kv_heads / mine.paired
-    if split in ("tp", "heads", "kv"):
-        return tp
-    if split == "sequence":
-        return tp if work.sequence_parallel else 1
-    if split == "gathered":  # Megatron (ZeRO-1) keeps the part and gathers again in backward
-        return tp if work.sequence_parallel and work.sharding != "fsdp" else 1
-    if split == "loss":
-        return tp if work.loss_parallel else 1
-    return 1
+    divided = {
+        "sequence": work.sequence_parallel,
+        # Megatron (ZeRO-1) keeps the part and gathers again in backward.
+        "gathered": work.sequence_parallel and work.sharding != "fsdp",
+        "loss": work.loss_parallel,
+    }
+    return tp if divided.get(split, True) else 1
 
 
 def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float, float, float]:
@@ -367,11 +366,7 @@ def _input(unit: Unit, work: Workload, tp: int) -> float:
 
 
 def _bytes(
-    unit: Unit,
-    activations: list[Activation] | tuple[Activation, ...],
-    gpu: Gpu,
-    work: Workload,
-    tp: int,
+    unit: Unit, activations: Sequence[Activation], gpu: Gpu, work: Workload, tp: int
 ) -> float:
     """Bytes a token of ``activations``."""
     found = 0.0

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import ceil
 
 from parallel3d.fsdp.layout import ACCELERATOR_BYTES
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.constants import Inputs, Term, constant
-from parallel3d.planner.engine import Backward, UnitLayout, Widths, run_backward, unit_layout
+from parallel3d.planner.constants import Term, constant
+from parallel3d.planner.engine import UnitLayout, Widths, run_backward, unit_layout
 from parallel3d.planner.kernels import Activations, activations_of, logit_bytes
-from parallel3d.planner.model_spec import ModelSpec, Unit
-from parallel3d.planner.workload import Workload
+from parallel3d.planner.model_spec import ModelSpec
+from parallel3d.planner.workload import Step, Workload
 
 # Bytes of parameters, gradients, optimizer state, unsharded parameters and buffers, as the engine allocates
 # them.
@@ -68,16 +67,11 @@ def state_memory(
     if work.sharding != "fsdp":
         return _unsharded_state(model, layout, work)
     widths = Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize)
-    layouts, backward = _backward(
-        model.units,
-        layout.shard,
-        layout.tp,
-        widths,
-        work.sequence_parallel,
-        work.reshard_after_forward,
-        zero_copy_bytes,
-        streams,
+    sizes = layout.shard, layout.tp, widths.rest
+    layouts = tuple(
+        unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
     )
+    backward = run_backward(layouts, widths, work.reshard_after_forward, streams)
     buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
     numel = sum(count * bucket.numel for count, bucket in buckets)
     trained = sum(count * bucket.numel for count, bucket in buckets if bucket.trainable)
@@ -107,25 +101,7 @@ def state_memory(
     )
 
 
-@lru_cache(maxsize=4096)
-def _backward(
-    units: tuple[Unit, ...],
-    shard: int,
-    tp: int,
-    widths: Widths,
-    sequence_parallel: bool,
-    reshard: bool,
-    zero_copy_bytes: int,
-    streams: bool,
-) -> tuple[list[UnitLayout], Backward]:
-    layouts = [
-        unit_layout(unit, shard, tp, widths.rest, sequence_parallel, zero_copy_bytes)
-        for unit in units
-    ]
-    return layouts, run_backward(layouts, widths, reshard_after_forward=reshard, streams=streams)
-
-
-def _results(layouts: list[UnitLayout], widths: Widths, *, again: bool = False) -> int:
+def _results(layouts: Sequence[UnitLayout], widths: Widths, *, again: bool = False) -> int:
     """Bytes of results of reductions beyond the gradients.
 
     All results wait for the end of the backward. Then each becomes a gradient, of another dtype, and only
@@ -200,38 +176,30 @@ class Memory:
         return self.needed <= self.capacity
 
 
-def memory_of(
-    model: ModelSpec,
-    layout: MeshLayout,
-    cluster: Cluster,
-    work: Workload,
-    micro_batch: int,
-    accumulation: int,
-) -> Memory:
+def memory_of(step: Step) -> Memory:
     """The memory at the peak of a step, from the second on, when the optimizer has its state."""
-    state = state_memory(model, layout, work)
-    kept = activations_of(model, cluster.gpu, work, layout.tp, micro_batch)
-    moments = _moments(state, kept, accumulation)
+    model, work, gpu = step.model, step.workload, step.cluster.gpu
+    state = state_memory(model, step.layout, work)
+    kept = activations_of(model, gpu, work, step.layout.tp, step.micro_batch)
+    moments = _moments(state, kept, step.accumulation)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
-    inputs: dict[str, Inputs] = {
-        "activations": (
-            ("kept", kept.kept),
-            ("computed again", kept.block),
-            ("gathered", kept.gathered),
-            ("checkpointing", work.checkpointing),
-        ),
-        "logits and loss": (
-            ("micro_batch", micro_batch),
-            ("seq_len", work.seq_len),
-            ("vocab", model.vocab),
-            ("bytes a logit", logit_bytes(work)),
-            ("loss_parallel", str(work.loss_parallel)),
-        ),
+    inputs: dict[str, Mapping[str, float | str]] = {
+        "activations": {
+            "kept": kept.kept,
+            "computed again": kept.block,
+            "gathered": kept.gathered,
+            "checkpointing": work.checkpointing,
+        },
+        "logits and loss": {
+            "micro_batch": step.micro_batch,
+            "seq_len": work.seq_len,
+            "vocab": model.vocab,
+            "bytes a logit": logit_bytes(work),
+            "loss_parallel": str(work.loss_parallel),
+        },
     }
     terms = {
-        name: Term(
-            name, float(value), "B", _FORMULAS[name], inputs.get(name, tuple(state.inputs.items()))
-        )
+        name: Term(name, float(value), _FORMULAS[name], inputs.get(name, state.inputs), "B")
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
@@ -241,16 +209,16 @@ def memory_of(
     return Memory(
         terms=terms,
         beyond=(
-            Term("gaps", lost, "B", "gaps * allocated", (("gaps", gaps), ("allocated", allocated))),
-            Term("workspace", workspace.value, "B", "workspace", (("workspace", workspace),)),
-            Term("context", context.value, "B", "context", (("context", context),)),
+            Term("gaps", lost, "gaps * allocated", {"gaps": gaps, "allocated": allocated}, "B"),
+            Term("workspace", workspace.value, "workspace", {"workspace": workspace}, "B"),
+            Term("context", context.value, "context", {"context": context}, "B"),
         ),
         moment=moment,
         allocated=allocated,
         reserved=reserved,
         upper=reserved + allocated * (constant("gaps_upper").value - gaps.value),
         needed=reserved + context.value,
-        capacity=cluster.gpu.capacity_gib * 2**30,
+        capacity=gpu.capacity_gib * 2**30,
     )
 
 

@@ -368,7 +368,7 @@ class Decoder:
         if self.gated:
             yield Elementwise(self.mlp, (5 * f, 9 * f), (3 * f, 5 * f), (2, 3), "tp")
         else:
-            yield Elementwise(self.mlp, (2 * f, 3 * f), (2 * f, 3 * f), (1, 1), "tp")
+            yield Elementwise(self.mlp, (2 * f, 3 * f), (2 * f, 3 * f), split="tp")
         qk = (self.heads + self.kv) * self.dim
         if self.qk_norm:
             yield self._norm_work("q, k norms", qk, "heads")
@@ -413,13 +413,11 @@ class Decoder:
             yield Activation(f"{name} in fp32", features, 4, split, "norm", eager_only=True)
 
     def _final_norm_and_head(self) -> Unit:
-        """Final norm, head and loss."""
         h, v = self.hidden, self.vocab
         parameters = self._norm_parameters("norm")
         if not self.tied:
-            parameters.append(Parameter("head.weight", (v, h), 0))
-        if self.head_bias and not self.tied:
-            parameters.append(Parameter("head.bias", (v,), 0))
+            bias = [Parameter("head.bias", (v,), 0)] if self.head_bias else []
+            parameters += [Parameter("head.weight", (v, h), 0), *bias]
         return Unit(
             "tail",
             "tail",

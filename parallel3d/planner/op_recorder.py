@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +29,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")
 _LOOKUPS = ("embedding", "embedding_dense_backward", "index", "index_select", "gather")
 # These read and write nothing.
-_FREE = (
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "alias",
-)
+_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_FREE = (*_EMPTY, "detach", "alias")
 
 
 @dataclass
@@ -69,6 +63,11 @@ class Op:
     way: str | None = None
     input_gradient: bool = True
     read_by: list[int] = field(default_factory=list)
+
+    def fuses_with(self, reader: Op) -> bool:
+        """Whether one kernel could do this and ``reader``, which reads what it writes."""
+        alike = (self.label, self.split, self.depth) == (reader.label, reader.split, reader.depth)
+        return alike and self.kind != "norm"
 
     @property
     def moved(self) -> int:
@@ -118,16 +117,12 @@ class OpRecorder(TorchDispatchMode):
         self.masked = False
         self.written: dict[int, tuple[list[Op], int]] = {}
         self._depth: dict[int, int] = {}
-        self._quiet = 0
+        self.is_quiet = False
         self.kept: dict[int, Any] = {}  # a freed storage's id would be another's
 
     @property
     def in_forward(self) -> bool:
         return self.ops is self.forward_ops
-
-    @property
-    def records_forward(self) -> bool:
-        return self.in_forward and not self._quiet
 
     def start_backward(self) -> None:
         self.ops, self.label = self.backward_ops, ""
@@ -141,30 +136,26 @@ class OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not inputs[0].is_meta and func._schema.is_mutable and args[0] is inputs[0]:
             return args[0]  # a mask, changed by values that aren't known
-        if any(storage_of(t) in self.scores for t in inputs):
-            self._look_at_mask(inputs)
+        if any(storage_of(t) in self.scores for t in inputs):  # real ones may be their mask
+            square = (self.seq_len, self.seq_len)
+            masks = [t for t in inputs if t.shape[-2:] == square and not t.is_meta]
+            self.masked = self.masked or any(map(hides_future, masks))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         args, kwargs = map_tensors(_as_meta, (tuple(args), kwargs))
         out = func(*args, **kwargs)
-        if not self._quiet:
+        if not self.is_quiet:
             self._note_call(func, args, kwargs, out)
         return out
-
-    def _look_at_mask(self, inputs: list[Tensor]) -> None:
-        """Looks whether real values that are applied to scores hide the future."""
-        for t in inputs:
-            if t.ndim >= 2 and t.shape[-1] == self.seq_len == t.shape[-2] and not t.is_meta:
-                self.masked = self.masked or hides_future(t)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Operations in here are not recorded."""
-        self._quiet += 1
+        was_quiet, self.is_quiet = self.is_quiet, True
         try:
             yield
         finally:
-            self._quiet -= 1
+            self.is_quiet = was_quiet
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -174,13 +165,13 @@ class OpRecorder(TorchDispatchMode):
         known = {storage_of(t) for t in reads}
         if name in _FREE or (not mutable and all(storage_of(t) in known for t in writes)):
             return
+        tensors = [a for a in args if isinstance(a, Tensor)]
         if name in _PRODUCTS:
-            self._note_product(name, [a for a in args if isinstance(a, Tensor)], writes[0])
+            self._note_product(name, tensors, writes[0])
         elif name == "convolution":
             weight, rows = args[1], writes[0].numel() // args[1].shape[0]
             title = self.params.get(storage_of(weight), ("convolution",))[0]
             sizes = (rows, weight.shape[0], prod(weight.shape[1:]))
-            tensors = [t for t in args if isinstance(t, Tensor)]
             self.note(name, "matmul", tensors, writes[:1], sizes=sizes, weight=title)
         elif name == "convolution_backward":
             self.note("convolution", "matmul", reads, writes)
@@ -193,7 +184,7 @@ class OpRecorder(TorchDispatchMode):
         self, name: str, kind: str, reads: list[Tensor], writes: list[Tensor], **more: Any
     ) -> Op:
         """Records one op; ``split`` is that of its inputs unless given."""
-        if self._quiet:
+        if self.is_quiet:
             return Op(name, kind, "", [], [])
         index = len(self.ops)
         split = more.pop("split", any(storage_of(t) in self.split for t in reads))
@@ -231,7 +222,7 @@ class OpRecorder(TorchDispatchMode):
                 if done:
                     self.softmaxed.add(key)
             return
-        if not self.records_forward and name == "add" and writes[0].shape in self._tables:
+        if not self.in_forward and name == "add" and writes[0].shape in self._tables:
             return  # the sum of a tied weight's gradients, which is not per token
         op = self.note(name, "elementwise", reads, writes)
         if name in _LOOKUPS:
@@ -359,7 +350,7 @@ class KernelMode(TorchFunctionMode):
     ) -> Any:
         causal = is_causal or (attn_mask is not None and hides_future(attn_mask))
         heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
-        if self.recorder.records_forward:
+        if self.recorder.in_forward and not self.recorder.is_quiet:
             self.recorder.attentions.append((heads, kv_heads, query.shape[-1], causal))
         return _Attention.apply(self.recorder, query, key, value)
 
@@ -545,7 +536,10 @@ def record_root(
             if name in calls:
                 calls[name].times += 1
             else:
-                calls[name] = Call(*map_tensors(_leaf, (args, kwargs)))
+                leaves = map_tensors(
+                    lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs)
+                )
+                calls[name] = Call(*leaves)
             key = kind_of(module), tuple(t.shape for t in tensors_in((args, kwargs)))
             if key not in outputs:
                 with recorder.quiet(), torch.no_grad():
@@ -557,25 +551,12 @@ def record_root(
 
     with ExitStack() as stack:
         for name, module in members:
-            stack.enter_context(_replaced_forward(module, replaced(name, module)))
+            stack.enter_context(patch.object(module, "forward", replaced(name, module)))
         stack.enter_context(_watching(recording))
         out = functional_call(model, params.of(model), args, kwargs)
         ends = [t for t in [*tensors_in(out), *passed] if t.grad_fn is not None]
         _backward(recording, ends)
     return recording, calls, out
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own
 
 
 @contextmanager
@@ -634,9 +615,7 @@ def _backward(recording: Recording, outputs: list[Tensor]) -> None:
     """Runs backward from ``outputs`` to all leaves, and labels every operation as its node."""
     recorder = recording.recorder
     recording.outputs = {storage_of(t) for t in outputs}
-    recording.origin = {
-        key: at for key, (ops, at) in recorder.written.items() if ops is recorder.forward_ops
-    }
+    recording.origin = {key: at for key, (_, at) in recorder.written.items()}
     recording.split = set(recorder.split)
     ends = [t for t in outputs if t.grad_fn is not None]
     recorder.start_backward()
@@ -669,10 +648,6 @@ def _backward(recording: Recording, outputs: list[Tensor]) -> None:
         if op.label == "" and op.name == "add":
             writers = {ops[w].label if w is not None else "" for _, w, _ in op.reads}
             op.label = writers.pop() if len(writers) == 1 else ""
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _fresh(tensor: Tensor, trained: bool) -> Tensor:

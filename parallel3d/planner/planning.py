@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
@@ -64,10 +66,8 @@ class MeshPlan:
         if self.candidates:
             return self.candidates[0]
         first = self.refused[0]
-        closest = min(
-            (r for r in self.refused if r.prediction), key=lambda r: r.needed, default=None
-        )
-        if closest is None or closest.prediction is None:
+        closest = min(self.refused, key=lambda r: r.needed or float("inf"))
+        if closest.prediction is None:
             raise PlanningError(f"no layout is legal: {first.layout}: {first.reason}")
         full = closest.prediction.workload.checkpointing == "full"
         other = "" if full else ", or checkpointing='full'"
@@ -90,7 +90,7 @@ class MeshPlan:
         Raises:
             PlanningError: it was refused for another reason.
         """
-        for prediction in self.layouts:
+        for prediction in self.candidates:
             if prediction.layout == layout:
                 return prediction
         for refused in self.refused:
@@ -113,11 +113,8 @@ class MeshPlan:
         ]
         lines += _differences(_per_token(first), _per_token(second), lambda v: f"{v * 1e6:+.3f} us")
         lines.append("memory, first - second:")
-        lines += _differences(
-            {k: t.value for k, t in first.memory.terms.items()},
-            {k: t.value for k, t in second.memory.terms.items()},
-            lambda v: ("+" if v >= 0 else "-") + shown(abs(v), "B"),
-        )
+        bytes_of = [{k: t.value for k, t in p.memory.terms.items()} for p in (first, second)]
+        lines += _differences(*bytes_of, lambda v: f"{'+' if v >= 0 else '-'}{shown(abs(v), 'B')}")
         return "\n".join(lines)
 
     def sensitivity(
@@ -129,28 +126,24 @@ class MeshPlan:
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
-        tried: dict[str, list[tuple[str, float, bool]]] = {}
+        names = ("micro_batch", "seq_len", "nic", "memory bandwidth")
+        tried: dict[str, list[tuple[str, float, bool]]] = {name: [] for name in names}
 
         def add(name: str, value: str, on: Cluster, what: Workload) -> None:
             result = predict(self.model, base.layout, on, what)
-            speed = result.tokens_per_second_per_gpu
-            tried.setdefault(name, []).append((value, speed, result.fits))
+            tried[name].append((value, result.tokens_per_second_per_gpu, result.fits))
 
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
-            if size == base.micro_batch and factor != 1:
-                continue  # it can't be halved
-            whole = size * base.accumulation * base.layout.data_size
-            batch = replace(work, micro_batch=size, global_batch=whole)
-            add("micro_batch", str(size), cluster, batch)
-        for factor in (0.5, 1, 2):
+            if size != base.micro_batch or factor == 1:  # 1 can't be halved
+                whole = size * base.accumulation * base.layout.data_size
+                batch = replace(work, micro_batch=size, global_batch=whole)
+                add("micro_batch", str(size), cluster, batch)
             length = max(int(work.seq_len * factor), base.layout.tp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
             add("seq_len", str(length), cluster, longer)
-        for factor in (0.5, 1, 2):
             nic = cluster.nic * factor
             add("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work)
-        for factor in (0.5, 1, 2):
             wider = replace(gpu, bandwidth=gpu.bandwidth * factor)
             text = f"{wider.bandwidth:g} TB/s"
             add("memory bandwidth", text, replace(cluster, gpu=wider), work)
@@ -159,10 +152,8 @@ class MeshPlan:
     def pareto(self) -> tuple[Prediction, ...]:
         """The candidates for which none is faster with as little memory, by memory."""
         front: list[Prediction] = []
-        by_memory = sorted(
-            self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)
-        )
-        for each in by_memory:
+        # ``candidates`` are sorted by speed, and sorting is stable.
+        for each in sorted(self.candidates, key=lambda p: p.memory.needed):
             if not front or each.tokens_per_second_per_gpu > front[-1].tokens_per_second_per_gpu:
                 front.append(each)
         return tuple(front)
@@ -182,8 +173,8 @@ class MeshPlan:
 
 
 def _named(prediction: Prediction) -> str:
-    sizes = ", ".join(map(str, prediction.layout.sizes))
-    return f"({sizes}) micro-batch {prediction.micro_batch}, {prediction.workload.checkpointing}"
+    sizes, checkpointing = prediction.layout.sizes, prediction.workload.checkpointing
+    return f"{sizes} micro-batch {prediction.micro_batch}, {checkpointing}"
 
 
 def _per_token(prediction: Prediction) -> dict[str, float]:
@@ -214,16 +205,13 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
         return f"{work.sharding} shards nothing over shard, which is {layout.shard}; it must be 1"
     if tp == 1:
         return None
+    joined = f"the {cluster.domain} GPUs that fast links join"
     if tp > cluster.domain:
         return (
-            f"tp {tp} is more than the {cluster.domain} GPUs that fast links join: every layer would wait "
-            "for the network between nodes"
+            f"tp {tp} is more than {joined}: every layer would wait for the network between nodes"
         )
     if cluster.domain % tp:
-        return (
-            f"tp {tp} doesn't divide the {cluster.domain} GPUs that fast links join: groups would cross "
-            "nodes"
-        )
+        return f"tp {tp} doesn't divide {joined}: groups would cross nodes"
     if not model.tp_ready:
         return f"tp {tp} needs a plan, and none could be derived for {model.name}"
     if model.heads and model.heads < tp:
@@ -288,29 +276,20 @@ def plan(
     refused: list[Refused] = []
     for layout in layouts:
         why = refusal(model, layout, cluster, workload)
-        micro = [] if why else list(_micro_batches(layout, workload))
+        micro = list(_micro_batches(layout, workload))
         if why is None and not micro:
             by = f" * micro_batch {workload.micro_batch}" if workload.micro_batch else ""
-            why = (
-                f"global_batch {workload.global_batch} is no multiple of {layout.data_size} data ranks"
-                + by
-            )
+            ranks = f"{layout.data_size} data ranks{by}"
+            why = f"global_batch {workload.global_batch} is no multiple of {ranks}"
         if why is not None:
             refused.append(Refused(layout, why))
             continue
-        tried = [
-            predict(
-                model,
-                layout,
-                cluster,
-                replace(
-                    workload, micro_batch=size, checkpointing=kind, reshard_after_forward=reshard
-                ),
-            )
-            for size in micro
-            for kind in kinds
-            for reshard in (reshards if layout.shard > 1 else reshards[:1])
+        combined = product(micro, kinds, reshards if layout.shard > 1 else reshards[:1])
+        works = [
+            replace(workload, micro_batch=size, checkpointing=kind, reshard_after_forward=reshard)
+            for size, kind, reshard in combined
         ]
+        tried = [predict(model, layout, cluster, work) for work in works]
         fitting = [p for p in tried if p.memory.needed <= limit]
         candidates += fitting
         if not fitting:
@@ -333,21 +312,14 @@ def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | Non
     return allowed
 
 
-def _layouts(
-    world: int,
-    replicate: frozenset[int] | None,
-    shard: frozenset[int] | None,
-    tp: frozenset[int] | None,
-) -> Iterator[MeshLayout]:
-    """All layouts of ``world`` ranks with allowed sizes; None: any."""
+def _layouts(world: int, *allowed: frozenset[int] | None) -> Iterator[MeshLayout]:
+    """All layouts of ``world`` ranks; ``allowed``: sizes of replicate, shard and tp; None: any."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    for t in divisors:
-        for n in divisors:
-            if (world // t) % n == 0:
-                sizes = (world // t // n, n, t)
-                allowed = zip(sizes, (replicate, shard, tp), strict=True)
-                if all(known is None or size in known for size, known in allowed):
-                    yield MeshLayout(*sizes)
+    for tp, shard in product(divisors, divisors):
+        sizes = (world // tp // shard, shard, tp)
+        known = zip(sizes, allowed, strict=True)
+        if prod(sizes) == world and all(own is None or size in own for size, own in known):
+            yield MeshLayout(*sizes)
 
 
 def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
@@ -372,8 +344,6 @@ MEMORY = {
     "logits, loss": ("logits",),
     "framework": ("gaps", "workspace", "context"),
 }
-
-
 TIME = {
     "matmul": ("matmul",),
     "attention": ("attention",),
@@ -421,8 +391,7 @@ def setting(prediction: Prediction) -> str:
     return f"{kind}, keep" if keeps else kind
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Refusals that differ in numbers only.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from parallel3d.planner.cluster import (
     describe_collective,
     link_of,
 )
-from parallel3d.planner.constants import Constant, Input, Term, constant, explained, shown
+from parallel3d.planner.constants import Constant, Term, constant, explained, shown
 from parallel3d.planner.kernels import (
     attention_kernel,
     attention_time,
@@ -31,13 +32,13 @@ from parallel3d.planner.kernels import (
 from parallel3d.planner.memory import Memory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
-from parallel3d.planner.workload import Workload
+from parallel3d.planner.workload import Step, Workload
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Step):
     """Memory and time of a step, on the fullest and slowest rank.
 
     Attributes:
@@ -48,12 +49,6 @@ class Prediction:
         time: seconds by component.
     """
 
-    model: ModelSpec
-    layout: MeshLayout
-    cluster: Cluster
-    workload: Workload
-    micro_batch: int
-    accumulation: int
     memory: Memory
     time: StepTime
 
@@ -148,7 +143,8 @@ def predict(
             f"replicate {layout.replicate * layout.shard}"
         )
     arguments = model, layout, cluster, workload, *_batches(layout, workload)
-    return Prediction(*arguments, memory_of(*arguments), step_time(*arguments))
+    step = Step(*arguments)
+    return Prediction(*arguments, memory_of(step), step_time(step))
 
 
 def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
@@ -178,16 +174,16 @@ def explanation(prediction: Prediction) -> Iterator[str]:
     yield f"{model.name} ({model.source}) on {prediction.layout} of {gpu.name}"
     yield f"memory at its peak, {memory.moment}: {shown(memory.allocated, 'B')} allocated"
     for term in (*memory.terms.values(), *memory.beyond):
-        yield from explained(term, 1)
+        yield from explained(term, "  ")
     yield f"step: {shown(prediction.step_seconds, 's')}"
     for term in prediction.time.terms.values():
-        yield from explained(term, 1)
+        yield from explained(term, "  ")
     for term in _rates(gpu):
         yield from explained(term)
     for unit in model.units:
         yield f"one unit of {unit.count} {unit.name}, one micro-batch"
         for term in unit_terms(prediction, unit):
-            yield from explained(term, 1)
+            yield from explained(term, "  ")
 
 
 def unit_terms(prediction: Prediction, unit: Unit) -> Iterator[Term]:
@@ -197,49 +193,37 @@ def unit_terms(prediction: Prediction, unit: Unit) -> Iterator[Term]:
 
 
 def _rates(gpu: Gpu) -> Iterator[Term]:
-    def of_gpu(name: str, unit: str) -> tuple[str, Constant]:
-        return name, Constant(name, getattr(gpu, name), unit, gpu.source)
-
-    efficiency, sustained = constant("memory_efficiency"), constant("gemm_sustained")
-    yield Term(
-        "memory rate",
-        memory_rate(gpu),
-        "B/s",
-        "bandwidth * memory_efficiency",
-        (of_gpu("bandwidth", "TB/s"), ("memory_efficiency", efficiency)),
-    )
-    yield Term(
-        "matmul rate",
-        matmul_rate(gpu),
-        "FLOP/s",
-        "peak * gemm_efficiency * power * gemm_sustained",
-        (
-            of_gpu("peak", "TFLOP/s"),
-            of_gpu("gemm_efficiency", ""),
-            of_gpu("power", ""),
-            ("gemm_sustained", sustained),
-        ),
-    )
+    units = {"bandwidth": "TB/s", "peak": "TFLOP/s", "gemm_efficiency": "", "power": ""}
+    own = {n: Constant(n, getattr(gpu, n), unit, gpu.source) for n, unit in units.items()}
+    inputs = {
+        "bandwidth": own.pop("bandwidth"),
+        "memory_efficiency": constant("memory_efficiency"),
+    }
+    formula = "bandwidth * memory_efficiency"
+    yield Term("memory rate", memory_rate(gpu), formula, inputs, "B/s")
+    inputs = {**own, "gemm_sustained": constant("gemm_sustained")}
+    yield Term("matmul rate", matmul_rate(gpu), " * ".join(inputs), inputs, "FLOP/s")
 
 
 def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     gpu, work, tp = prediction.cluster.gpu, prediction.workload, prediction.layout.tp
     for name, way, (m, n, k), seconds in gemms_of(unit, gpu, work, tp, prediction.micro_batch):
-        sizes = (("m", m), ("n", n), ("k", k), ("FLOPs", 2.0 * m * n * k))
         yield Term(
             f"{name} {way}",
             seconds,
-            "s",
             "start + ((FLOPs * fp32_slowdown / (matmul rate * TFLOPs^gemm_growth))^p "
             "+ (bytes / memory rate)^p)^(1/p)",
-            (
-                *sizes,
-                ("bytes", (m * k + k * n + m * n) * work.compute_itemsize),
-                ("start", Constant("start", gpu.gemm_start_us, "us", gpu.source)),
-                ("gemm_growth", constant("gemm_growth")),
-                ("p", constant("roofline_power")),
-                ("fp32_slowdown", gpu.fp32_slowdown if work.compute_itemsize > 2 else 1),
-            ),
+            {
+                "m": m,
+                "n": n,
+                "k": k,
+                "FLOPs": 2.0 * m * n * k,
+                "bytes": (m * k + k * n + m * n) * work.compute_itemsize,
+                "start": Constant("start", gpu.gemm_start_us, "us", gpu.source),
+                "gemm_growth": constant("gemm_growth"),
+                "p": constant("roofline_power"),
+                "fp32_slowdown": gpu.fp32_slowdown if work.compute_itemsize > 2 else 1,
+            },
         )
 
 
@@ -249,57 +233,50 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     for attention in unit.attention:
         both = attention_time(attention, gpu, work, tp, prediction.micro_batch)
         for way, seconds in zip(("forward", "backward"), both, strict=True):
-            inputs: list[Input] = [
-                ("heads of a rank", local_heads(attention, tp).query),
-                ("head_dim", attention.head_dim),
-                ("seq_len", work.seq_len),
-                ("causal", str(attention.causal)),
-            ]
+            inputs: dict[str, float | str | Constant] = {
+                "heads of a rank": local_heads(attention, tp).query,
+                "head_dim": attention.head_dim,
+                "seq_len": work.seq_len,
+                "causal": str(attention.causal),
+            }
             if kernel == "naive":
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
-                inputs.append(("bytes a score", constant(f"naive_{way}")))
+                inputs["bytes a score"] = constant(f"naive_{way}")
             else:
                 formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
-                inputs.append(("efficiency", constant(f"attention_{kernel}")))
-                inputs.append(("ramp", constant("attention_ramp")))
+                inputs["efficiency"] = constant(f"attention_{kernel}")
+                inputs["ramp"] = constant("attention_ramp")
                 if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
-                    inputs.append(("after Ampere", constant("flash2_after_ampere")))
+                    inputs["after Ampere"] = constant("flash2_after_ampere")
                 if attention.head_dim <= 64:
-                    inputs.append(("efficiency at 64", constant("head_dim_64")))
+                    inputs["efficiency at 64"] = constant("head_dim_64")
                 if way == "backward":
                     formula += " * attention_backward"
-                    inputs.append(("attention_backward", constant("attention_backward")))
+                    inputs["attention_backward"] = constant("attention_backward")
             if work.compute_itemsize > 2:
                 formula += " * fp32_slowdown"
-                inputs.append(("fp32_slowdown", gpu.fp32_slowdown))
-            yield Term(f"attention {way} ({kernel})", seconds, "s", formula, tuple(inputs))
+                inputs["fp32_slowdown"] = gpu.fp32_slowdown
+            yield Term(f"attention {way} ({kernel})", seconds, formula, inputs)
 
 
 def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
     kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch)
+    sizes = {"tokens": micro_batch * work.seq_len, "bytes an element": work.compute_itemsize}
     for index, way in enumerate(("forward", "backward")):
-        if not kernels.elementwise[index]:
-            continue
-        counts = [(e.name, elements(e, unit, work, tp)[index]) for e in unit.elementwise]
-        yield Term(
-            f"elementwise {way}",
-            kernels.elementwise[index],
-            "s",
-            "tokens * elements read and written * bytes an element / memory rate",
-            (
-                ("tokens", micro_batch * work.seq_len),
-                ("bytes an element", work.compute_itemsize),
-                *((f"elements of {name}", count) for name, count in counts),
-            ),
-        )
+        if kernels.elementwise[index]:
+            moved: dict[str, float] = defaultdict(float)
+            for e in unit.elementwise:
+                moved[f"elements of {e.name}"] += elements(e, unit, work, tp)[index]
+            formula = "tokens * elements read and written * bytes an element / memory rate"
+            yield Term(f"elementwise {way}", kernels.elementwise[index], formula, sizes | moved)
     if kernels.again:
         formula = {
             "full": "forward kernels",
             "selective_layer": "forward kernels / 2",
             "selective_op": "every second matmul forward + elementwise forward",
         }[work.checkpointing]
-        yield Term("recompute", kernels.again, "s", formula)
+        yield Term("recompute", kernels.again, formula)
 
 
 def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
@@ -317,7 +294,7 @@ def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     if numel and replicate.size > 1:
         calls.append(("all-reduce", "all_reduce", reduced / shard.size, replicate))
     for name, kind, nbytes, link in calls:
-        formula, inputs = describe_collective(kind, nbytes, link, cluster)
-        group = (("bytes", nbytes), ("ranks", link.size), ("of them on a node", link.per_node))
+        formula, constants = describe_collective(kind, nbytes, link, cluster)
+        group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
         seconds = collective_time(kind, nbytes, link, cluster)
-        yield Term(name, seconds, "s", formula, (*group, *inputs))
+        yield Term(name, seconds, formula, group | constants)

@@ -45,10 +45,6 @@ class Span:
     what: str
     phase: str
 
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds
-
 
 def layer_spans(prediction: Prediction) -> list[Span]:
     """One block between two others, forward and then backward, in the last micro-batch of a step.
@@ -62,24 +58,17 @@ def layer_spans(prediction: Prediction) -> list[Span]:
         return []
     unit, times = max(blocks, key=lambda each: each[0].count)
     around = prediction.workload.sequence_parallel
-    forward = _phase(
-        0.0,
-        "forward",
-        _pieces(unit, times.forward, times.tp_forward, around),
-        [("gather", "parameters of the next block", times.gather)],
-    )
-    end = max((span.end for span in forward), default=0.0)
-    backward = _phase(
-        end * 1.04,
-        "backward",
-        _pieces(unit, times.backward, times.tp_backward, around),
-        [
-            ("gather", "parameters of the block before", times.gather_again),
-            ("reduce", "gradients of the block after", times.reduce),
-            ("all-reduce", "gradients of the block after, between copies", times.all_reduce),
-        ],
-    )
-    return forward + backward
+    pieces = _pieces(unit, times.forward, times.tp_forward, around)
+    beside = [("gather", "parameters of the next block", times.gather)]
+    forward = _phase(0.0, "forward", pieces, beside)
+    end = max((span.start + span.seconds for span in forward), default=0.0)
+    pieces = _pieces(unit, times.backward, times.tp_backward, around)
+    beside = [
+        ("gather", "parameters of the block before", times.gather_again),
+        ("reduce", "gradients of the block after", times.reduce),
+        ("all-reduce", "gradients of the block after, between copies", times.all_reduce),
+    ]
+    return forward + _phase(end * 1.04, "backward", pieces, beside)
 
 
 def _pieces(unit: Unit, whole: float, tp: float, around: bool) -> list[tuple[str, float]]:
@@ -189,20 +178,20 @@ def pareto_chart(plan: MeshPlan) -> Figure:
     return as_figure(traces, layout)
 
 
+def _batch(prediction: Prediction) -> str:
+    return f"{prediction.micro_batch} {_TIMES} {prediction.accumulation}"
+
+
 def _points(
     each: Sequence[Prediction], name: str, colour: str, symbol: str = "circle", size: int = 8
 ) -> dict[str, Any]:
-    words = [
-        [short(p), f"{p.micro_batch} {_TIMES} {p.accumulation}", setting(p), f"{p.mfu:.1%}"]
-        for p in each
-    ]
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
         "x": [round(p.memory.needed / _GIB, 3) for p in each],
         "y": [round(p.tokens_per_second_per_gpu, 2) for p in each],
-        "customdata": words,
+        "customdata": [[short(p), _batch(p), setting(p), f"{p.mfu:.1%}"] for p in each],
         "hovertemplate": "<b>%{customdata[0]}</b><br>micro-batch %{customdata[1]}<br>checkpointing "
         "%{customdata[2]}<br>%{x:.1f} GiB<br>%{y:,.0f} tokens/s/GPU, MFU %{customdata[3]}<extra></extra>",
         "marker": {"color": colour, "symbol": symbol, "size": size, "opacity": 0.85},
@@ -290,19 +279,14 @@ def timeline_chart(prediction: Prediction) -> Figure:
         "exposed": "collective, waited for",
     }
     traces: list[dict[str, Any]] = []
+    line = {"width": 1, "color": "rgba(128,128,128,0.5)"}
+    hover = "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]} ms"
     for kind, name in names.items():
         bars = [span for span in spans if span.kind == kind]
         if bars:
-            seconds = [round(s.seconds * 1e3, 6) for s in bars]
-            line = {"width": 1, "color": "rgba(128,128,128,0.5)"}
-            hover = "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]} ms"
-            trace = _bars(
-                name,
-                seconds,
-                [s.lane for s in bars],
-                {"color": _COLOURS[kind], "line": line},
-                f"{hover}<extra>{name}</extra>",
-            )
+            seconds, lanes = [round(s.seconds * 1e3, 6) for s in bars], [s.lane for s in bars]
+            marker = {"color": _COLOURS[kind], "line": line}
+            trace = _bars(name, seconds, lanes, marker, f"{hover}<extra>{name}</extra>")
             trace["base"] = [round(s.start * 1e3, 6) for s in bars]
             trace["customdata"] = [[s.phase, s.what, f"{s.seconds * 1e3:.3f}"] for s in bars]
             traces.append(trace)
@@ -311,7 +295,6 @@ def timeline_chart(prediction: Prediction) -> Figure:
     layout["barmode"] = "overlay"
     layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
     layout["yaxis"] |= {"categoryorder": "array", "categoryarray": used}
-    layout["annotations"] = []
     for phase in ("forward", "backward"):
         start = min((s.start for s in spans if s.phase == phase), default=0.0)
         mark(layout, start * 1e3, phase, dash="solid", width=1, anchor="left")
@@ -404,10 +387,8 @@ def _cards(plan: MeshPlan) -> str:
         "step": f"{best.step_seconds:,.3f} s",
         "GiB needed": f"{memory.needed / _GIB:.1f} of {memory.capacity / _GIB:.1f}",
     }
-    shown = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in cards.items()
-    )
+    each_card = "<div><dt>{}</dt><dd>{}</dd></div>"
+    shown = "".join(each_card.format(*map(escape, card)) for card in cards.items())
     verdict = "" if best.fits else '<p class="bad">This does not fit: it is what comes closest.</p>'
     return f'{verdict}<dl class="cards">{shown}</dl>'
 
@@ -416,7 +397,7 @@ def _layouts(plan: MeshPlan) -> str:
     columns = {
         "layout": short,
         "checkpointing": setting,
-        "batch": lambda p: f"{p.micro_batch} {_TIMES} {p.accumulation}",
+        "batch": _batch,
         "GiB": lambda p: f"{p.memory.needed / _GIB:.1f}",
         "tokens/s/GPU": lambda p: f"{p.tokens_per_second_per_gpu:,.0f}",
         "MFU": lambda p: f"{p.mfu:.1%}",
@@ -438,10 +419,9 @@ def _refusals(plan: MeshPlan) -> str:
         return "<p>None.</p>"
     kinds = [(r.text, str(r.count), r.examples) for r in reasons(plan.refused)]
     each = [(f" {_TIMES} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused]
-    return (
-        table(("why (the mildest)", "how many", "layouts"), kinds, 1)
-        + f"<details><summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}</details>"
-    )
+    every = f"<summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}"
+    counted = table(("why (the mildest)", "how many", "layouts"), kinds, 1)
+    return f"{counted}<details>{every}</details>"
 
 
 def _sensitivity(plan: MeshPlan) -> str:
@@ -462,9 +442,7 @@ def _sensitivity(plan: MeshPlan) -> str:
 
 def _explanation(plan: MeshPlan) -> str:
     each = _shown(plan)
-    if not each:
-        return ""
-    text = each[0].explain()
+    text = each[0].explain() if each else ""
     if len(plan.layouts) > 1:
         text += "\n\nbeside the second:\n" + plan.explain(plan.layouts[0], plan.layouts[1])
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 from os import PathLike
@@ -45,11 +45,8 @@ _SHARDING = {"hsdp": "fsdp", "zero3": "fsdp", "zero0": "ddp", "distributed_optim
 _YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 
 
-@dataclass(frozen=True)
-class Models:
+class Models(dict[str, Row]):
     """Rows of models.csv by name."""
-
-    rows: Mapping[str, Row]
 
     def spec(self, name: str, seq_len: int) -> ModelSpec:
         """The model of this name; learned positions have ``seq_len`` rows.
@@ -57,10 +54,9 @@ class Models:
         Raises:
             PlanningError: there is none.
         """
-        row = self.rows.get(name)
-        if row is None:
-            raise PlanningError(f"there is no model {name!r}; models are {', '.join(self.rows)}")
-        return _spec(tuple(sorted(row.items())), seq_len)
+        if name not in self:
+            raise PlanningError(f"there is no model {name!r}; models are {', '.join(self)}")
+        return _spec(tuple(sorted(self[name].items())), seq_len)
 
 
 @lru_cache(maxsize=1024)
@@ -207,11 +203,9 @@ def _int(row: Row, name: str, default: int) -> int:
 
 def _flag(row: Row, name: str, default: bool) -> bool:
     text = (row.get(name) or "").strip().lower()
-    if not text:
-        return default
-    if text not in (*_YES, *_NO):
+    if text not in ("", *_YES, *_NO):
         raise PlanningError(f"{name} is {text!r}; it must be 0 or 1")
-    return text in _YES
+    return text in _YES if text else default
 
 
 def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import log2
 
-from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.axes import AXES
-from parallel3d.planner.cluster import AxisLink, Cluster, collective_time, link_of
-from parallel3d.planner.constants import Constant, Term, constant
+from parallel3d.planner.cluster import AxisLink, collective_time, link_of
+from parallel3d.planner.constants import Term, constant
 from parallel3d.planner.engine import rank_rows
 from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
-from parallel3d.planner.model_spec import ModelSpec, Unit
-from parallel3d.planner.workload import Workload
+from parallel3d.planner.model_spec import Unit
+from parallel3d.planner.workload import Step, Workload
 
 # What of the engine's communication compute doesn't hide, unit by unit.
 #
@@ -79,23 +78,20 @@ def fsdp_exposed(units: Sequence[UnitTimes], *, all_reduce: bool) -> Exposed:
     exposed = Exposed()
     if not units:
         return exposed
+    if not all_reduce:
+        units = [replace(unit, all_reduce=0.0) for unit in units]
     exposed.gather += units[0].gather  # nothing runs before it
-    for i, unit in enumerate(units):
-        after = units[i + 1].gather if i + 1 < len(units) else 0.0
+    nothing = UnitTimes(0, 0.0, 0.0)
+    around = list(zip([nothing, *units], units, [*units[1:], nothing], strict=False))
+    for _, unit, after in around:
         exposed.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0)
-        exposed.wait(1, unit.forward, after, 0.0, 0.0)
-    for i in range(len(units) - 1, -1, -1):
-        unit = units[i]
-        before = units[i - 1].gather_again if i else 0.0
-        later = units[i + 1] if i + 1 < len(units) else None
-        extra = unit.all_reduce if all_reduce else 0.0
-        exposed.wait(unit.count - 1, unit.backward, unit.gather_again, unit.reduce, extra)
-        reduce = later.reduce if later else 0.0
-        late = later.all_reduce if later and all_reduce else 0.0
-        exposed.wait(1, unit.backward, before, reduce, late)
+        exposed.wait(1, unit.forward, after.gather, 0.0, 0.0)
+    for before, unit, after in reversed(around):
+        beside = unit.gather_again, unit.reduce, unit.all_reduce
+        exposed.wait(unit.count - 1, unit.backward, *beside)
+        exposed.wait(1, unit.backward, before.gather_again, after.reduce, after.all_reduce)
     exposed.reduce += units[0].reduce  # after the last backward
-    if all_reduce:
-        exposed.all_reduce += units[0].all_reduce
+    exposed.all_reduce += units[0].all_reduce
     return exposed
 
 
@@ -137,17 +133,9 @@ class StepTime:
         return sum(term.value for term in self.terms.values())
 
 
-def step_time(
-    model: ModelSpec,
-    layout: MeshLayout,
-    cluster: Cluster,
-    work: Workload,
-    micro_batch: int,
-    accumulation: int,
-) -> StepTime:
-    """A step of ``accumulation`` micro-batches of ``micro_batch`` sequences on each data rank."""
-    links = {axis: link_of(layout, axis, cluster) for axis in AXES}
-    return _Step(model, layout, cluster, work, micro_batch, accumulation, links).time()
+def step_time(step: Step) -> StepTime:
+    """The time of ``step``."""
+    return _Timing(step).time()
 
 
 def tp_collectives(
@@ -178,73 +166,59 @@ def local_numel(unit: Unit, tp: int) -> int:
     )
 
 
-def _term(name: str, seconds: float, formula: str, inputs: Mapping[str, float | Constant]) -> Term:
-    return Term(name, seconds, "s", formula, tuple(inputs.items()))
+class _Timing:
+    """Computes ``step_time``."""
 
-
-@dataclass(frozen=True)
-class _Step:
-    """The arguments of ``step_time``, and what is computed of them."""
-
-    model: ModelSpec
-    layout: MeshLayout
-    cluster: Cluster
-    work: Workload
-    micro_batch: int
-    accumulation: int
-    links: dict[str, AxisLink]
+    def __init__(self, step: Step) -> None:
+        self.step, self.work, self.layout = step, step.workload, step.layout
+        self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
+        self.units, self.rate = step.model.units, memory_rate(self.gpu)
+        self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in AXES}
 
     def time(self) -> StepTime:
-        units, tp, gpu = self.model.units, self.layout.tp, self.cluster.gpu
-        kernels = [kernels_of(u, gpu, self.work, tp, self.micro_batch) for u in units]
-        tp_times = [self.tp_time(u) for u in units]
-        times = [
-            self.unit_times(u, k, *tp_time)
-            for u, k, tp_time in zip(units, kernels, tp_times, strict=True)
-        ]
+        units, tp, micro_batch = self.units, self.layout.tp, self.step.micro_batch
+        kernels = [kernels_of(u, self.gpu, self.work, tp, micro_batch) for u in units]
+        times = [self.unit_times(u, k) for u, k in zip(units, kernels, strict=True)]
         tp_total = sum(t.count * (t.tp_forward + t.tp_backward) for t in times)
-        tokens = self.micro_batch * self.work.seq_len
         terms = [
             *self.compute_terms(kernels),
-            _term(
+            Term(
                 "tensor parallel",
                 tp_total * self.accumulation,
                 "accumulation * sum of the units' collectives over tp, none of them hidden",
-                {"accumulation": self.accumulation, "tp": tp}
-                | {"collectives of a micro-batch": tp_total, "tokens": tokens},
+                {
+                    "accumulation": self.accumulation,
+                    "tp": tp,
+                    "collectives of a micro-batch": tp_total,
+                    "tokens": micro_batch * self.work.seq_len,
+                },
             ),
             *self.engine_terms(*self.exposed(times)),
             self.optimizer(),
         ]
         terms.append(self.stragglers(sum(term.value for term in terms)))
-        flops = [
-            sum(u.count * k.flops[i] for u, k in zip(units, kernels, strict=True)) for i in range(3)
-        ]
-        plain = [kernels_of(u, gpu, self.work, 1, self.micro_batch).flops for u in units]
+        flops = [u.count * sum(k.flops) for u, k in zip(units, kernels, strict=True)]
+        plain = [kernels_of(u, self.gpu, self.work, 1, micro_batch).flops for u in units]
         useful = sum(u.count * (f[0] + f[1]) for u, f in zip(units, plain, strict=True))
         return StepTime(
             {term.name: term for term in terms},
             useful * self.accumulation / tp,
-            sum(each * self.accumulation for each in flops),
+            sum(flops) * self.accumulation,
             list(zip(units, times, strict=True)),
         )
 
     def numel(self, kind: str | None = None) -> int:
         """Elements of the parameters of one tp rank, before they are sharded."""
-        units = [u for u in self.model.units if kind in (None, u.kind)]
+        units = [u for u in self.units if kind in (None, u.kind)]
         return sum(u.count * local_numel(u, self.layout.tp) for u in units)
 
-    @property
-    def memory_rate(self) -> float:
-        return memory_rate(self.cluster.gpu)
-
     def collective(self, kind: str, nbytes: float, axis: str) -> float:
-        return collective_time(kind, nbytes, self.links[axis], self.cluster)
+        return collective_time(kind, nbytes, self.links[axis], self.step.cluster)
 
     def tp_time(self, unit: Unit) -> tuple[float, float]:
         """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
         total = {"forward": 0.0, "backward": 0.0}
-        calls = tp_collectives(unit, self.work, self.micro_batch, self.links["tp"])
+        calls = tp_collectives(unit, self.work, self.step.micro_batch, self.links["tp"])
         for way, kind, nbytes in calls:
             total[way] += self.collective(kind, nbytes, "tp")
         again = {"full": 1.0, "selective_layer": 0.5, "selective_op": 0.5}
@@ -252,10 +226,9 @@ class _Step:
             total["backward"] += total["forward"] * again.get(self.work.checkpointing, 0.0)
         return total["forward"], total["backward"]
 
-    def unit_times(
-        self, unit: Unit, kernels: Kernels, tp_forward: float, tp_backward: float
-    ) -> UnitTimes:
+    def unit_times(self, unit: Unit, kernels: Kernels) -> UnitTimes:
         work, shard = self.work, self.links["shard"].size
+        tp_forward, tp_backward = self.tp_time(unit)
         forward, backward = kernels.forward + tp_forward, kernels.backward + tp_backward
         numel = local_numel(unit, self.layout.tp)
         gather = reduce = summed = again = 0.0
@@ -266,37 +239,33 @@ class _Step:
             summed = self.collective("all_reduce", part, "replicate")
             again = gather if unit.kind == "block" and work.reshard_after_forward else 0.0
             if shard > 1:
-                copy = constant("gather_copy").value * numel / self.memory_rate
+                copy = constant("gather_copy").value * numel / self.rate
+                copied = constant("reduce_copy").value * numel / self.rate
                 forward += copy
-                backward += constant("reduce_copy").value * numel / self.memory_rate + (
-                    copy if again else 0.0
-                )
+                backward += copied + (copy if again else 0.0)
         return UnitTimes(
             unit.count, forward, backward, gather, again, reduce, summed, tp_forward, tp_backward
         )
 
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
         """(of every micro-batch but the last, of the last one)."""
-        work = self.work
+        work, numel = self.work, self.numel()
         if work.sharding == "fsdp":
             return fsdp_exposed(times, all_reduce=False), fsdp_exposed(times, all_reduce=True)
-        reduced = self.numel() * work.reduce_itemsize
-        gather = 0.0
-        if work.sharding == "ddp":
-            reduce = self.collective("all_reduce", reduced, "replicate")
-        else:
-            reduce = self.collective("reduce_scatter", reduced, "replicate")
-            gathered = self.numel() * work.compute_itemsize
-            gather = self.collective("all_gather", gathered, "replicate")
+        kind, gathered = "all_reduce", 0
+        if work.sharding == "zero1":
+            kind, gathered = "reduce_scatter", numel * work.compute_itemsize
+        reduce = self.collective(kind, numel * work.reduce_itemsize, "replicate")
+        gather = self.collective("all_gather", gathered, "replicate")
         return Exposed(), unsharded_exposed(times, reduce=reduce, gather=gather)
 
     def compute_terms(self, kernels: list[Kernels]) -> Iterator[Term]:
         """Kernels, recomputation, and host time beyond them."""
-        each, n = list(zip(self.model.units, kernels, strict=True)), self.accumulation
+        each, n = list(zip(self.units, kernels, strict=True)), self.accumulation
 
         def term(name: str, seconds: float, what: str) -> Term:
             inputs = {"accumulation": n, "micro-batch": seconds}
-            return _term(name, seconds * n, f"accumulation * {what}", inputs)
+            return Term(name, seconds * n, f"accumulation * {what}", inputs)
 
         busy = 0.0
         for part in ("matmul", "attention", "elementwise"):
@@ -311,34 +280,29 @@ class _Step:
 
     def engine_terms(self, exposed: Exposed, last: Exposed) -> Iterator[Term]:
         """Copies in and out of buffers, exposed communication, accumulation."""
-        n, numel, rate = self.accumulation, self.numel(), self.memory_rate
+        n, numel, rate = self.accumulation, self.numel(), self.rate
         shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
         gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
-        yield _term(
+        copies = {"gather_copy": gather, "reduce_copy": reduce, "memory rate": rate}
+        yield Term(
             "copies",
             copied / rate * n,
             "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
-            {
-                "accumulation": n,
-                "parameters": numel,
-                "gather_copy": gather,
-                "reduce_copy": reduce,
-                "memory rate": rate,
-            },
+            {"accumulation": n, "parameters": numel, **copies},
         )
         slowdown = constant("overlap_slowdown")
         for name, what in _EXPOSED.items():
             each, final = getattr(exposed, name), getattr(last, name)
-            yield _term(
+            yield Term(
                 name if name == "slowdown" else f"exposed {name}",
                 each * (n - 1) + final,
                 f"(accumulation - 1) * each + last: {what}",
                 {"accumulation": n, "each": each, "last": final, "overlap_slowdown": slowdown},
             )
         added = (numel // shard if is_fsdp else numel) if n > 1 else 0
-        yield _term(
+        yield Term(
             "accumulate",
             add.value * added * n / rate,
             "accumulation * accumulate * gradients / memory rate",
@@ -347,10 +311,10 @@ class _Step:
 
     def optimizer(self) -> Term:
         """Parameters, gradients and state are read, parameters and state written."""
-        work, numel, rate = self.work, self.numel(), self.memory_rate
+        work, numel, rate = self.work, self.numel(), self.rate
         ranks = {"fsdp": self.layout.shard, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
         per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
-        return _term(
+        return Term(
             "optimizer",
             per * numel / ranks / rate,
             "(3 parameter itemsize + 2 state bytes) * parameters / ranks / memory rate",
@@ -359,8 +323,8 @@ class _Step:
         )
 
     def stragglers(self, others: float) -> Term:
-        straggler, nodes = constant("straggler"), self.cluster.nodes
-        return _term(
+        straggler, nodes = constant("straggler"), self.step.cluster.nodes
+        return Term(
             "stragglers",
             straggler.value * log2(nodes) * others,
             "straggler * log2(nodes) * all else",

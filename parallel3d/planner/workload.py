@@ -1,11 +1,14 @@
-"""Workload: what is trained, apart from the model and the machines."""
+"""Workload: what is trained, apart from the model and the machines. Step: all of them together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
 from parallel3d.planner.arguments import check_choice, check_size
+from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.model_spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective_op", "selective_layer", "full")
 """What ``Workload.checkpointing`` may be: which activations are recomputed in backward."""
@@ -103,3 +106,21 @@ class Workload:
         """Bytes of optimizer state a parameter."""
         state = _OPTIMIZERS[self.optimizer]
         return state if self.optimizer == "adamw_8bit" else state * self.param_itemsize // 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step.
+
+    Attributes:
+        layout: resolved.
+        micro_batch: sequences per data rank and forward.
+        accumulation: micro-batches per step.
+    """
+
+    model: ModelSpec
+    layout: MeshLayout
+    cluster: Cluster
+    workload: Workload
+    micro_batch: int
+    accumulation: int

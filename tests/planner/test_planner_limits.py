@@ -136,7 +136,7 @@ class TestNumbers:
     def test_collectives_can_be_followed(self, kind: str, link: AxisLink) -> None:
         cluster = Cluster.of("h100", 8)
         _, inputs = describe_collective(kind, 2**28, link, cluster)
-        value = {name: each.value for name, each in inputs}
+        value = {name: each.value for name, each in inputs.items()}
         if link.nodes > 1:
             seconds = value["latency"] * 1e-6 + 2**28 / (value["rate"] * 1e9)
         else:
