@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,7 @@ class Held:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """From the operation with index ``operation`` on, the storage ``held`` has ``size`` bytes."""
 
     operation: int
@@ -53,56 +52,53 @@ class Change:
     size: int
 
 
-@dataclass
 class Ledger:
     """Follows storages by identity.
 
     Attributes:
         changes: all changes, in order.
-        alive: ``id`` of a storage -> its record.
         operation: index of the operation that runs.
         closed: whether changes are no longer noted.
     """
 
-    changes: list[Change] = field(default_factory=list)
-    alive: dict[int, Held] = field(default_factory=dict)
-    operation: int = 0
-    closed: bool = False
-    _watched: dict[int, weakref.ref] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.operation = 0
+        self.closed = False
+        self._alive: dict[int, Held] = {}  # id of a storage -> its record
+        self._watched: dict[int, weakref.ref] = {}
 
-    def add(self, tensor: torch.Tensor, held: Held) -> Held:
+    def add(self, tensor: Tensor, held: Held) -> None:
         """Adds the storage of ``tensor``, which is not known."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        self.alive[key] = held
+        self._alive[key] = held
         self._watched[key] = weakref.ref(storage, partial(self._end, key))
         self.changes.append(Change(self.operation, held, storage.nbytes()))
-        return held
 
-    def find(self, tensor: torch.Tensor) -> Held | None:
+    def find(self, tensor: Tensor) -> Held | None:
         """Returns the record of ``tensor``'s storage."""
-        return self.alive.get(id(tensor.untyped_storage()))
+        return self._alive.get(id(tensor.untyped_storage()))
 
     def begin_backward(self) -> None:
         """Notes that all storages that are alive have lived through forward."""
-        for held in self.alive.values():
+        for held in self._alive.values():
             held.lived_through_forward = True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that ``storage`` may have another size."""
-        held = self.alive.get(id(storage))
+        held = self._alive.get(id(storage))
         if held is not None and not self.closed:
             self.changes.append(Change(self.operation, held, storage.nbytes()))
 
     def _end(self, key: int, _: object) -> None:
-        held = self.alive.pop(key)
+        held = self._alive.pop(key)
         del self._watched[key]
         if not self.closed:
             self.changes.append(Change(self.operation, held, 0))
 
 
-LARGEST = 30
-"""Number of tensors that ``Peak`` lists."""
+_LARGEST = 30  # tensors that ``Peak`` lists
 
 
 def note_gradients(roots: Iterable[nn.Module], ledger: Ledger) -> None:
@@ -158,45 +154,42 @@ def memory_over_time(
     """
     now: Counter[str] = Counter()
     sizes: dict[Held, int] = {}
-    samples: list[MemorySample] = []
-    begin = next((i for i, each in enumerate(operations) if each.phase == "forward"), None)
-    total = top = most = step_most = at = 0
-    step_at = None
-    for position, change in enumerate(ledger.changes):
+    samples: dict[int, MemorySample] = {}  # number of changes until then -> the sample
+    total = top = 0
+    for count, change in enumerate(ledger.changes, 1):
         difference = change.size - sizes.get(change.held, 0)
         sizes[change.held] = change.size
         now[kind_of(change.held)] += difference
         total += difference
-        is_new = not samples or samples[-1].operation != change.operation
-        if is_new or total > top:
-            if not is_new:
-                samples.pop()
-            samples.append(MemorySample(change.operation, _known(now)))
-            top = total
-        if total > most:
-            most, at = total, position
-        if begin is not None and change.operation >= begin and total > step_most:
-            step_most, step_at = total, position
-    step_peak = None if step_at is None else _peak(ledger, operations, step_at)
-    return tuple(samples), _peak(ledger, operations, at), step_peak
+        if samples and ledger.changes[count - 2].operation == change.operation:
+            if total <= top:
+                continue
+            samples.popitem()
+        by_kind = {kind: now[kind] for kind in KINDS if now[kind]}
+        samples[count] = MemorySample(change.operation, by_kind)
+        top = total
+    begin = next(
+        (i for i, each in enumerate(operations) if each.phase == "forward"), len(operations)
+    )
+    in_steps = {count: sample for count, sample in samples.items() if sample.operation >= begin}
+    peak = _peak(ledger, operations, samples or {0: MemorySample(0, {})})
+    step_peak = (
+        _peak(ledger, operations, in_steps) if any(s.by_kind for s in in_steps.values()) else None
+    )
+    return tuple(samples.values()), peak, step_peak
 
 
-def _known(now: Counter[str]) -> dict[str, int]:
-    return {kind: now[kind] for kind in KINDS if now[kind]}
-
-
-def _peak(ledger: Ledger, operations: list[Operation], position: int) -> Peak:
-    alive = {change.held: change.size for change in ledger.changes[: position + 1]}
-    now: Counter[str] = Counter()
-    for held, size in alive.items():
-        now[kind_of(held)] += size
-    largest = sorted(alive.items(), key=lambda item: -item[1])[:LARGEST]
-    at = ledger.changes[position].operation if ledger.changes else 0
+def _peak(ledger: Ledger, operations: list[Operation], samples: dict[int, MemorySample]) -> Peak:
+    """Returns the first of the largest of ``samples``, with the largest tensors that were alive then."""
+    count, sample = max(samples.items(), key=lambda item: item[1].total)
+    alive = {change.held: change.size for change in ledger.changes[:count]}
+    largest = sorted(alive.items(), key=lambda item: -item[1])[:_LARGEST]
+    at = sample.operation
     operation = operations[at] if at < len(operations) else Operation("", "", "", "other", 0)
     return Peak(
         operation=at,
-        bytes=sum(alive.values()),
-        by_kind=_known(now),
+        bytes=sample.total,
+        by_kind=sample.by_kind,
         phase=operation.phase,
         module=operation.module,
         name=operation.name,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ class _Output:
     offset: int
     dtype: torch.dtype
     source: int
-    is_argument: bool
 
 
 class FakeRunner:
@@ -93,11 +92,11 @@ class FakeRunner:
         return out
 
     def _again(self, recipe: Any, args: tuple[Any, ...]) -> Any:
+        if isinstance(recipe, int):
+            return args[recipe]
         if not isinstance(recipe, _Output):
             kind, parts = recipe
             return None if kind is None else kind(self._again(part, args) for part in parts)
-        if recipe.is_argument:
-            return args[recipe.source]
         shape, stride, dtype = recipe.shape, recipe.stride, recipe.dtype
         if recipe.source < 0:
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -110,9 +109,7 @@ class FakeRunner:
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Everything that the shapes of the result depend on; None if that is not known."""
     parts: list[Any] = [func]
-    if not _add(parts, args) or not _add(parts, tuple(kwargs.items())):
-        return None
-    return tuple(parts)
+    return tuple(parts) if _add(parts, (args, tuple(kwargs.items()))) else None
 
 
 def _add(parts: list[Any], values: Any) -> bool:
@@ -133,7 +130,10 @@ def _add(parts: list[Any], values: Any) -> bool:
 
 
 def _recipe(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """How to make ``out`` without ``func``: an ``_Output``, or a type and its items; None if not known."""
+    """How to make ``out`` without ``func``; None if not known.
+
+    It is the index of an argument, an ``_Output``, or a type and its items.
+    """
     if out is None:
         return (None, ())
     if isinstance(out, list | tuple):
@@ -148,11 +148,12 @@ def _recipe(func: Any, args: tuple[Any, ...], out: Any) -> Any:
             break
     else:
         # It may have the storage of a tensor in a list or in kwargs, or be a part of something else.
-        if func._schema.is_mutable or storage.nbytes() != _span(out):
+        alone = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
+        if func._schema.is_mutable or storage.nbytes() != alone.untyped_storage().nbytes():
             return None
-    is_argument = source >= 0 and out is args[source]
-    offset = int(out.storage_offset())
-    return _Output(tuple(out.shape), out.stride(), offset, out.dtype, source, is_argument)
+    if source >= 0 and out is args[source]:
+        return source
+    return _Output(tuple(out.shape), out.stride(), int(out.storage_offset()), out.dtype, source)
 
 
 def _reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Any) -> bool:
@@ -161,14 +162,6 @@ def _reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: 
         return False
     name = func.overloadpacket.__name__
     return name.startswith(("set_", "resize_")) or _key_of(func, args, kwargs) != before
-
-
-def _span(tensor: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 # Collectives that send nothing.
@@ -181,7 +174,7 @@ class DryWork(dist.Work):
     forever. So that the outputs are not kept alive with it, it has weak references to them.
     """
 
-    def __init__(self, on_wait: Callable[[int], None], outputs: list[torch.Tensor]) -> None:
+    def __init__(self, on_wait: Callable[[int], None], outputs: list[Tensor]) -> None:
         super().__init__()
         self.on_wait: Callable[[int], None] | None = on_wait
         self.outputs = [weakref.ref(tensor) for tensor in outputs]
@@ -196,9 +189,6 @@ class DryWork(dist.Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
-
     def get_future(self) -> Any:
         """Returns a completed future with the outputs."""
         self.wait()
@@ -211,21 +201,11 @@ _WRITTEN = ("output_tensor", "output_tensors", "output", "outputs", "tensors")
 _READ = ("input_tensor", "input_tensors", "input", "inputs", "tensors", "tensor")
 
 
-def inputs_and_outputs(values: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the tensors that a collective with these arguments reads, and those that it writes."""
-    read, written = (
-        [t for n in names for t in tensors_in(values.get(n))] for names in (_READ, _WRITTEN)
-    )
-    return read, written
-
-
-def answer(func: Any, values: dict[str, Any], work: dist.Work) -> Any:
-    """Returns what ``func``, an operation of c10d, returns: its outputs and ``work``."""
+def _returned(func: Any, values: dict[str, Any], work: dist.Work) -> Any:
+    """What ``func``, an operation of c10d, returns: its outputs and ``work``."""
     outputs = next((values[name] for name in _WRITTEN if values.get(name) is not None), None)
     returned = [boxed(work) if "Work" in str(r.type) else outputs for r in func._schema.returns]
-    if not returned:
-        return None
-    return returned[0] if len(returned) == 1 else tuple(returned)
+    return tuple(returned) if len(returned) > 1 else next(iter(returned), None)
 
 
 # The work of an operation: kind, FLOPs and bytes.
@@ -238,19 +218,8 @@ _FREE = (
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
-class Work(NamedTuple):
-    """The fields of ``Operation`` with these names."""
-
-    kind: str
-    flops: float
-    moved: int
-    sizes: tuple[int, int, int] | None = None
-
-
-def work_of(
-    func: Any, args: Any, read: list[torch.Tensor], written: list[torch.Tensor]
-) -> Work | None:
-    """Returns the work of an operation; None if it does nothing on a device: a view, an allocation."""
+def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> dict[str, Any] | None:
+    """Fields of ``Operation``; None if the device has nothing to do: a view, an allocation."""
     name = func.overloadpacket.__name__
     if not written or name in _FREE:
         return None
@@ -262,20 +231,22 @@ def work_of(
     if name in _PRODUCTS and len(read) >= 2:
         a, b = [t for t in read if t.ndim >= 2][-2:] if name.endswith("addmm") else read[:2]
         m, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-        return Work("matmul", 2.0 * m * n * k, moved, (m, n, k))
+        return {"kind": "matmul", "flops": 2.0 * m * n * k, "moved": moved, "sizes": (m, n, k)}
     if name == "convolution":
-        return Work("matmul", 2.0 * written[0].numel() * prod(read[1].shape[1:]), moved)
+        flops = 2.0 * written[0].numel() * prod(read[1].shape[1:])
+        return {"kind": "matmul", "flops": flops, "moved": moved}
     if name == "convolution_backward":  # of the output's gradient, the input and the weight
-        return Work("matmul", 4.0 * read[0].numel() * prod(read[2].shape[1:]), moved)
+        flops = 4.0 * read[0].numel() * prod(read[2].shape[1:])
+        return {"kind": "matmul", "flops": flops, "moved": moved}
     if "dot_product" in name and "attention" in name:
-        return _attention(func, args, read, moved)
+        return {"kind": "attention", "moved": moved, **_attention(func, args, read)}
     if name in _LOOKUPS:
         moved = 2 * sum(map(_bytes, written)) + sum(map(_bytes, read[1:]))
-    return Work("elementwise", 0.0, moved)
+    return {"kind": "elementwise", "moved": moved}
 
 
-def _attention(func: Any, args: Any, read: list[torch.Tensor], moved: int) -> Work:
-    """Two matmuls, half of them if it is causal; 2.5 times as much in backward (flash).
+def _attention(func: Any, args: Any, read: list[Tensor]) -> dict[str, Any]:
+    """FLOPs and sizes: two matmuls, half of them if it is causal; 2.5 times as much in backward (flash).
 
     A mask is taken to be a causal one.
     """
@@ -288,10 +259,10 @@ def _attention(func: Any, args: Any, read: list[torch.Tensor], moved: int) -> Wo
     query, key = (read[1], read[2]) if backward else (read[0], read[1])
     *heads, rows, width = query.shape
     flops = 4.0 * prod(heads) * rows * key.shape[-2] * width / (2 if causal else 1)
-    return Work("attention", flops * 2.5 if backward else flops, moved, (prod(heads), rows, width))
+    return {"flops": flops * 2.5 if backward else flops, "sizes": (prod(heads), rows, width)}
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: Tensor) -> int:
     """Bytes of the distinct elements: an expanded dim is read once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, step in sizes if step != 0) * tensor.element_size()
@@ -308,28 +279,24 @@ class DryMode(RecordingMode):
     Integers (token ids, positions, the order of samples) are real until they are combined with a fake tensor
     or come from another rank; so are tensors that were there before.
 
-    Args:
-        place: follows the program.
-        meshes: the meshes with names that the program has made; it may grow.
-
     Attributes:
+        place: where the program is.
         operations: what was done.
         recorder: its collectives.
         ledger: the memory of the fake tensors.
         streams: the streams of a GPU, for the engine.
-        paused: whether operations run for real and are not recorded.
+        meshes: the meshes that the program has made.
     """
 
-    def __init__(self, place: Place, meshes: list[DeviceMesh]) -> None:
+    def __init__(self, place: Place) -> None:
         self.recorder = Recorder()
-        self.axes: dict[str, str] = {}
-        super().__init__(self.recorder, self.axes)
-        self.place, self._meshes = place, meshes
+        super().__init__(self.recorder, {})
+        self.place = place
         self.operations: list[Operation] = []
         self.ledger = Ledger()
         place.on_backward = self.ledger.begin_backward
         self.streams = Streams(self._wait)
-        self.paused = False
+        self.meshes: list[DeviceMesh] = []
         self._fakes = FakeRunner()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: dict[int, Any] = {}  # id -> storage of a real tensor, kept alive
@@ -337,8 +304,8 @@ class DryMode(RecordingMode):
         self._results: dict[int, int] = {}  # id of a functional collective's output -> its index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Another's: this mode is off while its own fake mode is on.
-        if self.paused or in_fake_mode():
+        # A fake mode that is on is another's: this mode is off while its own is on.
+        if self.place.paused or in_fake_mode():
             return func(*args, **(kwargs or {}))
         with functions_unseen():
             if DTensor in types and _is_elementwise_list(func, args):
@@ -415,16 +382,9 @@ class DryMode(RecordingMode):
     def _held(self, tensor: Tensor, made_by: str, kind: str = "") -> None:
         """Adds the storage of ``tensor`` to the ledger, if it is new."""
         if self.ledger.find(tensor) is None:
-            place = self.place
-            held = Held(
-                tuple(tensor.shape),
-                dtype_name(tensor),
-                place.module,
-                place.phase,
-                made_by,
-                kind=kind,
-                recomputed=place.recomputing,
-            )
+            place, shape, dtype = self.place, tuple(tensor.shape), dtype_name(tensor)
+            held = Held(shape, dtype, place.module, place.phase, made_by)
+            held.kind, held.recomputed = kind, place.recomputing
             self.ledger.add(tensor, held)
 
     def _note(self, func: Any, args: Any, tensors: list[Tensor], out: Any) -> None:
@@ -432,9 +392,9 @@ class DryMode(RecordingMode):
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = tensors[:1]
         name = func.overloadpacket.__name__
-        work = work_of(func, args, tensors, written)
+        work = _work(func, args, tensors, written)
         if work is not None:
-            self._add(name=name, dtype=dtype_name(written[0]), **work._asdict())
+            self._add(name=name, dtype=dtype_name(written[0]), **work)
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
@@ -470,11 +430,14 @@ class DryMode(RecordingMode):
         """Records a collective and returns what it would return."""
         unit, count = issuing.unit, len(self.recorder.calls)
         self._learn_axis(process_group_of(values[signature.group]).group_name)
-        read, written = inputs_and_outputs(values)
+        read, written = (
+            [t for name in names for t in tensors_in(values.get(name))]
+            for names in (_READ, _WRITTEN)
+        )
         work: DryWork | None = None
         if func.namespace == "c10d":
             work = DryWork(self._waited, written)
-            result = answer(func, values, work)
+            result = _returned(func, values, work)
             self.forget(written)
         else:
             result = self._run(func, args, kwargs)
@@ -514,12 +477,12 @@ class DryMode(RecordingMode):
 
     def _learn_axis(self, group_name: str) -> None:
         """Finds the mesh axis of a group; a mesh gets its groups only after it was made."""
-        if group_name in self.axes:
+        if group_name in self._axes:
             return
-        for mesh in self._meshes:
+        for mesh in self.meshes:
             for axis in mesh.mesh_dim_names or ():
                 with suppress(RuntimeError):
-                    self.axes.setdefault(mesh.get_group(axis).group_name, axis)
+                    self._axes.setdefault(mesh.get_group(axis).group_name, axis)
 
 
 def _is_elementwise_list(func: Any, args: Any) -> bool:

@@ -26,7 +26,7 @@ class Place:
         steps: number of optimizer steps done.
         on_step: called with ``steps`` after each step.
         on_backward: called when a backward begins.
-        paused: whether hooks do nothing.
+        paused: whether the program runs on real tensors and is not recorded.
     """
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
@@ -47,7 +47,7 @@ class Place:
         """Path of the innermost module that runs; in backward the engine's unit."""
         if self._stack:
             return self._names.get(self._stack[-1], type(self._stack[-1]).__name__)
-        # After a forward it is still the last unit.
+        # Outside backward it may still be the unit of the last forward.
         return issuing.unit if in_backward_pass() else ""
 
     @property
@@ -65,6 +65,15 @@ class Place:
     def recomputing(self) -> bool:
         """Whether a module runs within backward: activation checkpointing."""
         return bool(self._stack) and in_backward_pass()
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """The body runs on real tensors and is not recorded."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor
@@ -66,75 +65,36 @@ def record(
     if backend not in ("nccl", "gloo"):
         raise DryRunError(f"backend={backend!r}: it must be 'nccl' (GPUs) or 'gloo' (CPUs)")
     check_no_group("record")
-    run = _Run(steps)
     start = time.perf_counter()
+
+    def after_step(done: int) -> None:
+        note_gradients(place.roots, mode.ledger)
+        if steps is not None and done >= steps:
+            raise _Enough
+
+    place = Place(after_step)
+    mode = DryMode(place)
+    reading = ReadMode(place, mode.is_unknown)
     world = played_rank(
         rank,
         world_size,
         gpus_per_node,
         backend,
-        on_mesh=run.add_mesh,
-        on_resize=run.mode.ledger.resized,
-        for_real=run.paused,
+        on_mesh=mode.meshes.append,
+        on_resize=mode.ledger.resized,
+        for_real=place.unrecorded,
     )
-    accelerator = run.mode.streams if backend == "nccl" else None
-    with world, dry_run.running(accelerator, run.paused):
-        run.call(fn)
-        return run.result(rank, world_size, gpus_per_node, start)
-
-
-class _Run:
-    """One call of ``record``."""
-
-    def __init__(self, steps: int | None) -> None:
-        self.place = Place(self._after_step)
-        self.meshes: list[DeviceMesh] = []
-        self.mode = DryMode(self.place, self.meshes)
-        self.reading = ReadMode(self.mode.is_unknown)
-        self.steps = steps
-
-    def _after_step(self, done: int) -> None:
-        note_gradients(self.place.roots, self.mode.ledger)
-        if self.steps is not None and done >= self.steps:
-            raise _Enough
-
-    def add_mesh(self, mesh: DeviceMesh) -> None:
-        """Called for each mesh that is made."""
-        if mesh.mesh_dim_names:
-            self.meshes.append(mesh)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The body runs on real tensors and is not recorded."""
-        before = self.mode.paused
-        self.mode.paused = self.reading.paused = self.place.paused = True
-        try:
-            yield
-        finally:
-            self.mode.paused = self.reading.paused = self.place.paused = before
-
-    def call(self, fn: Callable[[], Any]) -> None:
-        """Runs the program."""
-        try:
-            with self.place.following(), self.reading, self.mode:
-                fn()
-        except _Enough:
-            pass
-        except (*VALUE_ERRORS, TypeError, ValueError, RuntimeError, AssertionError) as error:
-            reason = why_not(error)
-            if reason is None:
-                raise
-            raise DryRunError(f"{raised_at(error)}: {reason}") from error
-
-    def result(self, rank: int, world_size: int, gpus_per_node: int, start: float) -> DryRun:
-        """Returns what the program did."""
-        mode, place = self.mode, self.place
+    accelerator = mode.streams if backend == "nccl" else None
+    with world, dry_run.running(accelerator, place.unrecorded):
+        with _errors_explained(), place.following(), reading, mode:
+            fn()
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.closed = True
         memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
-        mesh = max(self.meshes, key=lambda mesh: (mesh.ndim, mesh.size()), default=None)
+        named = [mesh for mesh in mode.meshes if mesh.mesh_dim_names]
         sizes, ranks = {}, {}
-        if mesh is not None:
+        if named:
+            mesh = max(named, key=lambda mesh: (mesh.ndim, mesh.size()))
             for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
                 sizes[axis] = size
                 ranks[axis] = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
@@ -150,11 +110,25 @@ class _Run:
             memory=memory,
             peak=peak,
             parameters=_parameters(place.roots),
-            unknown=self.reading.found,
+            unknown=reading.found,
             step_peak=step_peak,
             warnings=tuple(not_played(place.roots)),
             seconds=time.perf_counter() - start,
         )
+
+
+@contextmanager
+def _errors_explained() -> Iterator[None]:
+    """Says why a dry run can't do what raised an error; ``_Enough`` ends the body."""
+    try:
+        yield
+    except _Enough:
+        pass
+    except (*VALUE_ERRORS, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        reason = why_not(error)
+        if reason is None:
+            raise
+        raise DryRunError(f"{raised_at(error)}: {reason}") from error
 
 
 def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Event:
-    """A point in a stream; its attributes are those of ``PlayedStream``."""
+    """A point in a stream; ``after`` and ``collectives`` are those of ``PlayedStream``."""
 
     def __init__(self, stream: PlayedStream) -> None:
         self._streams = stream.streams
@@ -50,9 +50,9 @@ class PlayedStream:
             return
         if self.number == 0:
             self.streams.wait(event)
-            return
-        self.after |= event.after
-        self.collectives |= event.collectives
+        else:
+            self.after |= event.after
+            self.collectives |= event.collectives
 
     def wait_stream(self, other: PlayedStream) -> None:
         """What is put on the stream from now on comes after what was put on ``other`` so far."""
@@ -98,11 +98,7 @@ class Streams:
             self._current = before
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Puts the operation at ``position`` on the current stream.
-
-        Returns:
-            The stream's number, and the operations that come before.
-        """
+        """Puts an operation on the current stream; returns its number, and the operations that come before."""
         stream = self._current
         if stream is self.compute:
             return 0, ()
@@ -112,8 +108,7 @@ class Streams:
     def arrived(self, index: int) -> bool:
         """What is put on the current stream from now on comes after the collective at ``index``.
 
-        Returns:
-            Whether the current stream is the computation's.
+        Returns whether the current stream is the computation's.
         """
         if self._current is self.compute:
             self.over.add(index)

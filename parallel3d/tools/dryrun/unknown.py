@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import struct
 import sys
+from collections.abc import Iterable
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from parallel3d._torch.fake import VALUE_ERRORS
@@ -87,28 +90,24 @@ def asking(name: str) -> Any:
 
 def caller() -> str:
     """Returns ``file:line, in function`` of the user's code that is running."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+    return _users_line(walk_stack(sys._getframe(1)))
 
 
 def raised_at(error: BaseException) -> str:
     """Returns ``file:line, in function`` of the user's innermost line in the traceback of ``error``."""
-    where = "?"
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if not _is_ours(frame.f_globals.get("__name__", "")):
-            where = f"{frame.f_code.co_filename}:{traceback.tb_lineno}, in {frame.f_code.co_name}"
-        traceback = traceback.tb_next
-    return where
+    return _users_line(reversed(list(walk_tb(error.__traceback__))))
 
 
-def _is_ours(module: str) -> bool:
-    """Whether it is parallel3d, torch, or Python's own library, which the user's code may have called."""
-    package = module.partition(".")[0]
-    return package in ("parallel3d", "torch") or package in sys.stdlib_module_names
+_OURS = frozenset({"parallel3d", "torch", *sys.stdlib_module_names})
+
+
+def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line that is not of parallel3d, torch, or Python's own library, which users' code may call."""
+    for frame, line in frames:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _OURS:
+            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+    return "?"
 
 
 for _name in (

@@ -27,6 +27,7 @@ from parallel3d._torch import groups
 from parallel3d._torch.fake import SCALED_STEP, loader_iterators
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
+from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import UnknownRead
 from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking, caller
 
@@ -81,21 +82,18 @@ class ReadMode(TorchFunctionMode):
     """Returns NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
 
     Args:
+        place: where the program is.
         is_unknown: whether a plain tensor's values are not known.
-
-    Attributes:
-        reads: (where, what) -> how often.
     """
 
-    def __init__(self, is_unknown: Callable[[Tensor], bool]) -> None:
+    def __init__(self, place: Place, is_unknown: Callable[[Tensor], bool]) -> None:
         super().__init__()
-        self._is_unknown = is_unknown
-        self.reads: Counter[tuple[str, str]] = Counter()
-        self.paused = False
+        self._place, self._is_unknown = place, is_unknown
+        self._reads: Counter[tuple[str, str]] = Counter()  # (where, what) -> how often
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self._place.paused:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and args and isinstance(args[0], Tensor) and self.unknown(args[0]):
@@ -139,7 +137,7 @@ class ReadMode(TorchFunctionMode):
     @property
     def found(self) -> tuple[UnknownRead, ...]:
         """The places that read unknown values, those with most reads first."""
-        return tuple(UnknownRead(*key, count) for key, count in self.reads.most_common())
+        return tuple(UnknownRead(*key, count) for key, count in self._reads.most_common())
 
     def unknown(self, tensor: Tensor) -> bool:
         """Whether the values of ``tensor``, which may be a DTensor, are not known."""
@@ -184,7 +182,7 @@ class ReadMode(TorchFunctionMode):
         raise DryRunError(f"{caller()}: {_DECIDING[func]}, {_HELP}")
 
     def _note(self, what: str) -> None:
-        self.reads[caller(), what] += 1
+        self._reads[caller(), what] += 1
 
 
 _HANDLERS: dict[Any, Any] = {
