@@ -12,20 +12,21 @@ from typing import Any
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
-from parallel3d.tools.doctor import checks as _checks  # noqa: F401 - registers them
+from parallel3d.tools.doctor.checks import environment, machine, network  # noqa: F401 - registers them
 from parallel3d.tools.doctor.collecting import collect
+from parallel3d.tools.doctor.collectives import Line, Measurement, lines_of, measure, profile_of
 from parallel3d.tools.doctor.facts import GIB, Facts, adopt_slurm, place_of
 from parallel3d.tools.doctor.finding import (
     CHECKS,
+    ON_AXES,
     Finding,
     Severity,
     all_checks,
     examine,
-    examine_axes,
+    examine_all,
     sort,
 )
-from parallel3d.tools.doctor.measuring import Line, Measurement, lines_of
-from parallel3d.tools.doctor.meeting import Meeting, clock_offset, measure, meet, profile_of
+from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ def _measure(options: Options, found: Diagnosis, meeting: Meeting) -> None:
     cluster = cluster_of(options, -(-meeting.world_size // local), local)
     measurement = Measurement(layout, found.hosts(), seconds, errors, cluster)
     found.lines = lines_of(measurement)
-    found.findings = sort([*found.findings, *examine_axes(measurement)])
+    found.findings = sort([*found.findings, *examine_all(ON_AXES, measurement)])
 
 
 def cluster_of(options: Options, nodes: int, per_node: int) -> Cluster | None:

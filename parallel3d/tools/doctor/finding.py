@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partialmethod
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from parallel3d.tools.doctor.facts import Facts
-from parallel3d.tools.doctor.measuring import Measurement
 
 Ranks = tuple[int, ...]
+Value = TypeVar("Value")
 
 
 class Severity(StrEnum):
@@ -29,7 +31,7 @@ class Seen:
     Attributes:
         text: the observation, as a sentence or a list.
         do: advice that is more specific than the check's own; ``""`` for the check's own.
-        ranks: the ranks concerned, where they are not the ranks whose facts were checked.
+        ranks: the ranks concerned, in any order, where they are not the ranks whose facts were checked.
     """
 
     text: str
@@ -66,7 +68,7 @@ class Check:
         """Returns the finding for ``seen``, which concerns ``ranks`` unless it names others."""
         if isinstance(seen, str):
             seen = Seen(seen)
-        do, ranks = seen.do or self.do, seen.ranks or ranks
+        do, ranks = seen.do or self.do, tuple(sorted({*seen.ranks})) or ranks
         return Finding(self.name, self.area, self.severity, seen.text, self.why, do, ranks)
 
 
@@ -95,8 +97,9 @@ ON_AXES: dict[str, Check] = {}
 class Area:
     """A section of the report.
 
-    Its methods ``error``, ``warning`` and ``note`` are decorators, with keywords ``why`` and ``do``, that
-    make a function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``.
+    Its methods ``error``, ``warning`` and ``note`` take the advice and return a decorator that makes a
+    function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``. The
+    function's docstring says why it matters.
 
     Attributes:
         name: title of the section.
@@ -106,9 +109,10 @@ class Area:
     name: str
     checks: dict[str, Check]
 
-    def _check(self, severity: Severity, *, why: str, do: str) -> Callable[[Look], Look]:
+    def _check(self, severity: Severity, do: str) -> Callable[[Look], Look]:
         def register(look: Look) -> Look:
             name = look.__name__.replace("_", "-")
+            why = " ".join((look.__doc__ or "").split())
             self.checks[name] = Check(name, self.name, severity, why, do, look)
             return look
 
@@ -119,9 +123,17 @@ class Area:
     note = partialmethod(_check, Severity.note)
 
 
-def examine_axes(measurement: Measurement) -> list[Finding]:
-    """Runs all checks of the measured collectives."""
-    results = ((check, check.look(measurement)) for check in ON_AXES.values())
+def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """Returns value -> the ranks that have it, for rank -> value."""
+    found: dict[Value, list[int]] = {}
+    for rank, value in sorted(values.items(), key=itemgetter(0)):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def examine_all(checks: Mapping[str, Check], argument: Any) -> list[Finding]:
+    """Runs ``checks``, each once, on ``argument``."""
+    results = ((check, check.look(argument)) for check in checks.values())
     return [check.finding(seen, ()) for check, seen in results if seen]
 
 
@@ -129,14 +141,10 @@ def examine(facts: Mapping[int, Facts]) -> list[Finding]:
     """Runs all checks on all ranks' facts. A finding that several ranks share is reported once."""
     findings: list[Finding] = []
     for check in CHECKS.values():
-        by_text: dict[Seen | str, list[int]] = {}
-        for rank, own in sorted(facts.items()):
-            if seen := check.look(own):
-                by_text.setdefault(seen, []).append(rank)
-        findings += [check.finding(seen, tuple(ranks)) for seen, ranks in by_text.items()]
+        results = ranks_by_value({rank: check.look(own) for rank, own in facts.items()})
+        findings += [check.finding(seen, tuple(ranks)) for seen, ranks in results.items() if seen]
     if len(facts) > 1:
-        results = ((check, check.look(facts)) for check in ACROSS.values())
-        findings += [check.finding(seen, ()) for check, seen in results if seen]
+        findings += examine_all(ACROSS, facts)
     return sort(findings)
 
 

@@ -9,22 +9,15 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed as dist
 
-from parallel3d.errors import MeshError, Parallel3dError
-from parallel3d.mesh import MeshLayout, build_mesh
-from parallel3d.mesh.build import backend_string, default_device_type, set_device
+from parallel3d.errors import MeshError
 from parallel3d.mesh.store import fresh_store, outlives_ranks
-from parallel3d.planner.calibrate import COLLECTIVES, collective_seconds
-from parallel3d.planner.cluster import gpus
 from parallel3d.tools.doctor.collecting import try_store
 from parallel3d.tools.doctor.facts import Place
-from parallel3d.tools.doctor.measuring import SMALL
 
 _PAUSE = 0.02
 _ROUNDS = 5
@@ -192,73 +185,3 @@ def clock_offset(
         return None, 0.0
     error, offset = min(answers)
     return offset, error
-
-
-# The time that collectives take on every axis, on this rank.
-
-_BYTES = {"cuda": 2**28, "cpu": 2**22}
-
-
-def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> dict[str, Any]:
-    """Makes a process group and the mesh, and times collectives. All ranks call it.
-
-    Args:
-        megabytes: size of the whole tensor; 256 on CUDA, 4 on the CPU by default.
-
-    Returns:
-        ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone: nothing
-        is raised, so that the ranks can still exchange it.
-    """
-    device = default_device_type()
-    try:
-        set_device(device, meeting.rank)
-        dist.init_process_group(
-            backend_string(device),
-            store=dist.PrefixStore("group", meeting.store),
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timedelta(seconds=meeting.seconds),
-        )
-        nbytes = _BYTES.get(device, 2**28) if megabytes is None else int(megabytes * 1e6)
-        return {"seconds": _on_axes(layout, device, max(nbytes, 2 * SMALL)), "error": ""}
-    except (Parallel3dError, RuntimeError) as error:  # backends raise RuntimeError
-        return {"seconds": [], "error": " ".join(str(error).split())[:500]}
-    finally:
-        if dist.is_initialized():
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
-
-
-def _on_axes(layout: MeshLayout, device: str, nbytes: int) -> list[list[Any]]:
-    mesh = build_mesh(layout, device_type=device)
-    torch.set_num_threads(1)
-    groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-    return [
-        [axis, name, size, collective_seconds(name, size, group.size(), group, device)]
-        for axis, group in groups.items()
-        if group.size() > 1
-        for name in COLLECTIVES
-        for size in (SMALL, nbytes)
-    ]
-
-
-_FORMS = ("pcie", "nvl", "sxm")
-
-
-def profile_of(device: str, gib: float) -> str | None:
-    """Returns the name of the planner's profile of a device; None if no profile is of that very device.
-
-    Args:
-        device: the device's name in torch: ``NVIDIA A100-SXM4-80GB``, ``NVIDIA H100 PCIe``.
-        gib: its memory, which differs between devices with one name.
-    """
-    words = device.lower().replace("-", " ").split()
-    form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")
-    near = [
-        gpu
-        for gpu in gpus().values()
-        if gpu.family in words
-        and (form in gpu.name or not any(f in gpu.name for f in _FORMS))
-        and abs(gpu.capacity_gib - gib) < 0.1 * gib
-    ]
-    return min(near, key=lambda gpu: abs(gpu.capacity_gib - gib)).name if near else None

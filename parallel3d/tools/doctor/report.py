@@ -9,17 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel3d.mesh.agreement import name_ranks
-from parallel3d.tools.doctor.checks.axes import SLOW
+from parallel3d.tools.doctor.collectives import SLOW, Line
 from parallel3d.tools.doctor.doctor import Diagnosis
-from parallel3d.tools.doctor.finding import Finding, Severity
-from parallel3d.tools.doctor.measuring import Line
+from parallel3d.tools.doctor.finding import Finding, Severity, ranks_by_value
 from parallel3d.tools.terminal import titled_table
 
 _STYLE = {
     Severity.error: "bold red",
     Severity.warning: "yellow",
     Severity.note: "cyan",
-    Severity.ok: "green",
 }
 
 
@@ -38,10 +36,7 @@ def render(found: Diagnosis, console: Console) -> None:
 def _machines(found: Diagnosis) -> Table:
     columns = ("node", "ranks", "devices", "torch", "CUDA", "NCCL", "addresses")
     table = titled_table("nodes", *columns, left=len(columns))
-    by_host: dict[str, list[int]] = {}
-    for rank, host in found.hosts().items():
-        by_host.setdefault(host, []).append(rank)
-    for host, ranks in by_host.items():
+    for host, ranks in ranks_by_value(found.hosts()).items():
         own = found.facts[ranks[0]]
         kinds = Counter(device.name for device in own.devices)
         table.add_row(
