@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,11 +83,10 @@ Explain = Annotated[
 Json = Annotated[bool, _show("Print only JSON on stdout.", "--json")]
 Html = Annotated[Path | None, _show("Write a page with charts that needs no network.")]
 
-_WORKLOAD = (
-    *("seq_len", "micro_batch", "global_batch", "precision", "param_dtype", "reduce_dtype"),
-    *("optimizer", "compile", "attention", "fused_loss", "sequence_parallel", "loss_parallel"),
-    "sharding",
-)
+
+def fields_among(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ``options`` that have the name of a field of the dataclass ``kind``."""
+    return {each.name: options[each.name] for each in fields(kind) if each.name in options}
 
 
 def cluster_of(options: Mapping[str, Any]) -> Cluster:
@@ -110,5 +110,5 @@ def workload_of(options: Mapping[str, Any], checkpointing: str, reshard: bool) -
     """
     if options["seq_len"] is None:
         raise PlanningError("how long are the sequences? Give --seq-len, for example 4096")
-    values = {name: options[name] for name in _WORKLOAD}
-    return Workload(checkpointing=checkpointing, reshard_after_forward=reshard, **values)
+    own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
+    return Workload(**{**fields_among(Workload, options), **own})
