@@ -81,11 +81,7 @@ def _variables(settings: list[str]) -> dict[str, str]:
 
 
 def _write(out: str, name: str, text: str, *, executable: bool) -> Path:
-    """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``.
-
-    Raises:
-        LaunchError: there is already a file that this command did not write.
-    """
+    """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``."""
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         path = path / name

@@ -15,10 +15,7 @@ from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING, Work
 
 
 def panel(name: str | None) -> Callable[..., Any]:
-    """Returns a function ``(help, *names, **more)`` that makes options listed under ``name`` in the help.
-
-    An option without ``names`` is called as its parameter.
-    """
+    """Returns a function that makes options listed under ``name`` in the help."""
 
     def option(help: str, *names: str, **more: Any) -> Any:
         return typer.Option(*names, rich_help_panel=name, help=help, **more)
@@ -90,11 +87,7 @@ def fields_among(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cluster_of(options: Mapping[str, Any]) -> Cluster:
-    """Returns the cluster that a command's options describe.
-
-    Raises:
-        PlanningError: no GPU is given, or there is no such GPU.
-    """
+    """Returns the cluster that a command's options describe."""
     if options["gpu"] is None:
         raise PlanningError("which GPU? Give --gpu a name, for example h100-80gb-sxm")
     return Cluster.of(
@@ -103,11 +96,7 @@ def cluster_of(options: Mapping[str, Any]) -> Cluster:
 
 
 def workload_of(options: Mapping[str, Any], checkpointing: str, reshard: bool) -> Workload:
-    """Returns the workload that a command's options describe.
-
-    Raises:
-        PlanningError: a value is not possible, or there is no sequence length.
-    """
+    """Returns the workload that a command's options describe."""
     if options["seq_len"] is None:
         raise PlanningError("how long are the sequences? Give --seq-len, for example 4096")
     own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}

@@ -115,18 +115,14 @@ def lines_of(measurement: Measurement) -> list[Line]:
 
 # The time that collectives take on every axis, on this rank.
 
-_BYTES = {"cuda": 2**28, "cpu": 2**22}
+_BYTES = {"cuda": 2**28, "cpu": 2**22}  # of the whole tensor
 
 
 def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> dict[str, Any]:
-    """Makes a process group and the mesh, and times collectives. All ranks call it.
+    """Makes a process group and the mesh, and times collectives of ``megabytes``. All ranks call it.
 
-    Args:
-        megabytes: size of the whole tensor; 256 on CUDA, 4 on the CPU by default.
-
-    Returns:
-        ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone: nothing
-        is raised, so that the ranks can still exchange it.
+    It returns ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone:
+    nothing is raised, so that the ranks can still exchange it.
     """
     device = default_device_type()
     try:
@@ -165,11 +161,9 @@ _FORMS = ("pcie", "nvl", "sxm")
 
 
 def profile_of(device: str, gib: float) -> str | None:
-    """Returns the name of the planner's profile of a device; None if no profile is of that very device.
+    """Returns the name of the planner's profile of the device that torch calls ``device``; None if none is.
 
-    Args:
-        device: the device's name in torch: ``NVIDIA A100-SXM4-80GB``, ``NVIDIA H100 PCIe``.
-        gib: its memory, which differs between devices with one name.
+    Its memory, ``gib``, differs between devices with one name.
     """
     words = device.lower().replace("-", " ").split()
     form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
@@ -27,6 +29,7 @@ from parallel3d.tools.doctor.finding import (
     sort,
 )
 from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet
+from parallel3d.tools.dryrun.as_json import decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class Diagnosis:
             "passed": self.passed,
             "not_measured": self.not_measured,
             "collectives": [line.to_json() for line in self.lines],
-            "facts": {str(rank): own.to_json() for rank, own in self.facts.items()},
+            "facts": {str(rank): asdict(own) for rank, own in self.facts.items()},
         }
 
 
@@ -113,12 +116,12 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
         PlanningError: there is no such GPU or profile.
     """
     adopt_slurm(os.environ)
-    cluster_of(options, 1, 1)  # raises for wrong options before anything else
+    _cluster(options, 1, 1)  # raises for wrong options before anything else
     place = place_of(os.environ)
     facts = collect(options.checkpoint)
     if place.world_size == 1:
         found = Diagnosis({0: facts}, examine({0: facts}), not_measured="one process has no axes")
-        found.failed = _has_error(found)
+        found.failed = bool(_errors(found))
     else:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         try:
@@ -142,8 +145,8 @@ def _together(
     nodes = meeting.tell("nodes", [rank for rank, leads in leaders.items() if rank and leads])
     clock, clock_error = clock_offset(meeting, nodes)
     facts = replace(facts, clock=clock, clock_error=clock_error)
-    by_rank = meeting.gather("facts", facts.to_json())
-    gathered = {rank: Facts.from_json(data) for rank, data in by_rank.items()}
+    by_rank = meeting.gather("facts", asdict(facts))
+    gathered = {rank: decoded(Facts, data) for rank, data in by_rank.items()}
     found = Diagnosis(gathered or {facts.place.rank: facts}, speaks=meeting.rank == 0)
     if meeting.rank == 0:
         found.findings = examine(gathered)
@@ -154,7 +157,7 @@ def _together(
     found.not_measured = meeting.tell("measure", found.not_measured)
     if not found.not_measured:
         _measure(options, found, meeting)
-    found.failed = _has_error(found)
+    found.failed = bool(_errors(found))
     if show is not None and found.speaks:
         show(found)
     found.failed = meeting.tell("failed", found.failed)
@@ -181,13 +184,12 @@ def _why_not_measured(options: Options, found: Diagnosis, meeting: Meeting) -> s
     """On rank 0: returns why collectives are not to be measured; "" if they are."""
     if not options.collectives:
         return "not asked for"
-    errors = [each.name for each in found.findings if each.severity == Severity.error]
-    if errors:
-        return f"first correct {', '.join(dict.fromkeys(errors))}"
+    if errors := _errors(found):
+        return f"first correct {', '.join(errors)}"
     try:
         _layout(options, meeting.world_size)
     except MeshError as error:
-        misfit = CHECKS["mesh-does-not-fit"].finding(str(error), ())
+        misfit = CHECKS["mesh-does-not-fit"].finding(str(error))
         found.findings = sort([*found.findings, misfit])
         return "the mesh does not fit"
     return ""
@@ -210,31 +212,25 @@ def _measure(options: Options, found: Diagnosis, meeting: Meeting) -> None:
     silent = set(range(meeting.world_size)) - set(gathered)
     errors |= dict.fromkeys(silent, f"no answer within {meeting.seconds:.0f} s")
     local = max(own.place.local_world_size for own in found.facts.values())
-    cluster = cluster_of(options, -(-meeting.world_size // local), local)
+    cluster = _cluster(options, -(-meeting.world_size // local), local)
     measurement = Measurement(layout, found.hosts(), seconds, errors, cluster)
     found.lines = lines_of(measurement)
     found.findings = sort([*found.findings, *examine_all(ON_AXES, measurement)])
 
 
-def cluster_of(options: Options, nodes: int, per_node: int) -> Cluster | None:
-    """Returns the cluster whose profile is compared with; None if there is no profile.
-
-    Raises:
-        PlanningError: there is no such GPU or profile.
-    """
+def _cluster(options: Options, nodes: int, per_node: int) -> Cluster | None:
+    """Returns the cluster whose profile is compared with; None if there is no profile."""
     name = options.gpu
     if name is None and options.profile is not None:
         raise PlanningError("which GPU of the profile? Give its name with --gpu")
-    if name is None:
-        import torch
-
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(0)
-            name = profile_of(properties.name, properties.total_memory / GIB)
+    if name is None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        name = profile_of(properties.name, properties.total_memory / GIB)
     if name is None:
         return None
     return Cluster.of(name, nodes, per_node, options.nic, options.profile)
 
 
-def _has_error(found: Diagnosis) -> bool:
-    return any(finding.severity == Severity.error for finding in found.findings)
+def _errors(found: Diagnosis) -> dict[str, None]:
+    """The names of the findings that are errors, each once."""
+    return dict.fromkeys(f.name for f in found.findings if f.severity == Severity.error)

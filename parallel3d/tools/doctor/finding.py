@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partialmethod
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.doctor.facts import Facts
 
 Ranks = tuple[int, ...]
@@ -22,6 +23,27 @@ class Severity(StrEnum):
     note = "note"
     warning = "warning"
     error = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        name: name of the check, such as ``nccl-debug``.
+        area: section of the report.
+        seen: the observation.
+        why: why it matters.
+        do: a command to run or a setting to change.
+    """
+
+    name: str
+    area: str
+    severity: Severity
+    seen: str
+    why: str
+    do: str
+    ranks: Ranks = ()
 
 
 @dataclass(frozen=True)
@@ -47,42 +69,17 @@ Look = Callable[..., Result]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that may be wrong.
+    """The function that checks one thing, and its finding without what depends on the facts."""
 
-    Attributes:
-        name: name of the finding, such as ``nccl-debug``.
-        area: section of the report.
-        why: why it matters.
-        do: a command to run or a setting to change.
-        look: the function that checks.
-    """
-
-    name: str
-    area: str
-    severity: Severity
-    why: str
-    do: str
     look: Look
+    about: Finding
 
-    def finding(self, seen: Seen | str, ranks: Ranks) -> Finding:
+    def finding(self, seen: Seen | str, ranks: Ranks = ()) -> Finding:
         """Returns the finding for ``seen``, which concerns ``ranks`` unless it names others."""
         if isinstance(seen, str):
             seen = Seen(seen)
-        do, ranks = seen.do or self.do, tuple(sorted({*seen.ranks})) or ranks
-        return Finding(self.name, self.area, self.severity, seen.text, self.why, do, ranks)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check has found, and on which ranks."""
-
-    name: str
-    area: str
-    severity: Severity
-    seen: str
-    why: str
-    do: str
-    ranks: Ranks = ()
+        do, ranks = seen.do or self.about.do, tuple(sorted({*seen.ranks})) or ranks
+        return replace(self.about, seen=seen.text, do=do, ranks=ranks)
 
 
 CHECKS: dict[str, Check] = {}
@@ -113,7 +110,7 @@ class Area:
         def register(look: Look) -> Look:
             name = look.__name__.replace("_", "-")
             why = " ".join((look.__doc__ or "").split())
-            self.checks[name] = Check(name, self.name, severity, why, do, look)
+            self.checks[name] = Check(look, Finding(name, self.name, severity, "", why, do))
             return look
 
         return register
@@ -134,7 +131,7 @@ def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
 def examine_all(checks: Mapping[str, Check], argument: Any) -> list[Finding]:
     """Runs ``checks``, each once, on ``argument``."""
     results = ((check, check.look(argument)) for check in checks.values())
-    return [check.finding(seen, ()) for check, seen in results if seen]
+    return [check.finding(seen) for check, seen in results if seen]
 
 
 def examine(facts: Mapping[int, Facts]) -> list[Finding]:
@@ -154,6 +151,12 @@ def sort(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
-def all_checks() -> list[Check]:
-    """Returns the checks of one process, those that compare processes and those of collectives."""
-    return [*CHECKS.values(), *ACROSS.values(), *ON_AXES.values()]
+def all_checks() -> list[Finding]:
+    """Returns what there may be to find: in one process, between processes and in collectives."""
+    return [check.about for check in (*CHECKS.values(), *ACROSS.values(), *ON_AXES.values())]
+
+
+def name_hosts(hosts: Collection[str], ranks: Iterable[int]) -> str:
+    """Returns the first hosts and all ranks: ``node-1, node-2 (ranks 4-11)``."""
+    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+    return f"{', '.join([*hosts][:4])}{more} ({name_ranks(ranks)})"

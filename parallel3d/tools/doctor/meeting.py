@@ -37,11 +37,7 @@ class Meeting:
         self._expected = set(range(world_size))  # on rank 0: ranks that have not been late
 
     def put(self, key: str, text: str = "") -> None:
-        """Sets a key.
-
-        Raises:
-            MeshError: the store is gone.
-        """
+        """Sets a key; raises MeshError if the store has gone."""
         try:
             self.store.set(key, text)
         except RuntimeError as error:
@@ -65,11 +61,7 @@ class Meeting:
         return dict(sorted(found.items()))
 
     def tell(self, topic: str, value: Any = None) -> Any:
-        """Returns rank 0's value on all ranks.
-
-        Raises:
-            MeshError: rank 0 has not set it in time.
-        """
+        """Returns rank 0's value on all ranks; raises MeshError if it is not there in time."""
         if self.rank == 0:
             self.put(topic, json.dumps(value))
             return value
@@ -107,11 +99,7 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def meet(place: Place, address: str, port: int, seconds: float) -> Meeting:
-    """Connects to the other ranks of the job.
-
-    Raises:
-        MeshError: the store can't be reached within ``seconds``, or its port is in use.
-    """
+    """Connects to the other ranks of the job; a MeshError says why that fails."""
     timeout, hosted = timedelta(seconds=seconds), outlives_ranks()
     is_host = place.rank == 0 and not hosted
     if is_host:
@@ -151,16 +139,10 @@ def _wait_for_store(address: str, port: int, seconds: float) -> None:
 def clock_offset(
     meeting: Meeting, nodes: Sequence[int], now: Callable[[], float] = time.time
 ) -> tuple[float | None, float]:
-    """Measures the seconds that this rank's clock is ahead of rank 0's.
+    """Returns the seconds that this rank's clock is ahead of rank 0's, and their largest error.
 
-    The rank asks rank 0 for the time several times; the fastest answer counts.
-
-    Args:
-        nodes: one rank of each node except rank 0's; equal on all ranks.
-        now: the clock.
-
-    Returns:
-        The seconds and their largest error; (None, 0) on ranks that are not in ``nodes``.
+    The ranks in ``nodes``, one of each node except rank 0's, ask rank 0 for the time several times; the
+    fastest answer counts. It is (None, 0) on other ranks.
     """
     if meeting.rank == 0:
         for rank in nodes:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from parallel3d.tools.doctor.collecting import (
 )
 from parallel3d.tools.doctor.facts import GIB, Facts, Place, adopt_slurm, first_host, place_of
 from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet
+from parallel3d.tools.dryrun.as_json import decoded
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 
@@ -52,7 +54,7 @@ def test_what_is_read_of_this_machine(tmp_path: Path) -> None:
         facts.disk is not None and facts.disk.free > 0 and facts.disk.kind and not facts.disk.error
     )
     assert not list(tmp_path.iterdir())
-    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert decoded(Facts, json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_the_loopback_is_up() -> None:

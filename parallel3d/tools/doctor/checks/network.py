@@ -6,10 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from ipaddress import ip_address
 from itertools import chain
+from operator import attrgetter
 
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.doctor.facts import GIB, Facts, Interface
-from parallel3d.tools.doctor.finding import ACROSS, CHECKS, Area, Result, Seen, ranks_by_value
+from parallel3d.tools.doctor.finding import (
+    ACROSS,
+    CHECKS,
+    Area,
+    Result,
+    Seen,
+    name_hosts,
+    ranks_by_value,
+)
 
 NETWORK = Area("network", CHECKS)
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -194,10 +203,14 @@ _NOT_COMPARED = {
     *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_TRACE", "NCCL_HOSTID"),
 }
 _APART, _TOO_FAR = 1.0, 10.0  # seconds
+_versions, _variables = attrgetter("versions"), attrgetter("environment")
 
 
 def differences(
-    facts: Mapping[int, Facts], names: Iterable[str], value: Callable[[Facts, str], str]
+    facts: Mapping[int, Facts],
+    names: Iterable[str],
+    values: Callable[[Facts], Mapping[str, str]],
+    missing: str = "none",
 ) -> Seen | None:
     """Returns the ``names`` whose value differs between ranks, with the ranks that have each value.
 
@@ -205,7 +218,8 @@ def differences(
     """
     lines, odd = [], []
     for name in names:
-        by_value = ranks_by_value({rank: value(own, name) for rank, own in facts.items()})
+        of_rank = {rank: values(own).get(name, missing) for rank, own in facts.items()}
+        by_value = ranks_by_value(of_rank)
         if len(by_value) < 2:
             continue
         ordered = sorted(by_value.items(), key=lambda item: -len(item[1]))
@@ -221,16 +235,7 @@ def _places(facts: Mapping[int, Facts], ranks: list[int]) -> str:
     hosts = [host for host, own_ranks in by_host.items() if set(own_ranks) <= set(ranks)]
     if {rank for host in hosts for rank in by_host[host]} != set(ranks) or len(by_host) == 1:
         return name_ranks(ranks)
-    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return f"{', '.join(hosts[:4])}{more} ({name_ranks(ranks)})"
-
-
-def _version(facts: Facts, name: str) -> str:
-    return facts.versions.get(name, "none")
-
-
-def _variable(facts: Facts, name: str) -> str:
-    return facts.environment.get(name, "not set")
+    return name_hosts(hosts, ranks)
 
 
 @_FOUND_ELSEWHERE.error(
@@ -250,13 +255,13 @@ def mesh_does_not_fit(facts: Facts) -> Result:
 @BETWEEN_NODES.error("Use one image or environment on all nodes.")
 def versions_differ(facts: Mapping[int, Facts]) -> Result:
     """Ranks would use different protocols: a hang in NCCL's first collective, or other numbers."""
-    return differences(facts, _VERSIONS, _version)
+    return differences(facts, _VERSIONS, _versions)
 
 
 @BETWEEN_NODES.warning("Update the nodes with the older driver.")
 def drivers_differ(facts: Mapping[int, Facts]) -> Result:
     """NCCL may choose other transports on some nodes; performance differs."""
-    return differences(facts, ["driver"], _version)
+    return differences(facts, ["driver"], _versions)
 
 
 @BETWEEN_NODES.error(
@@ -265,22 +270,24 @@ def drivers_differ(facts: Mapping[int, Facts]) -> Result:
 def settings_differ(facts: Mapping[int, Facts]) -> Result:
     """Ranks that communicate with different settings may hang or be slow."""
     names = sorted({name for own in facts.values() for name in own.environment} - _NOT_COMPARED)
-    return differences(facts, (name for name in names if name.startswith(_COMPARED)), _variable)
+    compared = (name for name in names if name.startswith(_COMPARED))
+    return differences(facts, compared, _variables, "not set")
 
 
 @BETWEEN_NODES.warning("Use a prefix that fits all nodes, or one value for all.")
 def interfaces_differ(facts: Mapping[int, Facts]) -> Result:
     """Correct only if the nodes' interfaces have different names; otherwise one uses another network."""
-    return differences(facts, _INTERFACES, _variable)
+    return differences(facts, _INTERFACES, _variables, "not set")
 
 
 @BETWEEN_NODES.warning("Use equal nodes, or leave the odd one out.")
 def devices_differ(facts: Mapping[int, Facts]) -> Result:
     """All wait for the slowest device, and the smallest memory limits the batch size."""
 
-    def kinds(own: Facts, name: str) -> str:
+    def kinds(own: Facts) -> dict[str, str]:
         counted = Counter(f"{d.name}, {d.total / GIB:.0f} GiB" for d in own.devices)
-        return " and ".join(f"{count} x {kind}" for kind, count in counted.items()) or "none"
+        found = " and ".join(f"{count} x {kind}" for kind, count in counted.items())
+        return {"devices": found or "none"}
 
     return differences(facts, ["devices"], kinds)
 
@@ -303,7 +310,8 @@ def device_shared(facts: Mapping[int, Facts]) -> Result:
 @BETWEEN_NODES.warning("Start the same number of ranks on every node.")
 def nodes_differ_in_ranks(facts: Mapping[int, Facts]) -> Result:
     """tp groups then lie across nodes, which is slow, and fewer meshes are possible."""
-    return differences(facts, ["ranks of the node"], lambda own, _: str(own.place.local_world_size))
+    name = "ranks of the node"
+    return differences(facts, [name], lambda own: {name: str(own.place.local_world_size)})
 
 
 @BETWEEN_NODES.warning("Give each node a name of its own with hostnamectl set-hostname.")
