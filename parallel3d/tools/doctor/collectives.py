@@ -18,7 +18,7 @@ from parallel3d.mesh.build import backend_string, default_device_type, set_devic
 from parallel3d.planner.calibrate import COLLECTIVES, collective_seconds
 from parallel3d.planner.cluster import AxisLink, Cluster, collective_time, gpus
 from parallel3d.tools.doctor.finding import ON_AXES, Area, Result, Seen, ranks_by_value
-from parallel3d.tools.doctor.meeting import Meeting
+from parallel3d.tools.doctor.store_group import StoreGroup
 
 SMALL = 4096
 """Bytes of the message that measures latency."""
@@ -118,7 +118,7 @@ def lines_of(measurement: Measurement) -> list[Line]:
 _BYTES = {"cuda": 2**28, "cpu": 2**22}  # of the whole tensor
 
 
-def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> dict[str, Any]:
+def measure(layout: MeshLayout, group: StoreGroup, megabytes: float | None) -> dict[str, Any]:
     """Makes a process group and the mesh, and times collectives of ``megabytes``. All ranks call it.
 
     It returns ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone:
@@ -126,13 +126,13 @@ def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> di
     """
     device = default_device_type()
     try:
-        set_device(device, meeting.rank)
+        set_device(device, group.rank)
         dist.init_process_group(
             backend_string(device),
-            store=dist.PrefixStore("group", meeting.store),
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timedelta(seconds=meeting.seconds),
+            store=dist.PrefixStore("group", group.store),
+            rank=group.rank,
+            world_size=group.world_size,
+            timeout=timedelta(seconds=group.seconds),
         )
         nbytes = _BYTES.get(device, 2**28) if megabytes is None else int(megabytes * 1e6)
         return {"seconds": _on_axes(layout, device, max(nbytes, 2 * SMALL)), "error": ""}

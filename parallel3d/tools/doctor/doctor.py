@@ -28,7 +28,7 @@ from parallel3d.tools.doctor.finding import (
     examine_all,
     sort,
 )
-from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet
+from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
 from parallel3d.tools.dryrun.as_json import decoded
 
 
@@ -127,7 +127,9 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
         try:
             if not address or not port.isdigit():
                 raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}")
-            return _together(options, facts, meet(place, address, int(port), options.timeout), show)
+            return _diagnose_job(
+                options, facts, connect(place, address, int(port), options.timeout), show
+            )
         except MeshError as error:  # the first rank of each node reports its own findings
             own = {place.rank: replace(facts, store_error="" if facts.master_error else str(error))}
             found = Diagnosis(own, examine(own), failed=True, not_measured=str(error))
@@ -137,57 +139,57 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
     return found
 
 
-def _together(
-    options: Options, facts: Facts, meeting: Meeting, show: Callable[[Diagnosis], None] | None
+def _diagnose_job(
+    options: Options, facts: Facts, group: StoreGroup, show: Callable[[Diagnosis], None] | None
 ) -> Diagnosis:
-    facts = _share_disk(facts, meeting)
-    leaders = meeting.gather("leads", facts.place.local_rank == 0)
-    nodes = meeting.tell("nodes", [rank for rank, leads in leaders.items() if rank and leads])
-    clock, clock_error = clock_offset(meeting, nodes)
+    facts = _test_shared_disk(facts, group)
+    leaders = group.gather("leads", facts.place.local_rank == 0)
+    nodes = group.broadcast("nodes", [rank for rank, leads in leaders.items() if rank and leads])
+    clock, clock_error = clock_offset(group, nodes)
     facts = replace(facts, clock=clock, clock_error=clock_error)
-    by_rank = meeting.gather("facts", asdict(facts))
+    by_rank = group.gather("facts", asdict(facts))
     gathered = {rank: decoded(Facts, data) for rank, data in by_rank.items()}
-    found = Diagnosis(gathered or {facts.place.rank: facts}, speaks=meeting.rank == 0)
-    if meeting.rank == 0:
+    found = Diagnosis(gathered or {facts.place.rank: facts}, speaks=group.rank == 0)
+    if group.rank == 0:
         found.findings = examine(gathered)
-        if absent := tuple(rank for rank in range(meeting.world_size) if rank not in gathered):
-            text = f"{len(absent)} of {meeting.world_size}"
+        if absent := tuple(rank for rank in range(group.world_size) if rank not in gathered):
+            text = f"{len(absent)} of {group.world_size}"
             found.findings = sort([CHECKS["ranks-missing"].finding(text, absent), *found.findings])
-        found.not_measured = _why_not_measured(options, found, meeting)
-    found.not_measured = meeting.tell("measure", found.not_measured)
+        found.not_measured = _why_not_measured(options, found, group)
+    found.not_measured = group.broadcast("measure", found.not_measured)
     if not found.not_measured:
-        _measure(options, found, meeting)
+        _measure(options, found, group)
     found.failed = bool(_errors(found))
     if show is not None and found.speaks:
         show(found)
-    found.failed = meeting.tell("failed", found.failed)
-    meeting.part()
+    found.failed = group.broadcast("failed", found.failed)
+    group.finish()
     return found
 
 
-def _share_disk(facts: Facts, meeting: Meeting) -> Facts:
+def _test_shared_disk(facts: Facts, group: StoreGroup) -> Facts:
     """Tests whether this rank sees a file that rank 0 writes to the checkpoint folder."""
     disk = facts.writable_disk
     token = f".doctor-{secrets.token_hex(8)}"
-    if meeting.rank == 0 and disk is not None:
+    if group.rank == 0 and disk is not None:
         (Path(disk.path) / token).write_text("")
-    token = meeting.tell("token", token)
+    token = group.broadcast("token", token)
     if disk is not None:
         facts = replace(facts, disk=replace(disk, shared=(Path(disk.path) / token).exists()))
-    all_looked = meeting.gather("looked", True)
+    all_looked = group.gather("looked", True)
     if all_looked and disk is not None:
         (Path(disk.path) / token).unlink(missing_ok=True)
     return facts
 
 
-def _why_not_measured(options: Options, found: Diagnosis, meeting: Meeting) -> str:
+def _why_not_measured(options: Options, found: Diagnosis, group: StoreGroup) -> str:
     """On rank 0: returns why collectives are not to be measured; "" if they are."""
     if not options.collectives:
         return "not asked for"
     if errors := _errors(found):
         return f"first correct {', '.join(errors)}"
     try:
-        _layout(options, meeting.world_size)
+        _layout(options, group.world_size)
     except MeshError as error:
         misfit = CHECKS["mesh-does-not-fit"].finding(str(error))
         found.findings = sort([*found.findings, misfit])
@@ -199,20 +201,20 @@ def _layout(options: Options, world_size: int) -> MeshLayout:
     return (options.layout or MeshLayout(1, -1, 1)).resolve(world_size)
 
 
-def _measure(options: Options, found: Diagnosis, meeting: Meeting) -> None:
-    layout = _layout(options, meeting.world_size)
-    gathered = meeting.gather("times", measure(layout, meeting, options.megabytes))
-    if meeting.rank:
+def _measure(options: Options, found: Diagnosis, group: StoreGroup) -> None:
+    layout = _layout(options, group.world_size)
+    gathered = group.gather("times", measure(layout, group, options.megabytes))
+    if group.rank:
         return
     seconds = {
         rank: {(axis, name, nbytes): taken for axis, name, nbytes, taken in own["seconds"]}
         for rank, own in gathered.items()
     }
     errors = {rank: own["error"] for rank, own in gathered.items() if own["error"]}
-    silent = set(range(meeting.world_size)) - set(gathered)
-    errors |= dict.fromkeys(silent, f"no answer within {meeting.seconds:.0f} s")
+    silent = set(range(group.world_size)) - set(gathered)
+    errors |= dict.fromkeys(silent, f"no answer within {group.seconds:.0f} s")
     local = max(own.place.local_world_size for own in found.facts.values())
-    cluster = _cluster(options, -(-meeting.world_size // local), local)
+    cluster = _cluster(options, -(-group.world_size // local), local)
     measurement = Measurement(layout, found.hosts(), seconds, errors, cluster)
     found.lines = lines_of(measurement)
     found.findings = sort([*found.findings, *examine_all(ON_AXES, measurement)])

@@ -31,14 +31,10 @@ def _nested(text: str, depth: int) -> str:
 
 
 def _container(torchrun: str, job: LaunchJob, before: str = "") -> str:
-    """``command``, ``args`` and ``env`` of the container.
+    """``command``, ``args`` and ``env`` of the container that runs torchrun with the options ``torchrun``.
 
     ``command`` is bash with our own lines, to which Kubernetes appends ``args`` as ``"$@"``. It has no text
-    of the user's, so nothing is escaped.
-
-    Args:
-        torchrun: torchrun's options, one in each line.
-        before: lines of shell that they need.
+    of the user's, so nothing is escaped. ``before`` is what the options need.
     """
     common = f"--nproc-per-node={job.gpus_per_node} {grace_option(job)}--tee=3"
     options = " \\\n      ".join([*torchrun.split("\n"), common])

@@ -1,4 +1,4 @@
-"""Meeting: the ranks of a job exchange values through the store, without a process group.
+"""StoreGroup: ranks gather and broadcast values through the store, without a process group.
 
 Every wait has a limit, after which the missing ranks are named.
 """
@@ -23,7 +23,7 @@ _PAUSE = 0.02
 _ROUNDS = 5
 
 
-class Meeting:
+class StoreGroup:
     """Exchanges values between ranks. All ranks call the same methods in the same order.
 
     Args:
@@ -60,7 +60,7 @@ class Meeting:
             self._expected = set(found)  # a late rank is waited for only once
         return dict(sorted(found.items()))
 
-    def tell(self, topic: str, value: Any = None) -> Any:
+    def broadcast(self, topic: str, value: Any = None) -> Any:
         """Returns rank 0's value on all ranks; raises MeshError if it is not there in time."""
         if self.rank == 0:
             self.put(topic, json.dumps(value))
@@ -73,8 +73,8 @@ class Meeting:
         except RuntimeError as error:  # the store's host has gone
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
-    def part(self) -> None:
-        """Ends the meeting: rank 0, which may host the store, waits until the others have read all."""
+    def finish(self) -> None:
+        """The last call: rank 0, which may host the store, waits until the others have read all."""
         self.put(f"gone/{self.rank}")
         if self.rank == 0:
             _until(lambda: self.store.check([f"gone/{rank}" for rank in self._expected]), 5)
@@ -98,7 +98,7 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def meet(place: Place, address: str, port: int, seconds: float) -> Meeting:
+def connect(place: Place, address: str, port: int, seconds: float) -> StoreGroup:
     """Connects to the other ranks of the job; a MeshError says why that fails."""
     timeout, hosted = timedelta(seconds=seconds), outlives_ranks()
     is_host = place.rank == 0 and not hosted
@@ -114,7 +114,7 @@ def meet(place: Place, address: str, port: int, seconds: float) -> Meeting:
         raise MeshError(f"{address}:{port}: {str(error).splitlines()[0]}") from error
     if hosted:
         store = fresh_store(store, place.rank, place.world_size, timeout)
-    return Meeting(dist.PrefixStore("doctor", store), place.rank, place.world_size, seconds)
+    return StoreGroup(dist.PrefixStore("doctor", store), place.rank, place.world_size, seconds)
 
 
 def _check_port(port: int) -> None:
@@ -137,30 +137,30 @@ def _wait_for_store(address: str, port: int, seconds: float) -> None:
 
 
 def clock_offset(
-    meeting: Meeting, nodes: Sequence[int], now: Callable[[], float] = time.time
+    group: StoreGroup, nodes: Sequence[int], now: Callable[[], float] = time.time
 ) -> tuple[float | None, float]:
     """Returns the seconds that this rank's clock is ahead of rank 0's, and their largest error.
 
     The ranks in ``nodes``, one of each node except rank 0's, ask rank 0 for the time several times; the
     fastest answer counts. It is (None, 0) on other ranks.
     """
-    if meeting.rank == 0:
+    if group.rank == 0:
         for rank in nodes:
             for turn in range(_ROUNDS):
-                if not meeting.wait(f"ask/{rank}/{turn}"):
+                if not group.wait(f"ask/{rank}/{turn}"):
                     break
-                meeting.put(f"time/{rank}/{turn}", repr(now()))
+                group.put(f"time/{rank}/{turn}", repr(now()))
         return 0.0, 0.0
-    if meeting.rank not in nodes:
+    if group.rank not in nodes:
         return None, 0.0
     answers: list[tuple[float, float]] = []  # (largest error, offset)
     for turn in range(_ROUNDS):
-        meeting.put(f"ask/{meeting.rank}/{turn}")
+        group.put(f"ask/{group.rank}/{turn}")
         begin = now()
-        if not meeting.wait(f"time/{meeting.rank}/{turn}"):
+        if not group.wait(f"time/{group.rank}/{turn}"):
             break
         end = now()
-        theirs = float(meeting.store.get(f"time/{meeting.rank}/{turn}"))
+        theirs = float(group.store.get(f"time/{group.rank}/{turn}"))
         if turn:  # in the first turn rank 0 may have been busy with other ranks
             answers.append(((end - begin) / 2, (begin + end) / 2 - theirs))
     if not answers:
