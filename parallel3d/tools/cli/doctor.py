@@ -9,27 +9,28 @@ from typing import Annotated
 
 import typer
 
-from parallel3d.tools.cli.options import GpuName, Json, Nic, Profile, Replicate, Shard, Tp, plain
+from parallel3d.tools.cli import options as o
 
 
 def doctor_command(
-    replicate: Replicate = 1,
-    shard: Shard = -1,
-    tp: Tp = 1,
+    ctx: typer.Context,
+    replicate: o.Replicate = 1,
+    shard: o.Shard = -1,
+    tp: o.Tp = 1,
     checkpoint: Annotated[
-        Path | None, plain("The folder that checkpoints are to be written to.")
+        Path | None, o.plain("The folder that checkpoints are to be written to.")
     ] = None,
-    gpu: GpuName = None,
-    profile: Profile = None,
-    nic: Nic = None,
+    gpu: o.GpuName = None,
+    profile: o.Profile = None,
+    nic: o.Nic = None,
     collectives: Annotated[
-        bool, plain("Time collectives on every axis of the mesh, if there are several ranks.")
+        bool, o.plain("Time collectives on every axis of the mesh, if there are several ranks.")
     ] = True,
     megabytes: Annotated[
-        float | None, plain("Size of the measured tensors; 256 on CUDA, 4 on the CPU.", min=0.01)
+        float | None, o.plain("Size of the measured tensors; 256 on CUDA, 4 on the CPU.", min=0.01)
     ] = None,
-    timeout: Annotated[float, plain("Seconds that ranks wait for each other.", min=1)] = 60.0,
-    json_only: Json = False,
+    timeout: Annotated[float, o.plain("Seconds that ranks wait for each other.", min=1)] = 60.0,
+    json_only: o.Json = False,
 ) -> None:
     """Checks versions, variables, network, limits, devices, clocks and collectives, with advice.
 
@@ -43,14 +44,7 @@ def doctor_command(
     from parallel3d.tools.terminal import output
 
     options = Options(
-        layout=MeshLayout(replicate, shard, tp),
-        checkpoint=checkpoint,
-        gpu=gpu,
-        profile=profile,
-        nic=nic,
-        collectives=collectives,
-        megabytes=megabytes,
-        timeout=timeout,
+        layout=MeshLayout(replicate, shard, tp), **o.fields_among(Options, ctx.params)
     )
 
     def show(found: Diagnosis) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from parallel3d.mesh.layout import MeshLayout
-from parallel3d.tools.cli.options import panel, plain
+from parallel3d.tools.cli.options import fields_among, panel, plain
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
 
@@ -16,6 +16,7 @@ _mesh, _place = panel("Mesh"), panel("For some targets")
 
 
 def launch_command(
+    ctx: typer.Context,
     command: Annotated[
         list[str] | None,
         typer.Argument(help="After --: the script and its arguments, or -m and a module."),
@@ -48,23 +49,9 @@ def launch_command(
     ] = None,
 ) -> None:
     """Prints or writes the launch file of a training script, with a reason for each setting."""
-    job = LaunchJob(
-        command=tuple(command or ()),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        layout=_layout(replicate, shard, tp),
-        domain=domain,
-        name=name,
-        image=image,
-        gpu=gpu,
-        partition=partition,
-        account=account,
-        time=time,
-        max_restarts=max_restarts,
-        env=_variables(env or []),
-        device=device,
-        grace=grace,
-    )
+    given = fields_among(LaunchJob, ctx.params)
+    given |= {"command": tuple(command or ()), "env": _variables(env or [])}
+    job = LaunchJob(layout=_layout(replicate, shard, tp), **given)
     text = launch_file(to, job)
     if out is None:
         typer.echo(text, nl=False)
@@ -94,11 +81,7 @@ def _variables(settings: list[str]) -> dict[str, str]:
 
 
 def _write(out: str, name: str, text: str, *, executable: bool) -> Path:
-    """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``.
-
-    Raises:
-        LaunchError: there is already a file that this command did not write.
-    """
+    """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``."""
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         path = path / name

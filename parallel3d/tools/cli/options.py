@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,7 @@ from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING, Work
 
 
 def panel(name: str | None) -> Callable[..., Any]:
-    """Returns a function ``(help, *names, **more)`` that makes options listed under ``name`` in the help.
-
-    An option without ``names`` is called as its parameter.
-    """
+    """Returns a function that makes options listed under ``name`` in the help."""
 
     def option(help: str, *names: str, **more: Any) -> Any:
         return typer.Option(*names, rich_help_panel=name, help=help, **more)
@@ -82,19 +80,14 @@ Explain = Annotated[
 Json = Annotated[bool, _show("Print only JSON on stdout.", "--json")]
 Html = Annotated[Path | None, _show("Write a page with charts that needs no network.")]
 
-_WORKLOAD = (
-    *("seq_len", "micro_batch", "global_batch", "precision", "param_dtype", "reduce_dtype"),
-    *("optimizer", "compile", "attention", "fused_loss", "sequence_parallel", "loss_parallel"),
-    "sharding",
-)
+
+def fields_among(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ``options`` that have the name of a field of the dataclass ``kind``."""
+    return {each.name: options[each.name] for each in fields(kind) if each.name in options}
 
 
 def cluster_of(options: Mapping[str, Any]) -> Cluster:
-    """Returns the cluster that a command's options describe.
-
-    Raises:
-        PlanningError: no GPU is given, or there is no such GPU.
-    """
+    """Returns the cluster that a command's options describe."""
     if options["gpu"] is None:
         raise PlanningError("which GPU? Give --gpu a name, for example h100-80gb-sxm")
     return Cluster.of(
@@ -103,12 +96,8 @@ def cluster_of(options: Mapping[str, Any]) -> Cluster:
 
 
 def workload_of(options: Mapping[str, Any], checkpointing: str, reshard: bool) -> Workload:
-    """Returns the workload that a command's options describe.
-
-    Raises:
-        PlanningError: a value is not possible, or there is no sequence length.
-    """
+    """Returns the workload that a command's options describe."""
     if options["seq_len"] is None:
         raise PlanningError("how long are the sequences? Give --seq-len, for example 4096")
-    values = {name: options[name] for name in _WORKLOAD}
-    return Workload(checkpointing=checkpointing, reshard_after_forward=reshard, **values)
+    own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
+    return Workload(**{**fields_among(Workload, options), **own})

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from parallel3d.errors import PlanningError
@@ -42,14 +42,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
-    """Returns the model that ``text`` describes.
-
-    Args:
-        seq_len: rows of a table of learned positions, for shapes without one.
-
-    Raises:
-        PlanningError: there is no such model, or the shapes are not possible.
-    """
+    """Returns the model that ``text`` describes, with ``seq_len`` learned positions if shapes have none."""
     if not text:
         raise PlanningError(
             "which model? Give --model a name (llama-3.1-8b), a config.json or layers=32,hidden=4096,..."
@@ -264,9 +257,8 @@ def calibrate_command(
 
 
 def _show_gpu(found: Gpu) -> None:
-    table = Table(title=f"{found.name}: {found.source}")
-    table.add_column("measured")
-    table.add_column("", justify="right")
+    columns = "measured", Column("", justify="right")
+    table = Table(*columns, title=f"{found.name}: {found.source}")
     table.add_row("peak, TFLOP/s", f"{found.peak:.4g}")
     table.add_row("matmul efficiency", f"{found.gemm_efficiency:.3f}")
     table.add_row("matmul start, us", f"{found.gemm_start_us:.2f}")

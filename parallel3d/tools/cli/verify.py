@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from parallel3d.errors import Parallel3dError
@@ -160,11 +160,10 @@ def _check_alone(plan: str | None, loss_parallel: bool, checkpointing: bool) -> 
         "--loss-parallel": loss_parallel,
         "--activation-checkpointing": checkpointing,
     }
-    for name, is_set in options.items():
-        if is_set:
-            raise Parallel3dError(
-                f"{name} is for parallel3d.parallelize: leave it out with --parallelize"
-            )
+    for name in filter(options.get, options):
+        raise Parallel3dError(
+            f"{name} is for parallel3d.parallelize: leave it out with --parallelize"
+        )
 
 
 def _function(what: str, text: str) -> Any:
@@ -239,9 +238,7 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
 
 
 def _difference(found: Difference) -> Panel:
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="dim")
-    rows.add_column(overflow="fold")
+    rows = Table.grid(Column(style="dim"), Column(overflow="fold"), padding=(0, 2))
     kind = f" ({found.module_type})" if found.module_type else ""
     rows.add_row("module", Text(f"{found.module or '(the model itself)'}{kind}", style="bold red"))
     rows.add_row("what", Text(found.what))

@@ -324,7 +324,7 @@ def collect(folder: Path | None = None, environment: Mapping[str, str] | None = 
     master_addresses, master_error = addresses_of(master) if master else ((), "")
     return Facts(
         place=place_of(variables),
-        environment=steering(variables),
+        environment=relevant_variables(variables),
         versions=versions,
         interfaces=read_interfaces(),
         host_addresses=host_addresses,
@@ -340,7 +340,7 @@ def collect(folder: Path | None = None, environment: Mapping[str, str] | None = 
     )
 
 
-def steering(environment: Mapping[str, str]) -> dict[str, str]:
+def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that affect communication and memory, sorted by name."""
     return {
         name: value

@@ -9,23 +9,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
-from parallel3d.tools.doctor import checks as _checks  # noqa: F401 - registers them
+from parallel3d.tools.doctor.checks import environment, machine, network  # noqa: F401 - registers them
 from parallel3d.tools.doctor.collecting import collect
+from parallel3d.tools.doctor.collectives import Line, Measurement, lines_of, measure, profile_of
 from parallel3d.tools.doctor.facts import GIB, Facts, adopt_slurm, place_of
 from parallel3d.tools.doctor.finding import (
     CHECKS,
+    ON_AXES,
     Finding,
     Severity,
     all_checks,
     examine,
-    examine_axes,
+    examine_all,
     sort,
 )
-from parallel3d.tools.doctor.measuring import Line, Measurement, lines_of
-from parallel3d.tools.doctor.meeting import Meeting, clock_offset, measure, meet, profile_of
+from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
+from parallel3d.tools.dryrun.as_json import decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class Diagnosis:
             "passed": self.passed,
             "not_measured": self.not_measured,
             "collectives": [line.to_json() for line in self.lines],
-            "facts": {str(rank): own.to_json() for rank, own in self.facts.items()},
+            "facts": {str(rank): asdict(own) for rank, own in self.facts.items()},
         }
 
 
@@ -112,18 +116,20 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
         PlanningError: there is no such GPU or profile.
     """
     adopt_slurm(os.environ)
-    cluster_of(options, 1, 1)  # raises for wrong options before anything else
+    _cluster(options, 1, 1)  # raises for wrong options before anything else
     place = place_of(os.environ)
     facts = collect(options.checkpoint)
     if place.world_size == 1:
         found = Diagnosis({0: facts}, examine({0: facts}), not_measured="one process has no axes")
-        found.failed = _has_error(found)
+        found.failed = bool(_errors(found))
     else:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         try:
             if not address or not port.isdigit():
                 raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}")
-            return _together(options, facts, meet(place, address, int(port), options.timeout), show)
+            return _diagnose_job(
+                options, facts, connect(place, address, int(port), options.timeout), show
+            )
         except MeshError as error:  # the first rank of each node reports its own findings
             own = {place.rank: replace(facts, store_error="" if facts.master_error else str(error))}
             found = Diagnosis(own, examine(own), failed=True, not_measured=str(error))
@@ -133,60 +139,59 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
     return found
 
 
-def _together(
-    options: Options, facts: Facts, meeting: Meeting, show: Callable[[Diagnosis], None] | None
+def _diagnose_job(
+    options: Options, facts: Facts, group: StoreGroup, show: Callable[[Diagnosis], None] | None
 ) -> Diagnosis:
-    facts = _share_disk(facts, meeting)
-    leaders = meeting.gather("leads", facts.place.local_rank == 0)
-    nodes = meeting.tell("nodes", [rank for rank, leads in leaders.items() if rank and leads])
-    clock, clock_error = clock_offset(meeting, nodes)
+    facts = _test_shared_disk(facts, group)
+    leaders = group.gather("leads", facts.place.local_rank == 0)
+    nodes = group.broadcast("nodes", [rank for rank, leads in leaders.items() if rank and leads])
+    clock, clock_error = clock_offset(group, nodes)
     facts = replace(facts, clock=clock, clock_error=clock_error)
-    by_rank = meeting.gather("facts", facts.to_json())
-    gathered = {rank: Facts.from_json(data) for rank, data in by_rank.items()}
-    found = Diagnosis(gathered or {facts.place.rank: facts}, speaks=meeting.rank == 0)
-    if meeting.rank == 0:
+    by_rank = group.gather("facts", asdict(facts))
+    gathered = {rank: decoded(Facts, data) for rank, data in by_rank.items()}
+    found = Diagnosis(gathered or {facts.place.rank: facts}, speaks=group.rank == 0)
+    if group.rank == 0:
         found.findings = examine(gathered)
-        if absent := tuple(rank for rank in range(meeting.world_size) if rank not in gathered):
-            text = f"{len(absent)} of {meeting.world_size}"
+        if absent := tuple(rank for rank in range(group.world_size) if rank not in gathered):
+            text = f"{len(absent)} of {group.world_size}"
             found.findings = sort([CHECKS["ranks-missing"].finding(text, absent), *found.findings])
-        found.not_measured = _why_not_measured(options, found, meeting)
-    found.not_measured = meeting.tell("measure", found.not_measured)
+        found.not_measured = _why_not_measured(options, found, group)
+    found.not_measured = group.broadcast("measure", found.not_measured)
     if not found.not_measured:
-        _measure(options, found, meeting)
-    found.failed = _has_error(found)
+        _measure(options, found, group)
+    found.failed = bool(_errors(found))
     if show is not None and found.speaks:
         show(found)
-    found.failed = meeting.tell("failed", found.failed)
-    meeting.part()
+    found.failed = group.broadcast("failed", found.failed)
+    group.finish()
     return found
 
 
-def _share_disk(facts: Facts, meeting: Meeting) -> Facts:
+def _test_shared_disk(facts: Facts, group: StoreGroup) -> Facts:
     """Tests whether this rank sees a file that rank 0 writes to the checkpoint folder."""
     disk = facts.writable_disk
     token = f".doctor-{secrets.token_hex(8)}"
-    if meeting.rank == 0 and disk is not None:
+    if group.rank == 0 and disk is not None:
         (Path(disk.path) / token).write_text("")
-    token = meeting.tell("token", token)
+    token = group.broadcast("token", token)
     if disk is not None:
         facts = replace(facts, disk=replace(disk, shared=(Path(disk.path) / token).exists()))
-    all_looked = meeting.gather("looked", True)
+    all_looked = group.gather("looked", True)
     if all_looked and disk is not None:
         (Path(disk.path) / token).unlink(missing_ok=True)
     return facts
 
 
-def _why_not_measured(options: Options, found: Diagnosis, meeting: Meeting) -> str:
+def _why_not_measured(options: Options, found: Diagnosis, group: StoreGroup) -> str:
     """On rank 0: returns why collectives are not to be measured; "" if they are."""
     if not options.collectives:
         return "not asked for"
-    errors = [each.name for each in found.findings if each.severity == Severity.error]
-    if errors:
-        return f"first correct {', '.join(dict.fromkeys(errors))}"
+    if errors := _errors(found):
+        return f"first correct {', '.join(errors)}"
     try:
-        _layout(options, meeting.world_size)
+        _layout(options, group.world_size)
     except MeshError as error:
-        misfit = CHECKS["mesh-does-not-fit"].finding(str(error), ())
+        misfit = CHECKS["mesh-does-not-fit"].finding(str(error))
         found.findings = sort([*found.findings, misfit])
         return "the mesh does not fit"
     return ""
@@ -196,44 +201,38 @@ def _layout(options: Options, world_size: int) -> MeshLayout:
     return (options.layout or MeshLayout(1, -1, 1)).resolve(world_size)
 
 
-def _measure(options: Options, found: Diagnosis, meeting: Meeting) -> None:
-    layout = _layout(options, meeting.world_size)
-    gathered = meeting.gather("times", measure(layout, meeting, options.megabytes))
-    if meeting.rank:
+def _measure(options: Options, found: Diagnosis, group: StoreGroup) -> None:
+    layout = _layout(options, group.world_size)
+    gathered = group.gather("times", measure(layout, group, options.megabytes))
+    if group.rank:
         return
     seconds = {
         rank: {(axis, name, nbytes): taken for axis, name, nbytes, taken in own["seconds"]}
         for rank, own in gathered.items()
     }
     errors = {rank: own["error"] for rank, own in gathered.items() if own["error"]}
-    silent = set(range(meeting.world_size)) - set(gathered)
-    errors |= dict.fromkeys(silent, f"no answer within {meeting.seconds:.0f} s")
+    silent = set(range(group.world_size)) - set(gathered)
+    errors |= dict.fromkeys(silent, f"no answer within {group.seconds:.0f} s")
     local = max(own.place.local_world_size for own in found.facts.values())
-    cluster = cluster_of(options, -(-meeting.world_size // local), local)
+    cluster = _cluster(options, -(-group.world_size // local), local)
     measurement = Measurement(layout, found.hosts(), seconds, errors, cluster)
     found.lines = lines_of(measurement)
-    found.findings = sort([*found.findings, *examine_axes(measurement)])
+    found.findings = sort([*found.findings, *examine_all(ON_AXES, measurement)])
 
 
-def cluster_of(options: Options, nodes: int, per_node: int) -> Cluster | None:
-    """Returns the cluster whose profile is compared with; None if there is no profile.
-
-    Raises:
-        PlanningError: there is no such GPU or profile.
-    """
+def _cluster(options: Options, nodes: int, per_node: int) -> Cluster | None:
+    """Returns the cluster whose profile is compared with; None if there is no profile."""
     name = options.gpu
     if name is None and options.profile is not None:
         raise PlanningError("which GPU of the profile? Give its name with --gpu")
-    if name is None:
-        import torch
-
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(0)
-            name = profile_of(properties.name, properties.total_memory / GIB)
+    if name is None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        name = profile_of(properties.name, properties.total_memory / GIB)
     if name is None:
         return None
     return Cluster.of(name, nodes, per_node, options.nic, options.profile)
 
 
-def _has_error(found: Diagnosis) -> bool:
-    return any(finding.severity == Severity.error for finding in found.findings)
+def _errors(found: Diagnosis) -> dict[str, None]:
+    """The names of the findings that are errors, each once."""
+    return dict.fromkeys(f.name for f in found.findings if f.severity == Severity.error)

@@ -7,11 +7,9 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from parallel3d.errors import MeshError
-from parallel3d.tools.dryrun.as_json import decoded
 
 GIB = 2**30
 _OFF = ("", "0", "no", "off", "false", "n", "f")
@@ -166,15 +164,6 @@ class Facts:
     clock: float | None = None
     clock_error: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Facts:
-        """Reads what ``to_json`` returned."""
-        facts: Facts = decoded(cls, data)
-        return facts
-
     @property
     def writable_disk(self) -> Disk | None:
         """The disk for checkpoints, if there is one that can be written to."""
@@ -198,17 +187,11 @@ class Facts:
         )
 
 
-# The place of this process in its job, from torchrun's variables, or from SLURM's under srun.
-
 _FIRST_PORT, _PORTS = 29500, 1000  # each SLURM job uses one of these ports
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
-    """Reads torchrun's variables; without them the process is the only one of its job.
-
-    Raises:
-        MeshError: one of the variables is not a number.
-    """
+    """Reads torchrun's variables; without them the process is the only one of its job."""
 
     def number(name: str, default: int) -> int:
         value = environment.get(name) or str(default)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partialmethod
+from operator import itemgetter
+from typing import Any, TypeVar
 
+from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.doctor.facts import Facts
-from parallel3d.tools.doctor.measuring import Measurement
 
 Ranks = tuple[int, ...]
+Value = TypeVar("Value")
 
 
 class Severity(StrEnum):
@@ -23,13 +26,34 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        name: name of the check, such as ``nccl-debug``.
+        area: section of the report.
+        seen: the observation.
+        why: why it matters.
+        do: a command to run or a setting to change.
+    """
+
+    name: str
+    area: str
+    severity: Severity
+    seen: str
+    why: str
+    do: str
+    ranks: Ranks = ()
+
+
+@dataclass(frozen=True)
 class Seen:
     """What a check reports.
 
     Attributes:
         text: the observation, as a sentence or a list.
         do: advice that is more specific than the check's own; ``""`` for the check's own.
-        ranks: the ranks concerned, where they are not the ranks whose facts were checked.
+        ranks: the ranks concerned, in any order, where they are not the ranks whose facts were checked.
     """
 
     text: str
@@ -45,42 +69,17 @@ Look = Callable[..., Result]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that may be wrong.
+    """The function that checks one thing, and its finding without what depends on the facts."""
 
-    Attributes:
-        name: name of the finding, such as ``nccl-debug``.
-        area: section of the report.
-        why: why it matters.
-        do: a command to run or a setting to change.
-        look: the function that checks.
-    """
-
-    name: str
-    area: str
-    severity: Severity
-    why: str
-    do: str
     look: Look
+    about: Finding
 
-    def finding(self, seen: Seen | str, ranks: Ranks) -> Finding:
+    def finding(self, seen: Seen | str, ranks: Ranks = ()) -> Finding:
         """Returns the finding for ``seen``, which concerns ``ranks`` unless it names others."""
         if isinstance(seen, str):
             seen = Seen(seen)
-        do, ranks = seen.do or self.do, seen.ranks or ranks
-        return Finding(self.name, self.area, self.severity, seen.text, self.why, do, ranks)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check has found, and on which ranks."""
-
-    name: str
-    area: str
-    severity: Severity
-    seen: str
-    why: str
-    do: str
-    ranks: Ranks = ()
+        do, ranks = seen.do or self.about.do, tuple(sorted({*seen.ranks})) or ranks
+        return replace(self.about, seen=seen.text, do=do, ranks=ranks)
 
 
 CHECKS: dict[str, Check] = {}
@@ -95,8 +94,9 @@ ON_AXES: dict[str, Check] = {}
 class Area:
     """A section of the report.
 
-    Its methods ``error``, ``warning`` and ``note`` are decorators, with keywords ``why`` and ``do``, that
-    make a function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``.
+    Its methods ``error``, ``warning`` and ``note`` take the advice and return a decorator that makes a
+    function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``. The
+    function's docstring says why it matters.
 
     Attributes:
         name: title of the section.
@@ -106,10 +106,11 @@ class Area:
     name: str
     checks: dict[str, Check]
 
-    def _check(self, severity: Severity, *, why: str, do: str) -> Callable[[Look], Look]:
+    def _check(self, severity: Severity, do: str) -> Callable[[Look], Look]:
         def register(look: Look) -> Look:
             name = look.__name__.replace("_", "-")
-            self.checks[name] = Check(name, self.name, severity, why, do, look)
+            why = " ".join((look.__doc__ or "").split())
+            self.checks[name] = Check(look, Finding(name, self.name, severity, "", why, do))
             return look
 
         return register
@@ -119,24 +120,28 @@ class Area:
     note = partialmethod(_check, Severity.note)
 
 
-def examine_axes(measurement: Measurement) -> list[Finding]:
-    """Runs all checks of the measured collectives."""
-    results = ((check, check.look(measurement)) for check in ON_AXES.values())
-    return [check.finding(seen, ()) for check, seen in results if seen]
+def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """Returns value -> the ranks that have it, for rank -> value."""
+    found: dict[Value, list[int]] = {}
+    for rank, value in sorted(values.items(), key=itemgetter(0)):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def examine_all(checks: Mapping[str, Check], argument: Any) -> list[Finding]:
+    """Runs ``checks``, each once, on ``argument``."""
+    results = ((check, check.look(argument)) for check in checks.values())
+    return [check.finding(seen) for check, seen in results if seen]
 
 
 def examine(facts: Mapping[int, Facts]) -> list[Finding]:
     """Runs all checks on all ranks' facts. A finding that several ranks share is reported once."""
     findings: list[Finding] = []
     for check in CHECKS.values():
-        by_text: dict[Seen | str, list[int]] = {}
-        for rank, own in sorted(facts.items()):
-            if seen := check.look(own):
-                by_text.setdefault(seen, []).append(rank)
-        findings += [check.finding(seen, tuple(ranks)) for seen, ranks in by_text.items()]
+        results = ranks_by_value({rank: check.look(own) for rank, own in facts.items()})
+        findings += [check.finding(seen, tuple(ranks)) for seen, ranks in results.items() if seen]
     if len(facts) > 1:
-        results = ((check, check.look(facts)) for check in ACROSS.values())
-        findings += [check.finding(seen, ()) for check, seen in results if seen]
+        findings += examine_all(ACROSS, facts)
     return sort(findings)
 
 
@@ -146,6 +151,12 @@ def sort(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
-def all_checks() -> list[Check]:
-    """Returns the checks of one process, those that compare processes and those of collectives."""
-    return [*CHECKS.values(), *ACROSS.values(), *ON_AXES.values()]
+def all_checks() -> list[Finding]:
+    """Returns what there may be to find: in one process, between processes and in collectives."""
+    return [check.about for check in (*CHECKS.values(), *ACROSS.values(), *ON_AXES.values())]
+
+
+def name_hosts(hosts: Collection[str], ranks: Iterable[int]) -> str:
+    """Returns the first hosts and all ranks: ``node-1, node-2 (ranks 4-11)``."""
+    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+    return f"{', '.join([*hosts][:4])}{more} ({name_ranks(ranks)})"

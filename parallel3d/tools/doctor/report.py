@@ -9,17 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel3d.mesh.agreement import name_ranks
-from parallel3d.tools.doctor.checks.axes import SLOW
+from parallel3d.tools.doctor.collectives import SLOW, Line
 from parallel3d.tools.doctor.doctor import Diagnosis
-from parallel3d.tools.doctor.finding import Finding, Severity
-from parallel3d.tools.doctor.measuring import Line
+from parallel3d.tools.doctor.finding import Finding, Severity, name_hosts, ranks_by_value
 from parallel3d.tools.terminal import titled_table
 
 _STYLE = {
     Severity.error: "bold red",
     Severity.warning: "yellow",
     Severity.note: "cyan",
-    Severity.ok: "green",
 }
 
 
@@ -38,10 +36,7 @@ def render(found: Diagnosis, console: Console) -> None:
 def _machines(found: Diagnosis) -> Table:
     columns = ("node", "ranks", "devices", "torch", "CUDA", "NCCL", "addresses")
     table = titled_table("nodes", *columns, left=len(columns))
-    by_host: dict[str, list[int]] = {}
-    for rank, host in found.hosts().items():
-        by_host.setdefault(host, []).append(rank)
-    for host, ranks in by_host.items():
+    for host, ranks in ranks_by_value(found.hosts()).items():
         own = found.facts[ranks[0]]
         kinds = Counter(device.name for device in own.devices)
         table.add_row(
@@ -55,10 +50,9 @@ def _machines(found: Diagnosis) -> Table:
 
 
 def _findings(found: Diagnosis) -> Table:
-    table = titled_table("findings", "")
+    table = titled_table("findings", "", "what", "why, and what to do", left=3)
     table.leading = 1
-    table.add_column("what", overflow="fold", ratio=3)
-    table.add_column("why, and what to do", overflow="fold", ratio=4)
+    table.columns[1].ratio, table.columns[2].ratio = 3, 4
     for each in found.findings:
         where = Text(_where(each, found), style="dim")
         what = Group(Text(each.name, style="bold"), Text(each.seen), where)
@@ -75,9 +69,8 @@ def _where(finding: Finding, found: Diagnosis) -> str:
         return ""
     if ranks == set(hosts):
         return "on all ranks"
-    names = list(dict.fromkeys(hosts.get(rank, "?") for rank in finding.ranks))
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"on {', '.join(names[:4])}{more} ({name_ranks(ranks)})"
+    named = dict.fromkeys(hosts.get(rank, "?") for rank in finding.ranks)
+    return f"on {name_hosts(named, ranks)}"
 
 
 def _collectives(lines: list[Line]) -> Table:

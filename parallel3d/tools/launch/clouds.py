@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pprint import pformat
 from textwrap import indent
 
@@ -9,23 +10,19 @@ from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.shell import (
     LIMITS,
     SIGNALS,
+    commented,
     grace_option,
     training_words,
     variables,
     yaml_text,
 )
 
+_literal = partial(pformat, width=100, sort_dicts=False)
+
 
 def skypilot_file(job: LaunchJob) -> str:
-    """A task file for ``sky launch`` or ``sky jobs launch``.
-
-    Raises:
-        LaunchError: the GPU isn't given.
-    """
-    environment = "\n".join(
-        (f"  # {why}\n" if why else "") + f"  {name}: {yaml_text(value)}"
-        for name, value, why in variables(job)
-    )
+    """A task file for ``sky launch`` or ``sky jobs launch``, which needs the GPU's name."""
+    environment = commented(job, lambda name, value: f"{name}: {yaml_text(value)}")
     return f"""\
 #   sky jobs launch FILE      on spot machines or with restarts;   sky launch FILE      to look at it
 name: {job.name}
@@ -35,7 +32,7 @@ workdir: .
 resources:
 {indent(_resources(job), "  ")}
 envs:
-{environment}
+{indent(environment, "  ")}
 run: |
 {indent(_run(job), "  ")}
 """
@@ -159,7 +156,3 @@ if __name__ == "__main__":
         ),
     ).fit()
 """
-
-
-def _literal(value: object) -> str:
-    return pformat(value, width=100, sort_dicts=False)

@@ -24,11 +24,7 @@ _STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 
 
 def checked_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Returns ``command`` as a tuple of words.
-
-    Raises:
-        LaunchError: it is empty, begins with a launcher, or has a word that can't be an argument.
-    """
+    """Returns the words of ``command``, once they are known to be a script or module and its arguments."""
     words = tuple(command)
     if isinstance(command, str):
         raise LaunchError(f"command is the text {command!r}; it must be a sequence of words")
@@ -71,10 +67,6 @@ def with_mesh(
 
     If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard`` and ``--tp``:
     one that is missing is 1, a missing shard is what the others leave. Without any there is no mesh.
-
-    Raises:
-        LaunchError: the command's own sizes differ from those of ``layout``.
-        MeshError: the sizes don't fill ``world_size``.
     """
     own = _own_sizes(command)
     if layout is None:

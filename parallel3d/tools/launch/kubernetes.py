@@ -6,10 +6,10 @@ from textwrap import indent
 
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.shell import (
+    commented,
     for_kubernetes,
     for_torchrun,
     grace_option,
-    variables,
     yaml_text,
 )
 
@@ -31,19 +31,18 @@ def _nested(text: str, depth: int) -> str:
 
 
 def _container(torchrun: str, job: LaunchJob, before: str = "") -> str:
-    """``command``, ``args`` and ``env`` of the container.
+    """``command``, ``args`` and ``env`` of the container that runs torchrun with the options ``torchrun``.
 
     ``command`` is bash with our own lines, to which Kubernetes appends ``args`` as ``"$@"``. It has no text
-    of the user's, so nothing is escaped.
-
-    Args:
-        torchrun: torchrun's options, one in each line.
-        before: lines of shell that they need.
+    of the user's, so nothing is escaped. ``before`` is what the options need.
     """
     common = f"--nproc-per-node={job.gpus_per_node} {grace_option(job)}--tee=3"
     options = " \\\n      ".join([*torchrun.split("\n"), common])
-    lines = [
-        f"""\
+    words = (f"  - {yaml_text(for_kubernetes(for_torchrun(word)))}\n" for word in job.command)
+    environment = commented(
+        job, lambda name, value: f"- name: {name}\n  value: {yaml_text(for_kubernetes(value))}"
+    )
+    return f"""\
 command:
   - bash
   - -c
@@ -54,14 +53,9 @@ command:
     ulimit -S -l hard
     exec torchrun {options} "$@"
   - {yaml_text(job.name)}
-args:""",
-        *(f"  - {yaml_text(for_kubernetes(for_torchrun(word)))}" for word in job.command),
-        "env:",
-    ]
-    for name, value, why in variables(job):
-        lines += [f"  # {why}"] if why else []
-        lines += [f"  - name: {name}", f"    value: {yaml_text(for_kubernetes(value))}"]
-    return "\n".join(lines)
+args:
+{"".join(words)}env:
+{_nested(environment, 2)}"""
 
 
 def _gpus(job: LaunchJob, key: str) -> str:
@@ -77,11 +71,7 @@ def _gpus(job: LaunchJob, key: str) -> str:
 
 
 def jobset_file(job: LaunchJob) -> str:
-    """JobSet: an indexed Job whose pods find each other by name and are restarted together.
-
-    Raises:
-        LaunchError: there is no image.
-    """
+    """JobSet: an indexed Job whose pods find each other by name and are restarted together."""
     if job.image is None:
         raise LaunchError(
             "jobset needs --image, a container image with torch, parallel3d and the script, such as "

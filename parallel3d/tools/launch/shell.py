@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,18 +54,12 @@ def yaml_text(text: str) -> str:
 
 
 def for_kubernetes(text: str) -> str:
-    """Escapes ``text`` for Kubernetes.
-
-    It replaces ``$(NAME)`` in command, args and env by a variable's value, and ``$$`` by ``$``.
-    """
+    """Escapes what Kubernetes replaces in command, args and env: ``$(NAME)``, and ``$$`` by ``$``."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
 def for_torchrun(text: str) -> str:
-    """Escapes ``text`` for torchrun.
-
-    In arguments it replaces ``${local_rank}`` and, as ``string.Template`` does, ``$$``.
-    """
+    """Escapes what torchrun replaces in arguments: ``${local_rank}``, and ``$$`` as ``string.Template``."""
     return text.replace("$", "$$") if "$$" in text or "local_rank" in text else text
 
 
@@ -103,21 +97,25 @@ def variables(job: LaunchJob) -> list[Variable]:
     return [variable for variable in ours if variable[0] not in job.env] + own
 
 
+def commented(job: LaunchJob, write: Callable[[str, str], str]) -> str:
+    """Returns ``write(name, value)`` for each variable, on the lines after its reason as a comment."""
+    return "\n".join(
+        f"# {why}\n{write(name, value)}" if why else write(name, value)
+        for name, value, why in variables(job)
+    )
+
+
 def exports(job: LaunchJob) -> str:
     """Returns lines of bash that export the variables; they override those of the node's shell.
 
     NCCL's interface is the exception: a setting of the cluster is kept, as only its administrator knows it.
     """
-    lines = []
-    for name, value, why in variables(job):
-        lines += [f"# {why}"] if why else []
-        lines.append(f"export {name}={shell_word(value)}")
+    lines = commented(job, lambda name, value: f"export {name}={shell_word(value)}")
     if job.device == "cuda" and job.nodes > 1 and "NCCL_SOCKET_IFNAME" not in job.env:
-        lines += [
-            "# excludes interfaces that lead to no other node; nodes may have different names for others",
-            'export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,veth,virbr}"',
-        ]
-    return "\n".join(lines)
+        lines += """
+# excludes interfaces that lead to no other node; nodes may have different names for others
+export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,veth,virbr}\""""
+    return lines
 
 
 LIMITS = """\
@@ -141,10 +139,8 @@ def _has_grace() -> bool:
     torch = find_spec("torch")  # reads the source, as importing torch takes seconds
     if torch is None or torch.origin is None:
         return True
-    return (
-        "shutdown-timeout"
-        in Path(torch.origin).with_name("distributed").joinpath("run.py").read_text()
-    )
+    run = Path(torch.origin).with_name("distributed") / "run.py"
+    return "shutdown-timeout" in run.read_text()
 
 
 def training_words(job: LaunchJob) -> str:

@@ -7,55 +7,16 @@ from parallel3d.tools.launch.shell import LIMITS, exports, grace_option, trainin
 
 
 def slurm_file(job: LaunchJob) -> str:
-    """Directives, what runs on each node, and a loop that starts it, handles signals and requeues.
-
-    Raises:
-        LaunchError: the job would be asked to stop as soon as it starts, and be requeued forever.
-    """
-    if job.seconds is not None and 0 < job.seconds <= job.grace:
+    """Directives, what runs on each node, and a loop that starts it, handles signals and requeues."""
+    if job.seconds and job.seconds <= job.grace:
         raise LaunchError(
             f"time is {job.time!r} and grace {job.grace} seconds: the job would be asked to stop as it "
             f"starts, and be requeued forever; give a time of {job.grace // 60 + 2} minutes or more, or "
             "--grace 0"
         )
-    end = _END if job.grace else 'exit "$status"\n'
-    parts = (_directives(job), _settings(job), _on_each_node(job), _attempts(job), end)
-    return "\n\n".join(parts)
-
-
-def _directives(job: LaunchJob) -> str:
-    gres = f"gres=gpu:{job.gpu + ':' if job.gpu else ''}{job.gpus_per_node}"
-    lines = [
-        ("", f"job-name={job.name}"),
-        ("", f"nodes={job.nodes}"),
-        ("One task on each node, torchrun, which starts the processes.", "ntasks-per-node=1"),
-        ("", gres if job.device == "cuda" else ""),
-        (
-            "The whole node with all its cores and memory; the default is those of one small task.",
-            "exclusive",
-        ),
-        ("", "mem=0"),
-        ("", f"time={job.time}" if job.time else ""),
-        ("", f"partition={job.partition}" if job.partition else ""),
-        ("", f"account={job.account}" if job.account else ""),
-        ("One file for all starts of the job.", "output=%x-%j.out"),
-        ("", "open-mode=append"),
-    ]
-    if job.grace:
-        signal = f"Sent {job.grace} s before the time limit to this script (B:), which asks for a checkpoint."
-        lines += [
-            (signal, f"signal=B:USR1@{job.grace}"),
-            ("After a node's failure or preemption the job is put back into the queue.", "requeue"),
-        ]
-    else:
-        lines += [("", "no-requeue")]
-    return "\n".join(
-        (f"## {why}\n" if why else "") + f"#SBATCH --{what}" for why, what in lines if what
-    )
-
-
-def _settings(job: LaunchJob) -> str:
     return f"""\
+{_directives(job)}
+
 # shellcheck disable=SC1003,SC2016,SC2317  # quotes and dollars in arguments; what only nodes call
 set -euo pipefail
 
@@ -63,7 +24,39 @@ set -euo pipefail
 
 # The first node's name. With many nodes "| head -n 1" would end scontrol by a broken pipe.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR="${{hosts[0]}}\""""
+export MASTER_ADDR="${{hosts[0]}}"
+
+{_on_each_node(job)}
+
+{_attempts(job)}
+
+{_REQUEUE if job.grace else ""}exit "$status"
+"""
+
+
+def _directives(job: LaunchJob) -> str:
+    gres = f"#SBATCH --gres=gpu:{job.gpu + ':' if job.gpu else ''}{job.gpus_per_node}\n"
+    given = {"time": job.time, "partition": job.partition, "account": job.account}
+    ours = "".join(f"#SBATCH --{name}={value}\n" for name, value in given.items() if value)
+    requeue = f"""\
+## Sent {job.grace} s before the time limit to this script (B:), which asks for a checkpoint.
+#SBATCH --signal=B:USR1@{job.grace}
+## After a node's failure or preemption the job is put back into the queue.
+#SBATCH --requeue"""
+    return f"""\
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes}
+## One task on each node, torchrun, which starts the processes.
+#SBATCH --ntasks-per-node=1
+{gres if job.device == "cuda" else ""}\
+## The whole node with all its cores and memory; the default is those of one small task.
+#SBATCH --exclusive
+#SBATCH --mem=0
+{ours}\
+## One file for all starts of the job.
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+{requeue if job.grace else "#SBATCH --no-requeue"}"""
 
 
 def _on_each_node(job: LaunchJob) -> str:
@@ -141,11 +134,10 @@ for attempt in {{0..{job.max_restarts}}}; do
 done"""
 
 
-_END = """\
+_REQUEUE = """\
 # It was asked to stop and has saved: requeue it, to continue from the checkpoint.
 if [ -n "$asked" ]; then
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60  # SLURM ends this script now
 fi
-exit "$status"
 """

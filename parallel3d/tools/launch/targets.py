@@ -79,15 +79,10 @@ def launch_file(target: str, job: LaunchJob) -> str:
 
 
 def target_named(name: str) -> Target:
-    """Returns the target with this name.
-
-    Raises:
-        LaunchError: there is none; the message has the nearest name.
-    """
+    """Returns the target with this name; a LaunchError names the nearest if there is none."""
     if name in TARGETS:
         return TARGETS[name]
     lower = str(name).lower()
-    near = get_close_matches(lower, TARGETS, n=1, cutoff=0.4)
-    near = [_SYNONYMS[lower]] if lower in _SYNONYMS else near
+    near = [_SYNONYMS[lower]] if lower in _SYNONYMS else get_close_matches(lower, TARGETS, 1, 0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise LaunchError(f"--to {name!r} is none of {', '.join(TARGETS)}{hint}")

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from parallel3d.tools.doctor.collecting import (
     read_disk,
     read_infiniband,
     read_interfaces,
-    steering,
+    relevant_variables,
     try_store,
 )
 from parallel3d.tools.doctor.facts import GIB, Facts, Place, adopt_slurm, first_host, place_of
-from parallel3d.tools.doctor.meeting import Meeting, clock_offset, meet
+from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
+from parallel3d.tools.dryrun.as_json import decoded
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 
@@ -52,7 +54,7 @@ def test_what_is_read_of_this_machine(tmp_path: Path) -> None:
         facts.disk is not None and facts.disk.free > 0 and facts.disk.kind and not facts.disk.error
     )
     assert not list(tmp_path.iterdir())
-    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert decoded(Facts, json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_the_loopback_is_up() -> None:
@@ -129,7 +131,7 @@ def test_what_nvidia_smi_says() -> None:
 
 def test_variables_that_steer() -> None:
     given = {"NCCL_ALGO": "Ring", "PATH": "/bin", "MASTER_ADDR": "a", "AWS_SECRET_ACCESS_KEY": "s"}
-    assert steering(given) == {"NCCL_ALGO": "Ring", "MASTER_ADDR": "a"}
+    assert relevant_variables(given) == {"NCCL_ALGO": "Ring", "MASTER_ADDR": "a"}
 
 
 # -- the place in the job ----------------------------------------------------------------------------
@@ -168,11 +170,11 @@ def test_first_of_slurms_nodes(nodes: str, first: str, monkeypatch: pytest.Monke
 
 
 def as_ranks(body, count: int, seconds: float = 5) -> list:
-    """``body(meeting)`` on so many threads, as ranks of one store."""
+    """``body(group)`` on so many threads, as ranks of one store."""
     store, results = dist.HashStore(), [None] * count
 
     def run(rank: int) -> None:
-        results[rank] = body(Meeting(store, rank, count, seconds))
+        results[rank] = body(StoreGroup(store, rank, count, seconds))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -183,10 +185,10 @@ def as_ranks(body, count: int, seconds: float = 5) -> list:
 
 
 def test_ranks_gather_and_are_told() -> None:
-    def body(meeting: Meeting):
-        found = meeting.gather("n", meeting.rank * 2)
-        told = meeting.tell("sum", sum(found.values()))
-        meeting.part()
+    def body(group: StoreGroup):
+        found = group.gather("n", group.rank * 2)
+        told = group.broadcast("sum", sum(found.values()))
+        group.finish()
         return found, told
 
     results = as_ranks(body, 3)
@@ -194,16 +196,16 @@ def test_ranks_gather_and_are_told() -> None:
 
 
 def test_who_does_not_come_is_waited_for_once() -> None:
-    meeting = Meeting(dist.HashStore(), 0, 3, 0.3)
+    group = StoreGroup(dist.HashStore(), 0, 3, 0.3)
     start = time.monotonic()
-    assert meeting.gather("a", 1) == {0: 1} and meeting.gather("b", 2) == {0: 2}
-    meeting.part()
+    assert group.gather("a", 1) == {0: 1} and group.gather("b", 2) == {0: 2}
+    group.finish()
     assert 0.3 < time.monotonic() - start < 0.6
 
 
 def test_rank_0_does_not_come() -> None:
     with pytest.raises(MeshError, match="rank 0 has not said 'go' within"):
-        Meeting(dist.HashStore(), 1, 2, 0.1).tell("go")
+        StoreGroup(dist.HashStore(), 1, 2, 0.1).broadcast("go")
 
 
 def test_rank_0_goes_in_the_middle() -> None:
@@ -212,14 +214,14 @@ def test_rank_0_goes_in_the_middle() -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(MeshError, match="rank 0 has gone: Connection reset by peer"):
-        Meeting(Gone(), 1, 2, 0.1).gather("a", 1)
+        StoreGroup(Gone(), 1, 2, 0.1).gather("a", 1)
 
 
 def test_clocks_are_compared() -> None:
     ahead = {0: 0.0, 1: 0.0, 2: 7.0, 3: -40.0}
 
-    def body(meeting: Meeting):
-        return clock_offset(meeting, [2, 3], lambda: time.time() + ahead[meeting.rank])
+    def body(group: StoreGroup):
+        return clock_offset(group, [2, 3], lambda: time.time() + ahead[group.rank])
 
     (own, (none, _), (later, sure), (earlier, _)) = as_ranks(body, 4)
     assert own == (0.0, 0.0) and none is None
@@ -232,7 +234,7 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(MeshError, match=f"port {port} .MASTER_PORT.*Address already in use"):
-            meet(Place(0, 2, 0, 2), "127.0.0.1", port, 1)
+            connect(Place(0, 2, 0, 2), "127.0.0.1", port, 1)
 
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from parallel3d.planner.calibrate import COLLECTIVES
 from parallel3d.planner.cluster import Cluster, collective_time
 from parallel3d.tools.doctor.checks.environment import KNOWN_NCCL, RENAMED
 from parallel3d.tools.doctor.checks.network import matches
+from parallel3d.tools.doctor.collectives import SMALL, Measurement, lines_of, profile_of
 from parallel3d.tools.doctor.facts import Facts, Interface
 from parallel3d.tools.doctor.finding import (
     ACROSS,
@@ -19,10 +20,8 @@ from parallel3d.tools.doctor.finding import (
     Severity,
     all_checks,
     examine,
-    examine_axes,
+    examine_all,
 )
-from parallel3d.tools.doctor.measuring import SMALL, Measurement, lines_of
-from parallel3d.tools.doctor.meeting import profile_of
 
 ELSEWHERE = {"ranks-missing", "mesh-does-not-fit"}
 """Found where ranks meet: test_ranks_on_hosts."""
@@ -151,22 +150,22 @@ AXES = {
 
 
 def test_collectives_as_the_profile_says() -> None:
-    assert not examine_axes(times())
-    assert not examine_axes(times(shard=1.5))
+    assert not examine_all(ON_AXES, times())
+    assert not examine_all(ON_AXES, times(shard=1.5))
     assert len(lines_of(times())) == 9
 
 
 @pytest.mark.parametrize("name", AXES)
 def test_finding_of_collectives(name: str) -> None:
     measurement, says = AXES[name]
-    found = {each.name: each for each in examine_axes(measurement)}
+    found = {each.name: each for each in examine_all(ON_AXES, measurement)}
     assert says in found[name].seen
 
 
 def test_no_profile_no_verdict_but_odd_groups() -> None:
     found = replace(times(rank_3=3.0), cluster=None)
     assert [each.expected for each in lines_of(found)] == [None] * 9
-    assert names(examine_axes(found)) == ["group-slow"]
+    assert names(examine_all(ON_AXES, found)) == ["group-slow"]
 
 
 @pytest.mark.parametrize(

@@ -40,21 +40,17 @@ def _setting(facts: Facts, name: str, *values: str) -> str:
     return f"{name}={value.upper() if values else value}" if wrong else ""
 
 
-@ENVIRONMENT.warning(
-    why="The old name is read with a warning, or no longer read at all: the setting may have no effect.",
-    do="Set the new name, unset the old one.",
-)
+@ENVIRONMENT.warning("Set the new name, unset the old one.")
 def renamed_variable(facts: Facts) -> Result:
+    """The old name is read with a warning, or no longer read at all: the setting may have no effect."""
     old = sorted(name for name in RENAMED if facts.environment.get(name))
     do = "; ".join(f'export {RENAMED[n]}="${n}"; unset {n}' for n in old)
     return Seen("; ".join(f"{n} is now {RENAMED[n]}" for n in old), do) if old else None
 
 
-@ENVIRONMENT.warning(
-    why="NCCL silently ignores names that it does not know.",
-    do="Set the variable with the right name.",
-)
+@ENVIRONMENT.warning("Set the variable with the right name.")
 def misspelt_variable(facts: Facts) -> Result:
+    """NCCL silently ignores names that it does not know."""
     found = []
     for name in sorted(facts.environment):
         if name.startswith("NCCL_") and name not in KNOWN_NCCL and name not in RENAMED:
@@ -63,87 +59,75 @@ def misspelt_variable(facts: Facts) -> Result:
     return "; ".join(found)
 
 
-@ENVIRONMENT.warning(
-    why="All communication between nodes uses TCP sockets, with a tenth of the bandwidth or less.",
-    do="unset NCCL_IB_DISABLE",
-)
+@ENVIRONMENT.warning("unset NCCL_IB_DISABLE")
 def nccl_ib_disabled(facts: Facts) -> Result:
+    """All communication between nodes uses TCP sockets, with a tenth of the bandwidth or less."""
     text = f"NCCL_IB_DISABLE=1, and there is InfiniBand or RoCE: {', '.join(facts.infiniband)}"
     return text if facts.is_set("NCCL_IB_DISABLE") and facts.infiniband else None
 
 
-@ENVIRONMENT.warning(
-    why="GPUs of a node don't use NVLink or PCIe directly but copy through host memory.",
-    do="unset NCCL_P2P_DISABLE",
-)
+@ENVIRONMENT.warning("unset NCCL_P2P_DISABLE")
 def nccl_p2p_disabled(facts: Facts) -> Result:
+    """GPUs of a node don't use NVLink or PCIe directly but copy through host memory."""
     return _setting(facts, "NCCL_P2P_DISABLE")
 
 
 @ENVIRONMENT.warning(
-    why="Processes of a node without a direct path use the network instead of shared memory.",
-    do="unset NCCL_SHM_DISABLE, and give the container a larger /dev/shm if that was the reason",
+    "unset NCCL_SHM_DISABLE, and give the container a larger /dev/shm if that was the reason"
 )
 def nccl_shm_disabled(facts: Facts) -> Result:
+    """Processes of a node without a direct path use the network instead of shared memory."""
     return _setting(facts, "NCCL_SHM_DISABLE")
 
 
-@ENVIRONMENT.note(
-    why="NCCL chooses by message size and machine; a value tuned on another machine may be slow here.",
-    do="Unset it and measure again; keep it if that is slower.",
-)
+@ENVIRONMENT.note("Unset it and measure again; keep it if that is slower.")
 def nccl_tuned_by_hand(facts: Facts) -> Result:
+    """NCCL chooses by message size and machine; a value tuned on another machine may be slow here."""
     names = (f"NCCL_{name}" for name in _TUNING)
     return ", ".join(f"{n}={facts.environment[n]}" for n in names if n in facts.environment)
 
 
-@ENVIRONMENT.note(
-    why="Every rank logs what it does, which is useful in a first run and a large log in a long one.",
-    do="unset NCCL_DEBUG, or NCCL_DEBUG=WARN",
-)
+@ENVIRONMENT.note("unset NCCL_DEBUG, or NCCL_DEBUG=WARN")
 def nccl_debug(facts: Facts) -> Result:
+    """Every rank logs what it does, which is useful in a first run and a large log in a long one."""
     return _setting(facts, "NCCL_DEBUG", "INFO", "TRACE", "ABORT")
 
 
 @ENVIRONMENT.warning(
-    why="With DETAIL every collective is compared between its ranks before it runs: steps take several times "
-    "as long.",
-    do="unset TORCH_DISTRIBUTED_DEBUG (guards.debug finds more, and only where you switch it on)",
+    "unset TORCH_DISTRIBUTED_DEBUG (guards.debug finds more, and only where you switch it on)"
 )
 def torch_distributed_debug(facts: Facts) -> Result:
+    """With DETAIL every collective is compared between its ranks before it runs: steps take several times
+    as long.
+    """
     return _setting(facts, "TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 
 
-@ENVIRONMENT.warning(
-    why="The host waits for each kernel: nothing overlaps, and communication least of all.",
-    do="unset CUDA_LAUNCH_BLOCKING",
-)
+@ENVIRONMENT.warning("unset CUDA_LAUNCH_BLOCKING")
 def cuda_launch_blocking(facts: Facts) -> Result:
+    """The host waits for each kernel: nothing overlaps, and communication least of all."""
     return _setting(facts, "CUDA_LAUNCH_BLOCKING")
 
 
 @ENVIRONMENT.warning(
-    why="Waiting for a collective stops the host thread, which then can't queue the next kernels.",
-    do="unset TORCH_NCCL_BLOCKING_WAIT (guards.Timeouts ends a collective that hangs)",
+    "unset TORCH_NCCL_BLOCKING_WAIT (guards.Timeouts ends a collective that hangs)"
 )
 def nccl_blocking_wait(facts: Facts) -> Result:
+    """Waiting for a collective stops the host thread, which then can't queue the next kernels."""
     return _setting(facts, "TORCH_NCCL_BLOCKING_WAIT")
 
 
-@ENVIRONMENT.warning(
-    why="A rank whose peer has failed waits forever, and the job with it.",
-    do="unset TORCH_NCCL_ASYNC_ERROR_HANDLING (torch's own value is 3)",
-)
+@ENVIRONMENT.warning("unset TORCH_NCCL_ASYNC_ERROR_HANDLING (torch's own value is 3)")
 def errors_not_handled(facts: Facts) -> Result:
+    """A rank whose peer has failed waits forever, and the job with it."""
     return _setting(facts, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-@ENVIRONMENT.note(
-    why="With 1, which torchrun sets by default, communicators are aborted before torch's flight recorder is "
-    "written, so there is no record of the hang that it is meant for.",
-    do="export TORCH_NCCL_ASYNC_ERROR_HANDLING=3 before torchrun",
-)
+@ENVIRONMENT.note("export TORCH_NCCL_ASYNC_ERROR_HANDLING=3 before torchrun")
 def no_flight_record(facts: Facts) -> Result:
+    """With 1, which torchrun sets by default, communicators are aborted before torch's flight recorder is
+    written, so there is no record of the hang that it is meant for.
+    """
     recorder = [
         n for n in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE") if facts.is_set(n)
     ]
@@ -152,20 +136,17 @@ def no_flight_record(facts: Facts) -> Result:
     return f"{', '.join(recorder)} set, but TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
 
 
-@ENVIRONMENT.warning(
-    why="All streams share one hardware queue: a reduce-scatter waits for the matmuls queued before it. "
-    "(Megatron's own tensor parallelism needs 1; FSDP with tensor parallelism does not.)",
-    do="unset CUDA_DEVICE_MAX_CONNECTIONS, or CUDA_DEVICE_MAX_CONNECTIONS=32",
-)
+@ENVIRONMENT.warning("unset CUDA_DEVICE_MAX_CONNECTIONS, or CUDA_DEVICE_MAX_CONNECTIONS=32")
 def one_connection(facts: Facts) -> Result:
+    """All streams share one hardware queue: a reduce-scatter waits for the matmuls queued before it.
+    (Megatron's own tensor parallelism needs 1; FSDP with tensor parallelism does not.)
+    """
     return _setting(facts, "CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-@ENVIRONMENT.note(
-    why="Blocks of varying sizes fragment memory: it runs out although there is enough.",
-    do="export PYTORCH_ALLOC_CONF=expandable_segments:True",
-)
+@ENVIRONMENT.note("export PYTORCH_ALLOC_CONF=expandable_segments:True")
 def allocator_not_expandable(facts: Facts) -> Result:
+    """Blocks of varying sizes fragment memory: it runs out although there is enough."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     settings = " ".join(filter(None, (facts.environment.get(name) for name in names)))
     if not facts.devices or "expandable_segments:true" in settings.lower():
@@ -173,21 +154,21 @@ def allocator_not_expandable(facts: Facts) -> Result:
     return f"expandable_segments is not on ({settings or 'nothing is set'})"
 
 
-@ENVIRONMENT.warning(
-    why="torch reads one of the two and ignores the other.", do="unset PYTORCH_CUDA_ALLOC_CONF"
-)
+@ENVIRONMENT.warning("unset PYTORCH_CUDA_ALLOC_CONF")
 def allocator_set_twice(facts: Facts) -> Result:
+    """torch reads one of the two and ignores the other."""
     new, old = (facts.environment.get(n) for n in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     text = f"PYTORCH_ALLOC_CONF={new}, PYTORCH_CUDA_ALLOC_CONF={old}"
     return text if new and old and new != old else None
 
 
 @ENVIRONMENT.warning(
-    why="torch 2.13's torchrun shares its store with the ranks and does not publish the address again: if "
-    "one node's torchrun is restarted while another's continues, it waits in the rendezvous forever.",
-    do="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes, or let the scheduler restart all nodes",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes, or let the scheduler restart all nodes"
 )
 def restart_hangs(facts: Facts) -> Result:
+    """torch 2.13's torchrun shares its store with the ranks and does not publish the address again: if one
+    node's torchrun is restarted while another's continues, it waits in the rendezvous forever.
+    """
     restarts = facts.environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     shared = facts.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     text = f"--max-restarts {restarts} on {facts.place.nodes} nodes, with the store shared"

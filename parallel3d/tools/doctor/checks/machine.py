@@ -16,10 +16,10 @@ def _gib(nbytes: float) -> str:
 
 
 @MACHINE.warning(
-    why="Every rank, data worker and checkpoint file uses some; at the limit: Too many open files.",
-    do="ulimit -n 65536 before the launcher; permanently: nofile in /etc/security/limits.conf",
+    "ulimit -n 65536 before the launcher; permanently: nofile in /etc/security/limits.conf"
 )
 def few_open_files(facts: Facts) -> Result:
+    """Every rank, data worker and checkpoint file uses some; at the limit: Too many open files."""
     soft, hard = facts.limits.nofile, facts.limits.nofile_hard
     if soft >= 8192:
         return None
@@ -28,39 +28,38 @@ def few_open_files(facts: Facts) -> Result:
 
 
 @MACHINE.warning(
-    why="RDMA registers its buffers as locked memory: NCCL fails with ibv_reg_mr, or falls back to TCP.",
-    do="ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: capability IPC_LOCK",
+    "ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: capability IPC_LOCK"
 )
 def locked_memory(facts: Facts) -> Result:
+    """RDMA registers its buffers as locked memory: NCCL fails with ibv_reg_mr, or falls back to TCP."""
     limit = facts.limits.memlock
     text = f"{limit / _MIB:.3g} MiB may be locked, and there is InfiniBand or RoCE"
     return text if facts.infiniband and 0 <= limit < GIB else None
 
 
 @MACHINE.warning(
-    why="NCCL and data workers exchange data in /dev/shm; when it is full they end with Bus error.",
-    do="docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
+    "docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
 )
 def small_shared_memory(facts: Facts) -> Result:
+    """NCCL and data workers exchange data in /dev/shm; when it is full they end with Bus error."""
     limits = facts.limits
     text = f"/dev/shm has {limits.shm_free / _MIB:,.0f} MiB free of {limits.shm / _MIB:,.0f}"
     return text if 0 <= limits.shm_free < GIB else None
 
 
-@MACHINE.error(
-    why="NCCL between processes of a node, and data workers, need it.",
-    do="Mount a tmpfs at /dev/shm.",
-)
+@MACHINE.error("Mount a tmpfs at /dev/shm.")
 def no_shared_memory(facts: Facts) -> Result:
+    """NCCL between processes of a node, and data workers, need it."""
     return "there is no /dev/shm" if facts.limits.shm < 0 else None
 
 
 @MACHINE.warning(
-    why="A rank has a thread that launches kernels and others that communicate: they wait for each other, "
-    "and the GPU for them.",
-    do="Give the job more CPUs (SLURM: --cpus-per-task; docker: --cpus), or start fewer ranks.",
+    "Give the job more CPUs (SLURM: --cpus-per-task; docker: --cpus), or start fewer ranks."
 )
 def few_processors(facts: Facts) -> Result:
+    """A rank has a thread that launches kernels and others that communicate: they wait for each other, and
+    the GPU for them.
+    """
     limits, ranks = facts.limits, facts.place.local_world_size
     if limits.usable_cpus >= ranks:
         return None
@@ -68,11 +67,9 @@ def few_processors(facts: Facts) -> Result:
     return f"{ranks} ranks share {limits.usable_cpus:g} CPUs ({limits.cpus} visible{limit})"
 
 
-@MACHINE.warning(
-    why="The ranks' OpenMP threads compete for the same CPUs, which makes CPU work slower.",
-    do="export OMP_NUM_THREADS=N, with N x ranks of a node no more than its CPUs",
-)
+@MACHINE.warning("export OMP_NUM_THREADS=N, with N x ranks of a node no more than its CPUs")
 def too_many_threads(facts: Facts) -> Result:
+    """The ranks' OpenMP threads compete for the same CPUs, which makes CPU work slower."""
     ranks = facts.place.local_world_size
     value = facts.environment.get("OMP_NUM_THREADS", "").split(",")[0]
     count = int(value) if value.isdigit() else facts.limits.cpus
@@ -83,11 +80,9 @@ def too_many_threads(facts: Facts) -> Result:
     return Seen(f"{text} on {usable} CPUs", f"export OMP_NUM_THREADS={max(usable // ranks, 1)}")
 
 
-@MACHINE.note(
-    why="torchrun sets 1 by default: optimizers and data preparation on the CPU use one core.",
-    do="export OMP_NUM_THREADS=N before torchrun",
-)
+@MACHINE.note("export OMP_NUM_THREADS=N before torchrun")
 def one_thread(facts: Facts) -> Result:
+    """torchrun sets 1 by default: optimizers and data preparation on the CPU use one core."""
     cpus = int(facts.limits.usable_cpus) // max(facts.place.local_world_size, 1)
     if facts.environment.get("OMP_NUM_THREADS") != "1" or cpus < 4:
         return None
@@ -95,12 +90,11 @@ def one_thread(facts: Facts) -> Result:
     return Seen(text, f"export OMP_NUM_THREADS={cpus} before torchrun")
 
 
-@MACHINE.warning(
-    why="Pinned buffers, checkpoints written in the background and data workers need it; a process that "
-    "exceeds it is killed.",
-    do="Free memory, or raise the container's limit (docker: --memory; SLURM: --mem).",
-)
+@MACHINE.warning("Free memory, or raise the container's limit (docker: --memory; SLURM: --mem).")
 def little_memory(facts: Facts) -> Result:
+    """Pinned buffers, checkpoints written in the background and data workers need it; a process that
+    exceeds it is killed.
+    """
     limits, ranks = facts.limits, facts.place.local_world_size
     free = min(limits.available, limits.memory_limit or limits.available)
     if free >= 2 * GIB * ranks:
@@ -109,30 +103,24 @@ def little_memory(facts: Facts) -> Result:
     return f"{_gib(free)} for {ranks} ranks ({_gib(limits.available)} available{limit})"
 
 
-@MACHINE.error(
-    why="The first save fails, after hours of work.",
-    do="Create the folder, or mount it writable, on every node.",
-)
+@MACHINE.error("Create the folder, or mount it writable, on every node.")
 def checkpoint_not_writable(facts: Facts) -> Result:
+    """The first save fails, after hours of work."""
     return facts.disk.error if facts.disk else None
 
 
-@MACHINE.warning(
-    why="A checkpoint with AdamW's state has 12 to 16 bytes per parameter, and several are kept.",
-    do="Free space, keep fewer checkpoints, or choose another folder.",
-)
+@MACHINE.warning("Free space, keep fewer checkpoints, or choose another folder.")
 def checkpoint_disk_full(facts: Facts) -> Result:
+    """A checkpoint with AdamW's state has 12 to 16 bytes per parameter, and several are kept."""
     disk = facts.writable_disk
     if disk is None or disk.free >= max(10 * GIB, 0.02 * disk.total):
         return None
     return f"{disk.path}: {_gib(disk.free)} free of {_gib(disk.total)}"
 
 
-@MACHINE.warning(
-    why="Each node would keep its own part: if one node is lost, the checkpoint can't be loaded.",
-    do="Choose a folder that all nodes share: NFS, Lustre, an object store's mount.",
-)
+@MACHINE.warning("Choose a folder that all nodes share: NFS, Lustre, an object store's mount.")
 def checkpoint_on_one_node(facts: Facts) -> Result:
+    """Each node would keep its own part: if one node is lost, the checkpoint can't be loaded."""
     disk = facts.writable_disk
     if disk is None or not facts.several_nodes:
         return None
@@ -147,19 +135,18 @@ def checkpoint_on_one_node(facts: Facts) -> Result:
 
 
 @DEVICES.error(
-    why="The job would run on the CPU, or fail at its first tensor.",
-    do="nvidia-smi; then install a driver that torch's CUDA supports, or torch's wheel for this driver",
+    "nvidia-smi; then install a driver that torch's CUDA supports, or torch's wheel for this driver"
 )
 def no_device(facts: Facts) -> Result:
+    """The job would run on the CPU, or fail at its first tensor."""
     if facts.devices or not facts.on_machine or not facts.device_error:
         return None
     return f"{facts.on_machine} on this machine, none that torch can use: {facts.device_error}"
 
 
-@DEVICES.warning(
-    why="torch sees no device although there are some.", do="unset CUDA_VISIBLE_DEVICES"
-)
+@DEVICES.warning("unset CUDA_VISIBLE_DEVICES")
 def devices_hidden(facts: Facts) -> Result:
+    """torch sees no device although there are some."""
     value = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if facts.devices or not facts.on_machine or value is None or facts.device_error:
         return None
@@ -167,10 +154,10 @@ def devices_hidden(facts: Facts) -> Result:
 
 
 @DEVICES.error(
-    why="Ranks beyond the last device fail with an invalid device ordinal.",
-    do="torchrun --nproc-per-node N, N the number of devices, or show more in CUDA_VISIBLE_DEVICES",
+    "torchrun --nproc-per-node N, N the number of devices, or show more in CUDA_VISIBLE_DEVICES"
 )
 def fewer_devices_than_ranks(facts: Facts) -> Result:
+    """Ranks beyond the last device fail with an invalid device ordinal."""
     count, ranks = len(facts.devices), facts.place.local_world_size
     if count <= 1 or count >= ranks:  # one: each rank may see its own, which device-shared checks
         return None
@@ -180,11 +167,9 @@ def fewer_devices_than_ranks(facts: Facts) -> Result:
     return Seen(text, f"torchrun --nproc-per-node {count}")
 
 
-@DEVICES.note(
-    why="Devices that are paid for stay idle.",
-    do="torchrun --nproc-per-node N, N the number of devices",
-)
+@DEVICES.note("torchrun --nproc-per-node N, N the number of devices")
 def devices_unused(facts: Facts) -> Result:
+    """Devices that are paid for stay idle."""
     count, place = len(facts.devices), facts.place
     if place.world_size == 1 or count <= place.local_world_size or count == 1:
         return None
@@ -192,45 +177,37 @@ def devices_unused(facts: Facts) -> Result:
     return Seen(text, f"torchrun --nproc-per-node {count}")
 
 
-@DEVICES.warning(
-    why="NCCL does not join instances of one GPU, and there is no direct path between instances.",
-    do="nvidia-smi -mig 0 on GPUs meant for training on several",
-)
+@DEVICES.warning("nvidia-smi -mig 0 on GPUs meant for training on several")
 def mig(facts: Facts) -> Result:
+    """NCCL does not join instances of one GPU, and there is no direct path between instances."""
     names = [device.name for device in facts.devices if device.mig]
     return f"{len(names)} of {len(facts.devices)} are MIG instances: {names[0]}" if names else None
 
 
-@DEVICES.note(
-    why="The driver unloads between jobs: the first call takes seconds, and clocks and counters are reset.",
-    do="nvidia-smi -pm 1, or the service nvidia-persistenced",
-)
+@DEVICES.note("nvidia-smi -pm 1, or the service nvidia-persistenced")
 def no_persistence(facts: Facts) -> Result:
+    """The driver unloads between jobs: the first call takes seconds, and clocks and counters are reset."""
     off = sum(not device.persistence for device in facts.devices)
     return f"persistence mode is off on {off} of {len(facts.devices)} devices" if off else None
 
 
-@DEVICES.warning(
-    why="Another process uses its memory, and its time: an old job that has not ended, or another user's.",
-    do="nvidia-smi shows the process; end it if it should have ended",
-)
+@DEVICES.warning("nvidia-smi shows the process; end it if it should have ended")
 def device_busy(facts: Facts) -> Result:
+    """Another process uses its memory, and its time: an old job that has not ended, or another user's."""
     used = ((i, device.total - device.free) for i, device in enumerate(facts.devices))
     return ", ".join(f"device {i} has {n / GIB:.1f} GiB in use" for i, n in used if n > 2 * GIB)
 
 
 @DEVICES.error(
-    why="Uncorrected memory errors: numbers may be wrong, and the next one ends the job.",
-    do="Take the node out of the job; nvidia-smi -q -d ECC,ROW_REMAPPER; reset or replace the device",
+    "Take the node out of the job; nvidia-smi -q -d ECC,ROW_REMAPPER; reset or replace the device"
 )
 def device_faulty(facts: Facts) -> Result:
+    """Uncorrected memory errors: numbers may be wrong, and the next one ends the job."""
     bad = [f"device {i} had {d.errors}" for i, d in enumerate(facts.devices) if d.errors]
     return f"uncorrected memory errors: {', '.join(bad)}" if bad else None
 
 
-@DEVICES.warning(
-    why="Its clocks are throttled: it is the slowest device of the job, and all others wait for it.",
-    do="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; check cooling and power supply",
-)
+@DEVICES.warning("nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; check cooling and power supply")
 def device_slowed(facts: Facts) -> Result:
+    """Its clocks are throttled: it is the slowest device of the job, and all others wait for it."""
     return ", ".join(f"device {i}: {d.slowed}" for i, d in enumerate(facts.devices) if d.slowed)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from ipaddress import ip_address
 from itertools import chain
+from operator import attrgetter
 
 from parallel3d.mesh.agreement import name_ranks
-from parallel3d.tools.doctor.facts import Facts, Interface
-from parallel3d.tools.doctor.finding import ACROSS, CHECKS, Area, Result, Seen
+from parallel3d.tools.doctor.facts import GIB, Facts, Interface
+from parallel3d.tools.doctor.finding import (
+    ACROSS,
+    CHECKS,
+    Area,
+    Result,
+    Seen,
+    name_hosts,
+    ranks_by_value,
+)
 
 NETWORK = Area("network", CHECKS)
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -63,11 +72,9 @@ def _export(facts: Facts, variable: str = _GLOO) -> str:
     return f"export {variable}={facts.usable[0].name if facts.usable else 'eth0'}"
 
 
-@NETWORK.error(
-    why="gloo can't make a process group: the rank fails at once, and the others wait for it.",
-    do="Name one that is up on this node; nodes may need different values.",
-)
+@NETWORK.error("Name one that is up on this node; nodes may need different values.")
 def gloo_interface_missing(facts: Facts) -> Result:
+    """gloo can't make a process group: the rank fails at once, and the others wait for it."""
     ready = {interface.name for interface in _ready(facts)}
     wrong = [name for name in _gloo_names(facts) if name not in ready]
     if not wrong:
@@ -75,22 +82,18 @@ def gloo_interface_missing(facts: Facts) -> Result:
     return _instead(facts, _GLOO, f"{_GLOO}={','.join(wrong)} is not up, or not there")
 
 
-@NETWORK.error(
-    why="NCCL finds no interface for its bootstrap and fails, or hangs on nodes where others don't.",
-    do="Name one that is up on this node (a prefix is enough; ^lo,docker excludes).",
-)
+@NETWORK.error("Name one that is up on this node (a prefix is enough; ^lo,docker excludes).")
 def nccl_interface_missing(facts: Facts) -> Result:
+    """NCCL finds no interface for its bootstrap and fails, or hangs on nodes where others don't."""
     value = facts.environment.get(_NCCL, "")
     if not value or matches(_ready(facts), value):
         return None
     return _instead(facts, _NCCL, f"{_NCCL}={value} matches no interface that is up")
 
 
-@NETWORK.error(
-    why="Each node has its own interface with this address: nodes can't reach each other through it.",
-    do="Name the interface that leads to the other nodes.",
-)
+@NETWORK.error("Name the interface that leads to the other nodes.")
 def interface_of_this_machine(facts: Facts) -> Result:
+    """Each node has its own interface with this address: nodes can't reach each other through it."""
     if not facts.several_nodes:
         return None
     nccl = facts.environment.get(_NCCL, "")
@@ -107,10 +110,10 @@ def interface_of_this_machine(facts: Facts) -> Result:
 
 
 @NETWORK.error(
-    why="Other nodes can't be reached without one.",
-    do="ip -br address; then set up the interface, or start the container in the host's network",
+    "ip -br address; then set up the interface, or start the container in the host's network"
 )
 def no_interface(facts: Facts) -> Result:
+    """Other nodes can't be reached without one."""
     if facts.several_nodes and facts.interfaces and not facts.usable:
         names = ", ".join(f"{i.name} {'up' if i.up else 'down'}" for i in facts.interfaces)
         return f"no interface but loopback and container bridges is up with an address ({names})"
@@ -118,10 +121,10 @@ def no_interface(facts: Facts) -> Result:
 
 
 @NETWORK.note(
-    why="gloo uses the one this node's name resolves to, NCCL the first: they may differ or be slow.",
-    do="Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that leads to the other nodes.",
+    "Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that leads to the other nodes."
 )
 def several_interfaces(facts: Facts) -> Result:
+    """gloo uses the one this node's name resolves to, NCCL the first: they may differ or be slow."""
     unset = [name for name in (_NCCL, _GLOO) if not facts.environment.get(name)]
     if not facts.several_nodes or not unset or len(facts.usable) < 2:
         return None
@@ -131,43 +134,39 @@ def several_interfaces(facts: Facts) -> Result:
     return f"{found}; and {' and '.join(unset)} not set"
 
 
-@NETWORK.error(
-    why="gloo looks up the address of this machine's name; without one it listens on the loopback, which no "
-    "other node reaches.",
-    do="Add the name to /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME.",
-)
+@NETWORK.error("Add the name to /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME.")
 def hostname_unresolved(facts: Facts) -> Result:
+    """gloo looks up the address of this machine's name; without one it listens on the loopback, which no
+    other node reaches.
+    """
     if not facts.host_error or not facts.several_nodes or _gloo_names(facts):
         return None
     return Seen(f"{facts.place.host} does not resolve: {facts.host_error}", _export(facts))
 
 
-@NETWORK.error(
-    why="gloo gives the other nodes this address, which there means the node itself. Debian's installer "
-    "writes such a line to /etc/hosts.",
-    do="Give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME.",
-)
+@NETWORK.error("Give the name its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME.")
 def hostname_is_loopback(facts: Facts) -> Result:
+    """gloo gives the other nodes this address, which there means the node itself. Debian's installer writes
+    such a line to /etc/hosts.
+    """
     if not facts.several_nodes or _gloo_names(facts) or not _is_loopback(facts.host_addresses):
         return None
     return Seen(f"{facts.place.host} resolves to {facts.host_addresses[0]}", _export(facts))
 
 
-@NETWORK.error(
-    why="This node can't find the store that all ranks connect to.",
-    do="Use a name that all nodes resolve (getent hosts NAME), or the address.",
-)
+@NETWORK.error("Use a name that all nodes resolve (getent hosts NAME), or the address.")
 def master_unresolved(facts: Facts) -> Result:
+    """This node can't find the store that all ranks connect to."""
     if not facts.master_error:
         return None
     return f"MASTER_ADDR={facts.environment.get('MASTER_ADDR', '')}: {facts.master_error}"
 
 
 @NETWORK.error(
-    why="Each node looks for the store on itself, so they never connect.",
-    do="Set MASTER_ADDR (torchrun: --rdzv-endpoint or --master-addr) to the first node's name or address.",
+    "Set MASTER_ADDR (torchrun: --rdzv-endpoint or --master-addr) to the first node's name or address."
 )
 def master_is_loopback(facts: Facts) -> Result:
+    """Each node looks for the store on itself, so they never connect."""
     addresses = facts.master_addresses
     if facts.several_nodes and _is_loopback(addresses):
         return f"MASTER_ADDR={facts.environment.get('MASTER_ADDR', '')} resolves to {addresses[0]}"
@@ -175,18 +174,16 @@ def master_is_loopback(facts: Facts) -> Result:
 
 
 @NETWORK.error(
-    why="Ranks wait there for each other for minutes, and fail.",
-    do="Does rank 0 run, is its port free, and open in the firewall? nc -vz $MASTER_ADDR $MASTER_PORT",
+    "Does rank 0 run, is its port free, and open in the firewall? nc -vz $MASTER_ADDR $MASTER_PORT"
 )
 def store_unreachable(facts: Facts) -> Result:
+    """Ranks wait there for each other for minutes, and fail."""
     return facts.store_error
 
 
-@NETWORK.warning(
-    why="NCCL does not use the port: this node has less bandwidth than the others, and all wait for it.",
-    do="ibstat; check cable, switch port and subnet manager",
-)
+@NETWORK.warning("ibstat; check cable, switch port and subnet manager")
 def infiniband_down(facts: Facts) -> Result:
+    """NCCL does not use the port: this node has less bandwidth than the others, and all wait for it."""
     if not facts.devices:
         return None
     ports = facts.infiniband.items()
@@ -206,145 +203,123 @@ _NOT_COMPARED = {
     *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_TRACE", "NCCL_HOSTID"),
 }
 _APART, _TOO_FAR = 1.0, 10.0  # seconds
+_versions, _variables = attrgetter("versions"), attrgetter("environment")
 
 
 def differences(
-    facts: Mapping[int, Facts], names: Iterable[str], value: Callable[[Facts, str], str]
+    facts: Mapping[int, Facts],
+    names: Iterable[str],
+    values: Callable[[Facts], Mapping[str, str]],
+    missing: str = "none",
 ) -> Seen | None:
     """Returns the ``names`` whose value differs between ranks, with the ranks that have each value.
 
     All ranks but those with the commonest value are the ones concerned.
     """
-    lines, odd = [], set()
+    lines, odd = [], []
     for name in names:
-        by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, own in sorted(facts.items()):
-            by_value[value(own, name)].append(rank)
+        of_rank = {rank: values(own).get(name, missing) for rank, own in facts.items()}
+        by_value = ranks_by_value(of_rank)
         if len(by_value) < 2:
             continue
         ordered = sorted(by_value.items(), key=lambda item: -len(item[1]))
-        odd |= {rank for _, ranks in ordered[1:] for rank in ranks}
+        odd += [rank for _, ranks in ordered[1:] for rank in ranks]
         shown = (f"{text} on {_places(facts, ranks)}" for text, ranks in ordered)
         lines.append(f"{name}: {'; '.join(shown)}")
-    return Seen("\n".join(lines), ranks=tuple(sorted(odd))) if lines else None
+    return Seen("\n".join(lines), ranks=tuple(odd)) if lines else None
 
 
 def _places(facts: Mapping[int, Facts], ranks: list[int]) -> str:
     """``node-1 (ranks 4-7)`` for all ranks of whole nodes, otherwise only the ranks."""
-    by_host: dict[str, list[int]] = defaultdict(list)
-    for rank, own in facts.items():
-        by_host[own.place.host].append(rank)
+    by_host = ranks_by_value({rank: own.place.host for rank, own in facts.items()})
     hosts = [host for host, own_ranks in by_host.items() if set(own_ranks) <= set(ranks)]
     if {rank for host in hosts for rank in by_host[host]} != set(ranks) or len(by_host) == 1:
         return name_ranks(ranks)
-    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return f"{', '.join(hosts[:4])}{more} ({name_ranks(ranks)})"
-
-
-def _version(facts: Facts, name: str) -> str:
-    return facts.versions.get(name, "none")
-
-
-def _variable(facts: Facts, name: str) -> str:
-    return facts.environment.get(name, "not set")
+    return name_hosts(hosts, ranks)
 
 
 @_FOUND_ELSEWHERE.error(
-    why="A job would wait for these ranks until its timeouts expire.",
-    do="Look at these ranks' output: did they start, and reach MASTER_ADDR? Are all nodes up?",
+    "Look at these ranks' output: did they start, and reach MASTER_ADDR? Are all nodes up?"
 )
 def ranks_missing(facts: Facts) -> Result:
+    """A job would wait for these ranks until its timeouts expire."""
     return None
 
 
-@_FOUND_ELSEWHERE.error(
-    why="build_mesh would raise an error.",
-    do="Choose sizes whose product is the number of ranks; one may be -1.",
-)
+@_FOUND_ELSEWHERE.error("Choose sizes whose product is the number of ranks; one may be -1.")
 def mesh_does_not_fit(facts: Facts) -> Result:
+    """build_mesh would raise an error."""
     return None
 
 
-@BETWEEN_NODES.error(
-    why="Ranks would use different protocols: a hang in NCCL's first collective, or other numbers.",
-    do="Use one image or environment on all nodes.",
-)
+@BETWEEN_NODES.error("Use one image or environment on all nodes.")
 def versions_differ(facts: Mapping[int, Facts]) -> Result:
-    return differences(facts, _VERSIONS, _version)
+    """Ranks would use different protocols: a hang in NCCL's first collective, or other numbers."""
+    return differences(facts, _VERSIONS, _versions)
 
 
-@BETWEEN_NODES.warning(
-    why="NCCL may choose other transports on some nodes; performance differs.",
-    do="Update the nodes with the older driver.",
-)
+@BETWEEN_NODES.warning("Update the nodes with the older driver.")
 def drivers_differ(facts: Mapping[int, Facts]) -> Result:
-    return differences(facts, ["driver"], _version)
+    """NCCL may choose other transports on some nodes; performance differs."""
+    return differences(facts, ["driver"], _versions)
 
 
 @BETWEEN_NODES.error(
-    why="Ranks that communicate with different settings may hang or be slow.",
-    do="Set the variable for the whole job: in the launch file, not in one node's profile.",
+    "Set the variable for the whole job: in the launch file, not in one node's profile."
 )
 def settings_differ(facts: Mapping[int, Facts]) -> Result:
+    """Ranks that communicate with different settings may hang or be slow."""
     names = sorted({name for own in facts.values() for name in own.environment} - _NOT_COMPARED)
-    return differences(facts, (name for name in names if name.startswith(_COMPARED)), _variable)
+    compared = (name for name in names if name.startswith(_COMPARED))
+    return differences(facts, compared, _variables, "not set")
 
 
-@BETWEEN_NODES.warning(
-    why="Correct only if the nodes' interfaces have different names; otherwise one uses another network.",
-    do="Use a prefix that fits all nodes, or one value for all.",
-)
+@BETWEEN_NODES.warning("Use a prefix that fits all nodes, or one value for all.")
 def interfaces_differ(facts: Mapping[int, Facts]) -> Result:
-    return differences(facts, _INTERFACES, _variable)
+    """Correct only if the nodes' interfaces have different names; otherwise one uses another network."""
+    return differences(facts, _INTERFACES, _variables, "not set")
 
 
-@BETWEEN_NODES.warning(
-    why="All wait for the slowest device, and the smallest memory limits the batch size.",
-    do="Use equal nodes, or leave the odd one out.",
-)
+@BETWEEN_NODES.warning("Use equal nodes, or leave the odd one out.")
 def devices_differ(facts: Mapping[int, Facts]) -> Result:
-    def kinds(own: Facts, name: str) -> str:
-        counted = Counter(f"{d.name}, {d.total / 2**30:.0f} GiB" for d in own.devices)
-        return " and ".join(f"{count} x {kind}" for kind, count in counted.items()) or "none"
+    """All wait for the slowest device, and the smallest memory limits the batch size."""
+
+    def kinds(own: Facts) -> dict[str, str]:
+        counted = Counter(f"{d.name}, {d.total / GIB:.0f} GiB" for d in own.devices)
+        found = " and ".join(f"{count} x {kind}" for kind, count in counted.items())
+        return {"devices": found or "none"}
 
     return differences(facts, ["devices"], kinds)
 
 
 @BETWEEN_NODES.error(
-    why="NCCL refuses two ranks on one device (Duplicate GPU detected).",
-    do="torch.cuda.set_device(LOCAL_RANK), and CUDA_VISIBLE_DEVICES unset or one device for each rank",
+    "torch.cuda.set_device(LOCAL_RANK), and CUDA_VISIBLE_DEVICES unset or one device for each rank"
 )
 def device_shared(facts: Mapping[int, Facts]) -> Result:
-    users: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, own in sorted(facts.items()):
+    """NCCL refuses two ranks on one device (Duplicate GPU detected)."""
+    used: dict[int, tuple[str, str]] = {}
+    for rank, own in facts.items():
         index = 0 if len(own.devices) == 1 else own.place.local_rank
         if index < len(own.devices) and own.devices[index].uuid:
-            users[own.place.host, own.devices[index].uuid].append(rank)
-    shared = {key: ranks for key, ranks in users.items() if len(ranks) > 1}
-    if not shared:
-        return None
+            used[rank] = own.place.host, own.devices[index].uuid
+    shared = {key: ranks for key, ranks in ranks_by_value(used).items() if len(ranks) > 1}
     text = "; ".join(f"{name_ranks(ranks)} on {host}" for (host, _), ranks in shared.items())
-    return Seen(f"one device for {text}", ranks=tuple(sorted(chain(*shared.values()))))
+    return Seen(f"one device for {text}", ranks=(*chain(*shared.values()),)) if shared else None
 
 
-@BETWEEN_NODES.warning(
-    why="tp groups then lie across nodes, which is slow, and fewer meshes are possible.",
-    do="Start the same number of ranks on every node.",
-)
+@BETWEEN_NODES.warning("Start the same number of ranks on every node.")
 def nodes_differ_in_ranks(facts: Mapping[int, Facts]) -> Result:
-    return differences(facts, ["ranks of the node"], lambda own, _: str(own.place.local_world_size))
+    """tp groups then lie across nodes, which is slow, and fewer meshes are possible."""
+    name = "ranks of the node"
+    return differences(facts, [name], lambda own: {name: str(own.place.local_world_size)})
 
 
-@BETWEEN_NODES.warning(
-    why="torchrun and gloo identify machines by name: nodes with the same name are taken for one.",
-    do="Give each node a name of its own with hostnamectl set-hostname.",
-)
+@BETWEEN_NODES.warning("Give each node a name of its own with hostnamectl set-hostname.")
 def same_hostname(facts: Mapping[int, Facts]) -> Result:
-    nodes: dict[str, set[int]] = defaultdict(set)
-    for own in facts.values():
-        if own.place.node >= 0:
-            nodes[own.place.host].add(own.place.node)
-    return "; ".join(f"{len(n)} nodes are called {host}" for host, n in nodes.items() if len(n) > 1)
+    """torchrun and gloo identify machines by name: nodes with the same name are taken for one."""
+    nodes = {(own.place.host, own.place.node) for own in facts.values() if own.place.node >= 0}
+    counts = Counter(host for host, _ in sorted(nodes))
+    return "; ".join(f"{n} nodes are called {host}" for host, n in counts.items() if n > 1)
 
 
 def _clocks(facts: Mapping[int, Facts], least: float, most: float) -> Result:
@@ -361,17 +336,15 @@ def _clocks(facts: Mapping[int, Facts], least: float, most: float) -> Result:
     return Seen(text, ranks=tuple(off)) if off else None
 
 
-@BETWEEN_NODES.warning(
-    why="Times in the nodes' logs and traces don't agree; tokens and certificates may be refused.",
-    do="chronyc tracking (or timedatectl): let all nodes follow one time server",
-)
+@BETWEEN_NODES.warning("chronyc tracking (or timedatectl): let all nodes follow one time server")
 def clocks_apart(facts: Mapping[int, Facts]) -> Result:
+    """Times in the nodes' logs and traces don't agree; tokens and certificates may be refused."""
     return _clocks(facts, _APART, _TOO_FAR)
 
 
 @BETWEEN_NODES.error(
-    why="torchrun's c10d rendezvous compares clocks: it takes a node 15 s behind for a dead one.",
-    do="chronyc makestep (or timedatectl set-ntp true), then let all nodes follow one time server",
+    "chronyc makestep (or timedatectl set-ntp true), then let all nodes follow one time server"
 )
 def clocks_too_far_apart(facts: Mapping[int, Facts]) -> Result:
+    """torchrun's c10d rendezvous compares clocks: it takes a node 15 s behind for a dead one."""
     return _clocks(facts, _TOO_FAR, float("inf"))

@@ -1,4 +1,4 @@
-"""Meeting: the ranks of a job exchange values through the store, without a process group.
+"""StoreGroup: ranks gather and broadcast values through the store, without a process group.
 
 Every wait has a limit, after which the missing ranks are named.
 """
@@ -9,28 +9,21 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed as dist
 
-from parallel3d.errors import MeshError, Parallel3dError
-from parallel3d.mesh import MeshLayout, build_mesh
-from parallel3d.mesh.build import backend_string, default_device_type, set_device
+from parallel3d.errors import MeshError
 from parallel3d.mesh.store import fresh_store, outlives_ranks
-from parallel3d.planner.calibrate import COLLECTIVES, collective_seconds
-from parallel3d.planner.cluster import gpus
 from parallel3d.tools.doctor.collecting import try_store
 from parallel3d.tools.doctor.facts import Place
-from parallel3d.tools.doctor.measuring import SMALL
 
 _PAUSE = 0.02
 _ROUNDS = 5
 
 
-class Meeting:
+class StoreGroup:
     """Exchanges values between ranks. All ranks call the same methods in the same order.
 
     Args:
@@ -44,11 +37,7 @@ class Meeting:
         self._expected = set(range(world_size))  # on rank 0: ranks that have not been late
 
     def put(self, key: str, text: str = "") -> None:
-        """Sets a key.
-
-        Raises:
-            MeshError: the store is gone.
-        """
+        """Sets a key; raises MeshError if the store has gone."""
         try:
             self.store.set(key, text)
         except RuntimeError as error:
@@ -71,12 +60,8 @@ class Meeting:
             self._expected = set(found)  # a late rank is waited for only once
         return dict(sorted(found.items()))
 
-    def tell(self, topic: str, value: Any = None) -> Any:
-        """Returns rank 0's value on all ranks.
-
-        Raises:
-            MeshError: rank 0 has not set it in time.
-        """
+    def broadcast(self, topic: str, value: Any = None) -> Any:
+        """Returns rank 0's value on all ranks; raises MeshError if it is not there in time."""
         if self.rank == 0:
             self.put(topic, json.dumps(value))
             return value
@@ -88,8 +73,8 @@ class Meeting:
         except RuntimeError as error:  # the store's host has gone
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
-    def part(self) -> None:
-        """Ends the meeting: rank 0, which may host the store, waits until the others have read all."""
+    def finish(self) -> None:
+        """The last call: rank 0, which may host the store, waits until the others have read all."""
         self.put(f"gone/{self.rank}")
         if self.rank == 0:
             _until(lambda: self.store.check([f"gone/{rank}" for rank in self._expected]), 5)
@@ -113,12 +98,8 @@ def _until(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def meet(place: Place, address: str, port: int, seconds: float) -> Meeting:
-    """Connects to the other ranks of the job.
-
-    Raises:
-        MeshError: the store can't be reached within ``seconds``, or its port is in use.
-    """
+def connect(place: Place, address: str, port: int, seconds: float) -> StoreGroup:
+    """Connects to the other ranks of the job; a MeshError says why that fails."""
     timeout, hosted = timedelta(seconds=seconds), outlives_ranks()
     is_host = place.rank == 0 and not hosted
     if is_host:
@@ -133,7 +114,7 @@ def meet(place: Place, address: str, port: int, seconds: float) -> Meeting:
         raise MeshError(f"{address}:{port}: {str(error).splitlines()[0]}") from error
     if hosted:
         store = fresh_store(store, place.rank, place.world_size, timeout)
-    return Meeting(dist.PrefixStore("doctor", store), place.rank, place.world_size, seconds)
+    return StoreGroup(dist.PrefixStore("doctor", store), place.rank, place.world_size, seconds)
 
 
 def _check_port(port: int) -> None:
@@ -156,109 +137,33 @@ def _wait_for_store(address: str, port: int, seconds: float) -> None:
 
 
 def clock_offset(
-    meeting: Meeting, nodes: Sequence[int], now: Callable[[], float] = time.time
+    group: StoreGroup, nodes: Sequence[int], now: Callable[[], float] = time.time
 ) -> tuple[float | None, float]:
-    """Measures the seconds that this rank's clock is ahead of rank 0's.
+    """Returns the seconds that this rank's clock is ahead of rank 0's, and their largest error.
 
-    The rank asks rank 0 for the time several times; the fastest answer counts.
-
-    Args:
-        nodes: one rank of each node except rank 0's; equal on all ranks.
-        now: the clock.
-
-    Returns:
-        The seconds and their largest error; (None, 0) on ranks that are not in ``nodes``.
+    The ranks in ``nodes``, one of each node except rank 0's, ask rank 0 for the time several times; the
+    fastest answer counts. It is (None, 0) on other ranks.
     """
-    if meeting.rank == 0:
+    if group.rank == 0:
         for rank in nodes:
             for turn in range(_ROUNDS):
-                if not meeting.wait(f"ask/{rank}/{turn}"):
+                if not group.wait(f"ask/{rank}/{turn}"):
                     break
-                meeting.put(f"time/{rank}/{turn}", repr(now()))
+                group.put(f"time/{rank}/{turn}", repr(now()))
         return 0.0, 0.0
-    if meeting.rank not in nodes:
+    if group.rank not in nodes:
         return None, 0.0
     answers: list[tuple[float, float]] = []  # (largest error, offset)
     for turn in range(_ROUNDS):
-        meeting.put(f"ask/{meeting.rank}/{turn}")
+        group.put(f"ask/{group.rank}/{turn}")
         begin = now()
-        if not meeting.wait(f"time/{meeting.rank}/{turn}"):
+        if not group.wait(f"time/{group.rank}/{turn}"):
             break
         end = now()
-        theirs = float(meeting.store.get(f"time/{meeting.rank}/{turn}"))
+        theirs = float(group.store.get(f"time/{group.rank}/{turn}"))
         if turn:  # in the first turn rank 0 may have been busy with other ranks
             answers.append(((end - begin) / 2, (begin + end) / 2 - theirs))
     if not answers:
         return None, 0.0
     error, offset = min(answers)
     return offset, error
-
-
-# The time that collectives take on every axis, on this rank.
-
-_BYTES = {"cuda": 2**28, "cpu": 2**22}
-
-
-def measure(layout: MeshLayout, meeting: Meeting, megabytes: float | None) -> dict[str, Any]:
-    """Makes a process group and the mesh, and times collectives. All ranks call it.
-
-    Args:
-        megabytes: size of the whole tensor; 256 on CUDA, 4 on the CPU by default.
-
-    Returns:
-        ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone: nothing
-        is raised, so that the ranks can still exchange it.
-    """
-    device = default_device_type()
-    try:
-        set_device(device, meeting.rank)
-        dist.init_process_group(
-            backend_string(device),
-            store=dist.PrefixStore("group", meeting.store),
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timedelta(seconds=meeting.seconds),
-        )
-        nbytes = _BYTES.get(device, 2**28) if megabytes is None else int(megabytes * 1e6)
-        return {"seconds": _on_axes(layout, device, max(nbytes, 2 * SMALL)), "error": ""}
-    except (Parallel3dError, RuntimeError) as error:  # backends raise RuntimeError
-        return {"seconds": [], "error": " ".join(str(error).split())[:500]}
-    finally:
-        if dist.is_initialized():
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
-
-
-def _on_axes(layout: MeshLayout, device: str, nbytes: int) -> list[list[Any]]:
-    mesh = build_mesh(layout, device_type=device)
-    torch.set_num_threads(1)
-    groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-    return [
-        [axis, name, size, collective_seconds(name, size, group.size(), group, device)]
-        for axis, group in groups.items()
-        if group.size() > 1
-        for name in COLLECTIVES
-        for size in (SMALL, nbytes)
-    ]
-
-
-_FORMS = ("pcie", "nvl", "sxm")
-
-
-def profile_of(device: str, gib: float) -> str | None:
-    """Returns the name of the planner's profile of a device; None if no profile is of that very device.
-
-    Args:
-        device: the device's name in torch: ``NVIDIA A100-SXM4-80GB``, ``NVIDIA H100 PCIe``.
-        gib: its memory, which differs between devices with one name.
-    """
-    words = device.lower().replace("-", " ").split()
-    form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")
-    near = [
-        gpu
-        for gpu in gpus().values()
-        if gpu.family in words
-        and (form in gpu.name or not any(f in gpu.name for f in _FORMS))
-        and abs(gpu.capacity_gib - gib) < 0.1 * gib
-    ]
-    return min(near, key=lambda gpu: abs(gpu.capacity_gib - gib)).name if near else None
