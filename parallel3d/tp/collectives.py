@@ -26,6 +26,7 @@ right too.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,19 +52,13 @@ class TpAxis:
         copies, gathered: recent inputs with their shared copies and gathered sequences (``overlap.py``).
     """
 
-    mesh: DeviceMesh
-    size: int
-    rank: int
-    group: ProcessGroup
-    copies: list[Any]
-    gathered: list[Any]
-
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
-        self.group = mesh.get_group()
-        self.copies, self.gathered = [], []
+        self.group: ProcessGroup = mesh.get_group()
+        self.copies: list[Any] = []
+        self.gathered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TpAxis":
         return self  # a copied model runs on the same ranks; process groups can't be copied
@@ -111,13 +106,8 @@ def split_to_tp(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
 
 
 def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """Joins the ranks' chunks along ``dim``; the gradients of the joined copies are summed, and each rank
-    keeps its chunk of the sum.
-
-    Args:
-        x: this rank's chunk.
-        global_size: size of ``dim`` in the result.
-    """
+    """As :func:`gather_from_tp`, but the gradients of the joined copies are summed, and each rank keeps its
+    chunk of the sum."""
     return _apply(x, "gather_copies", axis, dim % x.dim(), global_size)
 
 
@@ -133,11 +123,7 @@ def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
 
 
 def gather_packed(x: Tensor, packing: Packing, axis: TpAxis) -> Tensor:
-    """Joins the ranks' rows of ``packing`` in the order of the whole; the gradient of ``x`` is its rows.
-
-    Args:
-        x: this rank's rows along ``packing.dim``.
-    """
+    """Joins the ranks' rows of ``packing`` in the order of the whole; the gradient of ``x`` is its rows."""
     return _apply(x, "gather_packed", axis, packing)
 
 
@@ -193,11 +179,9 @@ def start_reduce_scatter(
 ) -> tuple[Tensor, Any]:
     """Returns this rank's chunk along ``dim`` of the sum, and the work to ``wait()`` for before it is read,
     which is None with ``wait``."""
-    size = x.shape[dim]
-    chunk = axis.chunk(size)
+    size, chunk = x.shape[dim], axis.chunk(x.shape[dim])
     uneven = chunk * axis.size != size
-    if uneven:
-        x = _pad(x, dim, chunk * axis.size)
+    x = _pad(x, dim, chunk * axis.size) if uneven else x
     stacked = x.unflatten(dim, (axis.size, chunk)).movedim(dim, 0).contiguous()
     own = stacked.new_empty(stacked.shape[1:])
     work = reduce_scatter_single(
@@ -271,6 +255,7 @@ class _ReduceInPlace(torch.autograd.Function):
         return apply_in_backward(grad, "copy", ctx.axis), None
 
 
+@dataclass
 class SequenceLength:
     """The global length of the sequence of which a model's sequence-parallel modules hold parts.
 
@@ -280,8 +265,7 @@ class SequenceLength:
     micro-batch of another length.
     """
 
-    def __init__(self) -> None:
-        self.length: int | None = None
+    length: int | None = None
 
     def of(self, part: Tensor, dim: int, axis: TpAxis) -> int:
         """Returns the global length of the sequence of which ``part`` is this rank's chunk along ``dim``.

@@ -30,8 +30,6 @@ from parallel3d.tp.collectives import (
 )
 from parallel3d.tp.overlap import share_copy, share_sequence
 
-_STATE = "_parallel3d_tp"
-
 
 @dataclass
 class TpState:
@@ -73,7 +71,7 @@ def _set_state(module: nn.Module, forward: Any, state: TpState) -> None:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = (name for name in state.names if parameters[name].kind in kinds)
     state.first = next(positional, "")
-    module.__dict__[_STATE] = state
+    module.__dict__["_parallel3d_tp"] = state
 
 
 def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool = False) -> Tensor:
@@ -92,6 +90,17 @@ def finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
         return reduce_from_tp(y, tp.axis, in_place=True)  # nobody else has y
     tp.sequence.length = y.shape[dim]
     return reduce_scatter_sequence(y, dim, tp.axis)
+
+
+def split_sequence(x: Tensor, dim: int, tp: TpState) -> Tensor:
+    """Returns this rank's part of a whole sequence along ``dim``."""
+    tp.sequence.length = x.shape[dim]
+    return split_to_tp(x, dim, tp.axis)
+
+
+def gather_parts(x: Tensor, dim: int, tp: TpState) -> Tensor:
+    """Joins the ranks' parts of the sequence along ``dim``; every rank computes the same with the result."""
+    return gather_from_tp(x, dim, tp.sequence.of(x, dim, tp.axis), tp.axis)
 
 
 def gather_features(y: Tensor, size: int, tp: TpState) -> Tensor:

@@ -15,6 +15,7 @@ linears under ``torch.compile`` or autocast compute both gradients in one node.
 """
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from parallel3d.tp.collectives import (
 WORTHWHILE = {"cpu": 2**24, "other": 2**32}
 
 
+@dataclass(slots=True)
 class Pending:
     """A sum over ``tp`` that a backward has started.
 
@@ -47,11 +49,8 @@ class Pending:
         work: the collective while it is under way.
     """
 
-    __slots__ = ("order", "work")
-
-    def __init__(self) -> None:
-        self.order = 0
-        self.work: Any = None
+    order: int = 0
+    work: Any = None
 
     def wait(self) -> None:
         """Waits for the sum if it is under way."""
@@ -84,21 +83,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     if pending is None or not trained or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    deferred = _Deferred()
+    deferred: list[Tensor] = []
     token = _Weights.apply(weight, bias, deferred)
     if token.grad_fn is None:  # no_grad
         return F.linear(x, weight, bias)
     set_backward_order(token.grad_fn, pending.order)
     return _Linear.apply(x, token, (weight, bias), deferred)
-
-
-class _Deferred:
-    """Input and output gradient of a linear, from its backward to the node of its weights' gradients."""
-
-    __slots__ = ("grad", "x")
-
-    grad: Tensor | None
-    x: Tensor | None
 
 
 class _Finish(torch.autograd.Function):
@@ -114,20 +104,21 @@ class _Finish(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """Returns a token that connects a linear to the node that computes its weights' gradients."""
+    """Returns a token that connects a linear to the node that computes its weights' gradients.
+
+    ``deferred`` gets the linear's output gradient and its input from the linear's backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, deferred: _Deferred) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, deferred: list[Tensor]) -> Tensor:
         ctx.deferred = deferred
         ctx.set_materialize_grads(False)
         return weight.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, Tensor | None, None]:
-        deferred = ctx.deferred
-        grad, x = deferred.grad, deferred.x
-        assert grad is not None and x is not None
-        deferred.grad = deferred.x = None
+        grad, x = ctx.deferred
+        ctx.deferred.clear()
         weight_grad = _weight_gradient(grad, x) if ctx.needs_input_grad[0] else None
         bias_grad = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return weight_grad, bias_grad, None
@@ -140,7 +131,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         token: Tensor,
         params: tuple[Tensor, Tensor | None],
-        deferred: _Deferred,
+        deferred: list[Tensor],
     ) -> Tensor:
         weight, bias = params
         ctx.deferred = deferred
@@ -151,7 +142,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.deferred.grad, ctx.deferred.x = grad, x
+        ctx.deferred[:] = grad, x
         return grad @ weight, None, None, None
 
 
@@ -227,12 +218,10 @@ class _GatherLinear(torch.autograd.Function):
         x, weight, *gathered = ctx.saved_tensors
         dim, axis = ctx.dim, ctx.axis
         x_grad = work = weight_grad = None
-        if ctx.needs_input_grad[0]:
-            whole = grad @ weight
-            if may_wait():
-                x_grad, work = start_reduce_scatter(whole, dim, axis)
-            else:
-                x_grad = reduce_scatter_sequence(whole, dim, axis)
+        if ctx.needs_input_grad[0] and may_wait():
+            x_grad, work = start_reduce_scatter(grad @ weight, dim, axis)
+        elif ctx.needs_input_grad[0]:
+            x_grad = reduce_scatter_sequence(grad @ weight, dim, axis)
         if ctx.needs_input_grad[1] and torch.is_grad_enabled():  # the chunks have no graph
             whole_x = gather_sequence(x, dim, x.shape[dim] * axis.size, axis)
             weight_grad = _weight_gradient(grad, whole_x)
@@ -332,7 +321,7 @@ def _share(x: Tensor, axis: TpAxis, gather: tuple[Any, ...]) -> Tensor:
     entry = _Entry(x, _forget)
     entry.result, entry.result_version = y, y._version
     entry.state = (x.grad_fn, x.untyped_storage(), x._version, *how)
-    # An entry of ``x`` that is out of date stays, others may still use its result.
+    # An entry of ``x`` that is out of date stays: others may still use its result.
     recent.append(entry)
     del recent[: -_GATHERED if gather else -_COPIES]
     return y
@@ -369,10 +358,8 @@ class _Shared(torch.autograd.Function):
             if entry.result is not None and entry.result.grad_fn is ctx:
                 _forget(entry)
         if pending is None or not may_wait():
-            if gather:
-                total = apply_in_backward(grad, "reduce_scatter", axis, *gather)
-            else:
-                total = apply_in_backward(grad, "reduce", axis)
+            operation = "reduce_scatter" if gather else "reduce"
+            total = apply_in_backward(grad, operation, axis, *gather)
         elif gather:
             total, pending.work = start_reduce_scatter(grad, gather[0], axis)
         else:

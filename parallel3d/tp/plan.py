@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d._layout.packed import PackedShard
-from parallel3d._layout.param_layout import local_chunk, set_param_layout
+from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.replaced_params import marking_replaced
@@ -23,13 +23,12 @@ from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
 from parallel3d.tp.auto.derive import choose
 from parallel3d.tp.auto.heads import align_heads
-from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
 from parallel3d.tp.styles import Style
-from parallel3d.tp.styles.base import Traffic
+from parallel3d.tp.styles.base import ParamRule, Traffic
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
     spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
     new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)  # users' attributes, such as "no weight decay"
-    set_param_layout(new, rule.layout)
+    set_param_layout(new, ParamLayout(rule.compute, rule.tp_grad))
     return new
 
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from parallel3d.tp.styles.base import Style
 
 
-_PLACE = "_parallel3d_random"
-_ROOT = "_parallel3d_random_root"
 _BITS = 48
 _FIELD = 2**_BITS - 1
 _MARK = 0x9E37 << _BITS
@@ -83,16 +81,17 @@ def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -
             if id(module) not in done:
                 done.add(id(module))
                 place = _Place(regions, style.random_before, style.random_after)
-                place.inner = wrap_forward(module, functools.partial(as_if, _at_place), _at_place)
-                module.__dict__[_PLACE] = place
-    place = _Place(regions, False, "")
-    place.inner = wrap_forward(model, functools.partial(as_if, _at_root), _at_root)
-    model.__dict__[_ROOT] = place
+                _wrap(module, "_parallel3d_random", place, _at_place)
+    _wrap(model, "_parallel3d_random_root", _Place(regions, False, ""), _at_root)
+
+
+def _wrap(module: nn.Module, name: str, place: "_Place", forward: Callable[..., Any]) -> None:
+    place.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
+    module.__dict__[name] = place
 
 
 def refuse_later_dropout(model: nn.Module) -> None:
-    """Makes the dropout modules of a model without dropout raise if their ``p`` is set later: its plan is
-    applied without ``install_random``."""
+    """Makes the dropout modules of a model without ``install_random`` raise if their ``p`` is set later."""
     for module in model.modules():
         if isinstance(module, _DROPOUT):
             module.register_forward_pre_hook(_refuse_dropout)
@@ -124,6 +123,7 @@ def _outermost(name: str, model: nn.Module) -> nn.Module:
 # ---- forwards ----
 
 
+@dataclass
 class _Regions:
     """The state that the modules of one model share.
 
@@ -132,10 +132,9 @@ class _Regions:
         forwards: the number of its forwards in training.
     """
 
-    def __init__(self, axis: TpAxis) -> None:
-        self.axis = axis
-        self.depth = 0
-        self.forwards = 0
+    axis: TpAxis
+    depth: int = 0
+    forwards: int = 0
 
     def compare_now(self) -> bool:
         """Counts a forward in training, and returns whether it compares states: the first, second, fourth ...

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.styles import (
     Colwise,
@@ -30,7 +29,7 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
-from parallel3d.tp.styles.base import is_embedding
+from parallel3d.tp.styles.base import ParamRule, is_embedding, is_plain
 from parallel3d.tp.torch_styles import TorchStyle
 
 _WILDCARDS = re.compile(r"[*?\[]")

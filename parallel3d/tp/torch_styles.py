@@ -19,9 +19,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.checks import ParamRule, fit_rules, own_params
 from parallel3d.tp.collectives import SequenceLength, TpAxis
-from parallel3d.tp.styles.base import RandomLayout, Style, Traffic
+from parallel3d.tp.styles.base import (
+    ParamRule,
+    RandomLayout,
+    Style,
+    Traffic,
+    fit_rules,
+    own_params,
+)
 
 
 @dataclass(frozen=True, repr=False)

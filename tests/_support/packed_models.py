@@ -9,10 +9,9 @@ from torch.nn import functional as F
 
 from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.tp import Colwise, Rowwise
-from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.forwards import TpState, bind_forward
-from parallel3d.tp.styles.base import Style
+from parallel3d.tp.styles.base import ParamRule, Style
 from parallel3d.tp.styles.linear import colwise_linear, rowwise_linear
 
 DIM, HEAD = 8, 2

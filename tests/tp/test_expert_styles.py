@@ -17,7 +17,7 @@ from parallel3d.tp import (
     parse_style,
     resolve_plan,
 )
-from parallel3d.tp.checks import ParamRule
+from parallel3d.tp.styles.base import ParamRule
 
 
 @pytest.fixture(autouse=True)

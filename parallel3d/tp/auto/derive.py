@@ -33,7 +33,6 @@ from parallel3d.tp.auto.trace import (
     trace,
     with_patterns,
 )
-from parallel3d.tp.checks import own_params
 from parallel3d.tp.resolve import PlanSource, Rule, numberless
 from parallel3d.tp.styles import (
     Colwise,
@@ -46,6 +45,7 @@ from parallel3d.tp.styles import (
     Style,
     VocabParallel,
 )
+from parallel3d.tp.styles.base import own_params
 
 
 @dataclass(frozen=True)

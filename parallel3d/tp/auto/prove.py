@@ -21,11 +21,11 @@ from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.heads import align_heads
 from parallel3d.tp.auto.trace import Call, copy_with, random_like
-from parallel3d.tp.checks import ParamRule
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.resolve import PlanSource, Resolution
 from parallel3d.tp.styles import Style
+from parallel3d.tp.styles.base import ParamRule
 
 # Tensor-parallel ranks as threads of this process. They need no process group, so they work within a job
 # that has one, on every rank alike, and run the same forwards, styles and collectives as a job does.

@@ -22,10 +22,9 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import is_plain
 from parallel3d.tp.resolve import matches, numberless
 from parallel3d.tp.styles import Colwise, Style
-from parallel3d.tp.styles.base import is_embedding, linear_kind
+from parallel3d.tp.styles.base import is_embedding, is_plain, linear_kind
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

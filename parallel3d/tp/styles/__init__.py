@@ -2,8 +2,15 @@
 
 from parallel3d.tp.styles.attention import HeadArguments, NoFastPath, SplitHeads
 from parallel3d.tp.styles.base import Style
-from parallel3d.tp.styles.embedding import VocabParallel
 from parallel3d.tp.styles.experts import Experts, IdentityExpert
-from parallel3d.tp.styles.linear import Colwise, Rowwise
-from parallel3d.tp.styles.params import LocalParams, LocalSizes, Replicated, SequenceParallel
-from parallel3d.tp.styles.prepare import PrepareInput, PrepareInputOutput, PrepareOutput, RopeOutput
+from parallel3d.tp.styles.linear import Colwise, Rowwise, VocabParallel
+from parallel3d.tp.styles.prepare import (
+    LocalParams,
+    LocalSizes,
+    PrepareInput,
+    PrepareInputOutput,
+    PrepareOutput,
+    Replicated,
+    RopeOutput,
+    SequenceParallel,
+)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule, fit_rules, is_plain
 from parallel3d.tp.collectives import (
     SequenceLength,
     TpAxis,
@@ -20,7 +19,16 @@ from parallel3d.tp.collectives import (
     split_packed,
 )
 from parallel3d.tp.forwards import TpState, bind_forward, take_input
-from parallel3d.tp.styles.base import RandomLayout, Style, Traffic, input_traffic, sum_traffic
+from parallel3d.tp.styles.base import (
+    ParamRule,
+    RandomLayout,
+    Style,
+    Traffic,
+    fit_rules,
+    input_traffic,
+    is_plain,
+    sum_traffic,
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def split_heads(
             elif not self.batch_first:
                 taken = taken.transpose(0, 1)
             whole[id(x)] = taken
-    q, k, v = _project(self, whole[id(query)], whole[id(key)], whole[id(value)])
+    q, k, v = _project(self, *(whole[id(x)] for x in (query, key, value)))
     if is_causal and key_padding_mask is None and not need_weights:
         mask = None
     else:
@@ -149,8 +157,10 @@ def split_heads(
     out = reduce_from_tp(out, tp.axis, in_place=True)
     if self.out_proj.bias is not None:
         out = out + self.out_proj.bias
-    if weights is not None:
-        weights = _join_weights(self, weights, average_attn_weights, tp)
+    if weights is not None and average_attn_weights:  # (B, h, L, S) -> (B, L, S)
+        weights = reduce_from_tp(weights.sum(1) / self.num_heads, tp.axis, in_place=True)
+    elif weights is not None:  # (B, h, L, S) -> (B, heads, L, S)
+        weights = gather_packed(weights, _local_heads(self.num_heads, tp), tp.axis)
     if not batched:
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
     return (out if self.batch_first else out.transpose(0, 1)), weights
@@ -210,13 +220,6 @@ def _as_numbers(name: str, mask: Tensor, like: Tensor) -> Tensor:
 def _local_heads(heads: int, tp: TpState) -> Packing:
     """The heads of each rank, as a packing of dim 1."""
     return cut_sections(1, (heads,), tp.axis.size)
-
-
-def _join_weights(self: Any, weights: Tensor, average: bool, tp: TpState) -> Tensor:
-    """(B, h, L, S) of this rank's heads -> (B, L, S) averaged, or (B, heads, L, S)."""
-    if average:
-        return reduce_from_tp(weights.sum(1) / self.num_heads, tp.axis, in_place=True)
-    return gather_packed(weights, _local_heads(self.num_heads, tp), tp.axis)
 
 
 @dataclass(frozen=True)

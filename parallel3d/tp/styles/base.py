@@ -1,4 +1,4 @@
-"""Style: how one module is tensor-parallel.
+"""Style: how one module is tensor-parallel, and what styles share: rules of parameters, checks, traffic.
 
 A style is a frozen value that refers to no module and no mesh. :meth:`Style.plan` is pure: it returns the
 placement on the ``tp`` axis of each of a module's parameters, or raises. :meth:`Style.install` mutates: it
@@ -16,11 +16,129 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.collectives import SequenceLength, TpAxis
+
+
+@dataclass(frozen=True)
+class ParamRule:
+    """The placement of one parameter on ``tp``; ``tp_grad`` and ``compute`` are those of ``ParamLayout``.
+
+    Attributes:
+        packing: the rows of ``placement.dim`` that each rank holds, if not those of ``torch.chunk``.
+    """
+
+    placement: Shard | Replicate
+    tp_grad: Literal["whole", "partial"] = "whole"
+    packing: Packing | None = None
+    compute: Literal["local", "dtensor"] = "local"
+
+    @property
+    def changes_compute(self) -> bool:
+        """Whether a module that uses the parameter without a rule of its own would be wrong."""
+        changed = self.tp_grad == "partial" or self.compute == "dtensor"
+        return changed or isinstance(self.placement, Shard)
+
+    def describe(self) -> str:
+        """Returns the rule in words."""
+        kind = " (a DTensor)" if self.compute == "dtensor" else ""
+        if isinstance(self.placement, Shard):
+            packed = "" if self.packing is None else f" as {self.packing.rows}"
+            return f"split along dim {self.placement.dim}{packed}{kind}"
+        return ("whole" if self.tp_grad == "whole" else "whole with its gradient summed") + kind
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling ``module`` runs the forward of ``kind``."""
+    # Not a subclass or an instance with another forward, nor MultiheadAttention's projection, which is never
+    # called.
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and "forward" not in module.__dict__
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    )
+
+
+def check_count(what: str, size: int, multiple_of: int) -> None:
+    """Raises PlanError for a size, named ``what``, that isn't a multiple of ``multiple_of``."""
+    if type(multiple_of) is not int or multiple_of < 1:
+        raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
+    if size % multiple_of:
+        raise PlanError(f"{what} {size} is not a multiple of multiple_of={multiple_of}")
+
+
+def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:
+    """Raises PlanError for embedding options that need whole rows, or counts of ids on other ranks."""
+    refused = {
+        "max_norm": module.max_norm is not None,
+        "scale_grad_by_freq": module.scale_grad_by_freq and not scale_grad_by_freq,
+        "sparse": module.sparse,
+    }
+    options = [name for name, is_on in refused.items() if is_on]
+    if options:
+        raise PlanError(f"an nn.Embedding with {', '.join(options)} can't be split over tp")
+
+
+def own_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the module's parameters by name, without those of its children."""
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
+    """Returns the rules of the parameters that the module has.
+
+    Raises:
+        PlanError: a parameter without a rule, no weight, or a parameter that can't be split.
+    """
+    own = own_params(module)
+    extra = [name for name in own if name not in rules]
+    if extra or ("weight" in rules and "weight" not in own):
+        raise PlanError(
+            f"{type(module).__name__} has the parameters {', '.join(own) or 'none'}, where "
+            f"{', '.join(rules)} are expected; is it parametrized?"
+        )
+    for name, param in own.items():
+        if isinstance(param, DTensor):
+            raise PlanError(f"{name} is a DTensor already: the module is parallel")
+        if is_lazy(param):
+            raise PlanError(f"{name} has no size yet: run a batch through the model first")
+        if not param.is_floating_point():
+            raise PlanError(f"{name} is {param.dtype}; only floating-point parameters can be split")
+    return {name: rules[name] for name in own}
+
+
+def whole_params(
+    module: nn.Module, tp_grad: Literal["whole", "partial"] = "whole"
+) -> dict[str, ParamRule]:
+    """Returns the rules that keep the module's own parameters whole."""
+    return fit_rules(module, **dict.fromkeys(own_params(module), ParamRule(Replicate(), tp_grad)))
+
+
+# torch's modules that treat each token by itself. Modules of other packages are judged by their parameters.
+_PER_TOKEN = (nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
+
+
+def need_per_token(module: nn.Module) -> None:
+    """Raises PlanError for a module that doesn't treat each token of the sequence by itself."""
+    kind = type(module).__name__
+    unknown = type(module).__module__.split(".")[0] == "torch" and type(module) not in _PER_TOKEN
+    if unknown or any(module.children()):
+        raise PlanError(f"SequenceParallel is for norms over the last dim and dropout, not {kind}")
+    normalized = getattr(module, "normalized_shape", (0,))
+    if isinstance(normalized, tuple) and len(normalized) > 1:
+        raise PlanError(f"{kind} normalizes over the dims {normalized}, the sequence among them")
+    wrong = [f"{name} {tuple(p.shape)}" for name, p in own_params(module).items() if p.dim() != 1]
+    if wrong:
+        raise PlanError(
+            "SequenceParallel needs parameters of one dim, elementwise on the last dim of the "
+            f"input; {kind} has {', '.join(wrong)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,8 +147,7 @@ class LinearKind:
     the weight transposed.
 
     Attributes:
-        out_features, in_features: its sizes.
-        out_name, in_name: the module's attributes with these sizes.
+        out_name, in_name: the module's attributes with its numbers of features.
         out_dim, in_dim: the weight's dims of these sizes.
         base: the class whose forward computes the product.
     """
@@ -55,10 +172,9 @@ def linear_kind(style: object, module: Any) -> LinearKind:
             module.out_features, module.in_features, "out_features", "in_features", 0, 1, nn.Linear
         )
     for cls in type(module).__mro__:
-        if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-            if is_plain(module, cls) or calls_forward_of(module, cls):
-                return LinearKind(module.nf, module.nx, "nf", "nx", 1, 0, cls)
-            break
+        is_conv1d = (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        if is_conv1d and (is_plain(module, cls) or calls_forward_of(module, cls)):
+            return LinearKind(module.nf, module.nx, "nf", "nx", 1, 0, cls)
     raise PlanError(
         f"{type(style).__name__} is for nn.Linear, nn.Embedding and transformers' Conv1D with their own "
         f"forward, not {type(module).__name__}"
@@ -162,22 +278,17 @@ def input_traffic(layout: str, elements: int | None) -> tuple[Traffic, ...]:
     """The collectives for an input of column-parallel modules that is whole, or a part of the sequence."""
     if layout == "replicate":
         return (Traffic("all-reduce", "backward", elements),)
-    if layout == "sequence":
-        return (
-            Traffic("all-gather", "forward", elements),
-            Traffic("reduce-scatter", "backward", elements),
-        )
-    return ()
+    gather = Traffic("all-gather", "forward", elements)
+    scatter = Traffic("reduce-scatter", "backward", elements)
+    return (gather, scatter) if layout == "sequence" else ()
 
 
 def sum_traffic(layout: str, elements: int | None) -> tuple[Traffic, ...]:
     """The collectives that sum the ranks' outputs into the whole, or into parts of the sequence."""
     if layout == "replicate":
         return (Traffic("all-reduce", "forward", elements),)
-    return (
-        Traffic("reduce-scatter", "forward", elements),
-        Traffic("all-gather", "backward", elements),
-    )
+    scatter = Traffic("reduce-scatter", "forward", elements)
+    return scatter, Traffic("all-gather", "backward", elements)
 
 
 RandomLayout = Literal["", "features", "sequence", "whole"]
@@ -213,12 +324,9 @@ class Style(ABC):
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        shown = [
-            f"{f.name}={_shown(values[f.name])}"
-            for f in fields(self)
-            if values[f.name] != f.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        changed = [f.name for f in fields(self) if values[f.name] != f.default]
+        shown = ", ".join(f"{name}={_shown(values[name])}" for name in changed)
+        return f"{type(self).__name__}({shown})"
 
     def for_module(self, module: nn.Module) -> "Style":
         """Returns the style that this one means on ``module``: itself, unless a name has two meanings."""
@@ -250,11 +358,7 @@ class Style(ABC):
         )
 
     def param_rule(self, param: Tensor, tp: int) -> ParamRule:
-        """Returns the rule for one parameter that a plan names by its path; for styles that split features.
-
-        Raises:
-            PlanError: the style is not for single parameters, or the size can't be split.
-        """
+        """Returns the rule for one parameter that a plan names by its path; PlanError if there is none."""
         raise PlanError(f"{self} is a style for modules, not for a parameter")
 
     @abstractmethod

@@ -10,11 +10,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d._layout.packing import Packing
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.checks import ParamRule, fit_rules, own_params
 from parallel3d.tp.collectives import SequenceLength, TpAxis, reduce_from_tp
 from parallel3d.tp.forwards import TpState, bind_forward, take_input
 from parallel3d.tp.local_attributes import reads_of
-from parallel3d.tp.styles.base import RandomLayout, Style, Traffic, input_traffic, sum_traffic
+from parallel3d.tp.styles.base import (
+    ParamRule,
+    RandomLayout,
+    Style,
+    Traffic,
+    fit_rules,
+    input_traffic,
+    own_params,
+    sum_traffic,
+)
 from parallel3d.tp.styles.linear import cut_features
 
 
@@ -52,9 +60,8 @@ class Experts(Style):
         rules = {}
         for name, param in weights.items():
             if name not in styles:
-                raise PlanError(
-                    f"{name} {tuple(param.shape)} of {type(module).__name__} has no rule"
-                )
+                shape = tuple(param.shape)
+                raise PlanError(f"{name} {shape} of {type(module).__name__} has no rule")
             rules[name] = styles[name].param_rule(param, tp)
         for name, rule in rules.items():
             if not isinstance(rule.placement, Shard):
@@ -77,7 +84,10 @@ class Experts(Style):
             return {}
         features = min(split.values())
         rule = next(rules[name] for name, size in split.items() if size == features)
-        per_rank = _lengths(rule, features, tp)
+        chunk = -(-features // tp)
+        per_rank = tuple(max(min(chunk, features - rank * chunk), 0) for rank in range(tp))
+        if rule.packing is not None:
+            per_rank = rule.packing.lengths
         whole = {  # sizes of dims that aren't split, such as the model's width
             size
             for name, param in own_params(module).items()
@@ -181,14 +191,6 @@ def _split_sizes(module: nn.Module, rules: dict[str, ParamRule]) -> dict[str, in
         for name, param in own_params(module).items()
         if name in rules and isinstance(rules[name].placement, Shard)
     }
-
-
-def _lengths(rule: ParamRule, size: int, tp: int) -> tuple[int, ...]:
-    """The number of features on each rank."""
-    if rule.packing is not None:
-        return rule.packing.lengths
-    chunk = -(-size // tp)
-    return tuple(max(min(chunk, size - rank * chunk), 0) for rank in range(tp))
 
 
 def _split_alike(

@@ -1,8 +1,7 @@
-"""Colwise and Rowwise: a linear layer whose output or input features are split over ``tp``."""
+"""Colwise, Rowwise, VocabParallel: features of a linear layer, rows of an embedding, split over ``tp``."""
 
 import warnings
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,9 +11,9 @@ from torch.nn import functional as F
 
 from parallel3d._layout.packed import packing_of
 from parallel3d._layout.packing import Packing, cut_sections, pick_by_rank
+from parallel3d._torch.autograd import assert_async
 from parallel3d._torch.simulated import combine_ranks, ranks_of, value_on_rank
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.checks import ParamRule, check_count, fit_rules, refuse_lookup_options
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.forwards import (
     TpState,
@@ -27,16 +26,87 @@ from parallel3d.tp.forwards import (
 from parallel3d.tp.overlap import gather_linear, linear, obstacle
 from parallel3d.tp.styles.base import (
     LayoutStyle,
+    ParamRule,
     RandomLayout,
     Style,
     Traffic,
+    check_count,
+    fit_rules,
     input_traffic,
     is_embedding,
     linear_kind,
+    refuse_lookup_options,
     sum_traffic,
     works_by_element,
 )
-from parallel3d.tp.styles.embedding import VocabParallel, colwise_embedding
+
+
+@dataclass(frozen=True)
+class VocabParallel(LayoutStyle):
+    """Splits the vocabulary of an ``nn.Embedding`` over ``tp``: each rank looks up the tokens that it holds.
+    ``padding_idx`` works; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` raise.
+
+    Attributes:
+        output: ``"replicate"``: whole. ``"sequence"``: this rank's part along ``sequence_dim``.
+        sequence_dim: the sequence dim of the output, when ``output="sequence"``.
+    """
+
+    choices: ClassVar = {"output": ("replicate", "sequence")}
+
+    output: Literal["replicate", "sequence"] = "replicate"
+    sequence_dim: int = 1
+
+    def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
+        if not is_embedding(module):
+            raise PlanError(
+                f"VocabParallel is for nn.Embedding with its own forward, not {type(module).__name__}"
+            )
+        if self.splits_sequence and not works_by_element(module, nn.Embedding):
+            raise PlanError(
+                f"{type(module).__name__} does something with what it looks up, which may need the whole "
+                'sequence; VocabParallel(output="replicate") gives it all'
+            )
+        refuse_lookup_options(module, scale_grad_by_freq=False)
+        return fit_rules(module, weight=ParamRule(Shard(0)))
+
+    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+        state = TpState(self, axis, sequence)
+        bind_base_forward(module, nn.Embedding, vocab_parallel_embedding, state)
+
+    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+        return sum_traffic(self.output, module.embedding_dim)
+
+
+def colwise_embedding(self: Any, input: Tensor) -> Tensor:
+    """(...) ids -> (..., width / tp), or (..., width) if gathered."""
+    tp: TpState = self._parallel3d_tp
+    y = tp.inner(self, input)
+    return gather_features(y, self.embedding_dim, tp) if tp.style.output == "replicate" else y
+
+
+def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
+    """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others.
+
+    An id outside the vocabulary is an error on every rank, as in the plain module.
+    """
+    tp: TpState = self._parallel3d_tp
+    size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
+    start = tp.axis.rank * chunk
+    ids = input
+    if isinstance(start, torch.SymInt):  # simulated ranks: a factory call makes one tensor each
+        ids = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device).copy_(ids)
+    assert_async(((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}")
+    local = ids - start
+    elsewhere = (local < 0) | (local >= chunk)
+    weight = self.weight
+    if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
+        weight = F.pad(weight, (0, 0, 0, 1))  # a row for id 0
+    y = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
+    if self.padding_idx is not None:  # its row is looked up but not trained
+        y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
+    return finish_sum(y, tp.style.output, tp.style.sequence_dim, tp)
+
 
 Packed = int | tuple[int, ...] | Packing
 """The sections that features consist of: a number of equal ones, their sizes, or the rows on each rank."""
@@ -76,17 +146,16 @@ def cut_features(
         return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
     if len(sections) == 1:
         return ParamRule(Shard(dim))
-    chunks = [-(-section // tp) for section in sections]
-    starts = [0, *accumulate(sections)]
-    rows = tuple(
-        tuple(
-            (start + rank * chunk, min(chunk, section - rank * chunk))
-            for start, section, chunk in zip(starts, sections, chunks, strict=False)
-            if rank * chunk < section
-        )
-        for rank in range(tp)
-    )
-    return ParamRule(Shard(dim), packing=Packing(dim, rows))
+    rows: list[tuple[tuple[int, int], ...]] = []
+    for rank in range(tp):
+        own, start = [], 0
+        for section in sections:
+            chunk = -(-section // tp)
+            if rank * chunk < section:
+                own.append((start + rank * chunk, min(chunk, section - rank * chunk)))
+            start += section
+        rows.append(tuple(own))
+    return ParamRule(Shard(dim), packing=Packing(dim, tuple(rows)))
 
 
 def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -267,7 +336,7 @@ def colwise_linear(self: Any, input: Tensor) -> Tensor:
     if y is None:
         x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
         y = linear(x, weight, self.bias)
-    return gather_features(y, _sizes(self)[0], tp) if style.output == "replicate" else y
+    return gather_features(y, _out_features(self), tp) if style.output == "replicate" else y
 
 
 def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -291,7 +360,8 @@ def rowwise_linear(self: Any, input: Tensor) -> Tensor:
     """(..., in / tp), or (..., in) which is split here, -> (..., out)."""
     tp: TpState = self._parallel3d_tp
     style: Any = tp.style
-    x, weight, features = input, _as_linear(self), _sizes(self)[1]
+    x, weight = input, _as_linear(self)
+    features = self.in_features if isinstance(self, nn.Linear) else self.nx
     if style.input == "replicate":
         x = split_features(x, tp)
     elif isinstance(x.shape[-1], int) and x.shape[-1] == features != weight.shape[1]:
@@ -310,11 +380,9 @@ def _as_linear(module: Any) -> Tensor:
     return module.weight if isinstance(module, nn.Linear) else module.weight.t()
 
 
-def _sizes(module: Any) -> tuple[int, int]:
-    """Returns output and input features of the plain module."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    return module.nf, module.nx
+def _out_features(module: Any) -> int:
+    """Returns the plain module's number of output features."""
+    return module.out_features if isinstance(module, nn.Linear) else module.nf
 
 
 @dataclass(frozen=True)
@@ -351,7 +419,7 @@ def grouped_kv_linear(self: Any, input: Tensor) -> Tensor:
     # A rank's heads are neighbours: its rows of the weight are a view.
     numbers = [max(heads) - min(heads) + 1 for heads in style.heads]
     number = pick_by_rank(numbers, tp.axis.rank)
-    size = _sizes(self)[0] // style.kv_heads
+    size = _out_features(self) // style.kv_heads
     start = pick_by_rank([min(heads) * size for heads in style.heads], tp.axis.rank)
     weight = _as_linear(self).narrow(0, start, number * size)
     bias = None if self.bias is None else self.bias.narrow(0, start, number * size)

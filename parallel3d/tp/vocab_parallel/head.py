@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from parallel3d._torch.autograd import functorch_is_active, untraced
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import PlanError
-from parallel3d.tp.checks import ParamRule, is_plain
 from parallel3d.tp.collectives import SequenceLength, TpAxis, gather_from_tp
 from parallel3d.tp.forwards import TpState, bind_base_forward, take_input
 from parallel3d.tp.overlap import linear
 from parallel3d.tp.plan import ResolvedPlan
 from parallel3d.tp.styles import Colwise, Style
-from parallel3d.tp.styles.base import Traffic
+from parallel3d.tp.styles.base import ParamRule, Traffic, is_plain
 from parallel3d.tp.vocab_parallel.vocab_logits import lazy_logits, sharded_logits
 
 
